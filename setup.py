@@ -1,0 +1,69 @@
+"""Metadata and dependencies of fly_jax; the build system and the tools are in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+_NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"]
+
+setup(
+    name="fly_jax",
+    version="0.1.0",  # the only place: fly_jax asks importlib.metadata, a test reads CHANGELOG.md
+    description="FLy, training-free loosely speculative decoding of Llama models, in JAX",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    # The root also holds tests/ and the links models, sharding and launch, which are these
+    # packages under a second name.
+    packages=find_packages(include=["fly_jax", "fly_jax.*"]),
+    include_package_data=False,
+    package_data={
+        # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
+        "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
+        "fly_jax.models": ["embedded/**/*"],
+    },
+    install_requires=[
+        "absl-py>=2.1",
+        "flax>=0.12.8",
+        "huggingface-hub>=1.3",
+        "jax>=0.10",
+        "jaxtyping>=0.3",
+        "jinja2>=3.1",  # chat templates
+        "ml-dtypes>=0.5",
+        "numpy>=2.0",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.11.30",
+        "safetensors>=0.5",
+        "sentencepiece>=0.2",
+        "tokenizers>=0.22.1",
+        "tqdm>=4.66",
+        "transformers>=5.0",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]"],
+        "cuda": ["jax[cuda12]"],
+        "cuda13": ["jax[cuda13]"],
+        "notebooks": _NOTEBOOK,
+        "test": [
+            *_NOTEBOOK,
+            "beartype>=0.19",
+            "hypothesis>=6.100",
+            "mypy>=2.4",
+            "pip>=23.1",
+            "pytest>=8.2",
+            "ruff==0.17.*",  # its formatting changes from minor to minor version
+            "scipy>=1.14",
+            "setuptools>=77",
+            "types-tqdm",
+        ],
+    },
+    entry_points={"console_scripts": ["fly_jax = fly_jax.launch.__main__:run"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,133 @@
+"""The shape of the repository: which room may import which, the root links, the version."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = _ROOT / "fly_jax"
+
+# From the bottom up: a room imports only from rooms before it. "api" is fly_jax/__init__.py and
+# whatever else lies beside the rooms; `errors` is below all.
+_LAYERS = (
+    "errors",
+    "sharding",
+    "models",
+    "decoding",
+    "planning",
+    "training",
+    "evaluation",
+    "serving",
+    "api",
+    "launch",
+)
+_LINKS = ("models", "sharding", "launch")
+_MAX_LINES = 450
+
+_FILES = sorted(_PACKAGE.rglob("*.py"))
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(_ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_MODULES = {_module(path): path for path in _FILES}
+
+
+def _layer(module: str) -> str:
+    name = module.split(".")[1] if "." in module else "api"
+    return name if name in _LAYERS else "api"
+
+
+def _imports(path: Path) -> set[str]:
+    """The modules of fly_jax that a file imports, wherever in the file it does so."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            assert node.module is not None
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found.add(submodule if submodule in _MODULES else node.module)
+    return {module for module in found if module.split(".")[0] == "fly_jax"}
+
+
+def _reachable(module: str) -> set[str]:
+    """What a module imports, directly or through others."""
+    seen: set[str] = set()
+    pending = [module]
+    while pending:
+        for imported in _imports(_MODULES[pending.pop()]) - seen:
+            seen.add(imported)
+            pending.append(imported)
+    return seen
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    layer = _layer(module)
+    for imported in _imports(_MODULES[module]):
+        below = _LAYERS.index(_layer(imported)) < _LAYERS.index(layer)
+        assert below or _layer(imported) == layer, f"{module} imports {imported}"
+
+
+def test_the_layers_are_seen() -> None:
+    """Guards the test above against passing because it finds no imports."""
+    assert "fly_jax.models.config" in _imports(_PACKAGE / "models" / "llama.py")
+    assert {_layer(module) for module in _MODULES} >= {"errors", "sharding", "models", "decoding"}
+
+
+def test_acceptance_stands_without_models() -> None:
+    """Another engine calls the rules with its own logits."""
+    modules = [
+        module
+        for module in _MODULES
+        if re.match(r"fly_jax\.decoding\.(rules|evidence|acceptance)\b", module)
+    ]
+    assert len(modules) >= 2
+    for module in modules:
+        above = {name for name in _reachable(module) if name.startswith("fly_jax.models")}
+        assert not above, f"{module} reaches {sorted(above)}"
+
+
+@pytest.mark.parametrize("name", _LINKS)
+def test_root_link(name: str) -> None:
+    link = _ROOT / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("fly_jax", name)
+    assert (link / "__init__.py").is_file()
+
+
+def test_configs_link() -> None:
+    assert (_PACKAGE / "configs").readlink() == Path("..", "configs")
+    assert list((_PACKAGE / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("folder", ["fly_jax", "tests", "benchmarks"])
+def test_files_are_short(folder: str) -> None:
+    for path in (_ROOT / folder).rglob("*.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= _MAX_LINES, f"{path.relative_to(_ROOT)} has {lines} lines"
+
+
+def test_version_is_in_one_place() -> None:
+    setup = (_ROOT / "setup.py").read_text(encoding="utf-8")
+    versions = re.findall(r'^ +version="([^"]+)"', setup, re.MULTILINE)
+    assert len(versions) == 1
+    for path in _FILES:
+        assert not re.search(r"__version__\s*=\s*[\"']", path.read_text(encoding="utf-8")), path
+    pyproject = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "project" not in pyproject
+    newest = re.search(
+        r"^## \[([^]]+)\]", (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert newest is not None
+    assert newest.group(1) == versions[0]

@@ -1,0 +1,118 @@
+"""The mesh that `--mesh` asks for: parsed, simulated on a CPU-only machine, and created."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from fly_jax.errors import FlyJaxError
+
+AXES = ("data", "x", "y")
+_DEFAULT_NAMES = {1: ("x",), 2: ("x", "y"), 3: ("data", "x", "y")}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSpec:
+    """Names and sizes of the axes of a mesh, the outermost first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each axis."""
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices along each axis."""
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole mesh."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        """As `parse_mesh` reads it: `8x8`, or `data=2,x=4` where the short form has other names."""
+        if self.names == _DEFAULT_NAMES[len(self.axes)]:
+            return "x".join(map(str, self.sizes))
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parse_mesh(text: str) -> MeshSpec:
+    """Reads `8` (x), `8x8` (x, y), `2x8x8` (data, x, y), or names: `data=2,x=8,y=8`.
+
+    Raises:
+      FlyJaxError: anything else, such as a size of 0 or a repeated or unknown name.
+    """
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    if "=" not in text:
+        sizes = text.strip().split("x")
+        names = _DEFAULT_NAMES.get(len(sizes), ())
+        parts = [(name, "=", size) for name, size in zip(names, sizes, strict=False)]
+    names = tuple(name for name, _, _ in parts)
+    right_names = names and set(names) <= set(AXES) and len(set(names)) == len(names)
+    if not right_names or not all(re.fullmatch("0*[1-9][0-9]{0,8}", size) for _, _, size in parts):
+        raise FlyJaxError(
+            f"'{text}' is not a mesh; it needs one to three positive sizes, or sizes with names "
+            f"out of {', '.join(AXES)}: write 8x8, 2x8x8 or data=2,x=8,y=8."
+        )
+    return MeshSpec(tuple((name, int(size)) for name, _, size in parts))
+
+
+def prepare_devices(spec: MeshSpec) -> None:
+    """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
+
+    Call it before anything touches a JAX backend. After that it changes nothing, and `create_mesh`
+    says whether the devices suffice.
+    """
+    with contextlib.suppress(RuntimeError):  # a backend is up
+        jax.config.update("jax_num_cpu_devices", spec.num_devices)
+
+
+def create_mesh(spec: MeshSpec) -> Mesh:
+    """The mesh over this machine's devices, with automatic sharding on every axis.
+
+    A mesh of one device takes the first one of any machine; simulated devices may be more than the
+    mesh has.
+
+    Raises:
+      FlyJaxError: the accelerators are more or fewer than the mesh has devices, or the CPU backend
+        was up before `prepare_devices` could have it simulate enough.
+    """
+    devices, needed = jax.devices(), spec.num_devices
+    kind = devices[0].platform
+    if kind == "cpu" and len(devices) < needed:
+        raise FlyJaxError(
+            f"The mesh {spec} needs {needed} devices and JAX has started with {len(devices)} "
+            f"simulated on the CPU; call prepare_devices before anything else uses JAX, or ask for "
+            f"a mesh of {len(devices)}."
+        )
+    if kind != "cpu" and needed not in (1, len(devices)):
+        raise FlyJaxError(
+            f"The mesh {spec} needs {needed} devices and this machine has {len(devices)} "
+            f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to {len(devices)}, "
+            "or for 1x1."
+        )
+    return jax.make_mesh(
+        spec.sizes,
+        spec.names,
+        axis_types=(AxisType.Auto,) * len(spec.axes),
+        devices=devices[:needed],
+    )
+
+
+def describe(mesh: Mesh) -> str:
+    """One line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
+    spec = MeshSpec(tuple(mesh.shape.items()))
+    device = mesh.devices.flat[0]
+    noun = "device" if spec.num_devices == 1 else "devices"
+    if device.platform == "cpu":
+        simulated = "" if spec.num_devices == 1 else "simulated "
+        return f"{spec.num_devices} {simulated}{noun} (CPU) as mesh {spec}"
+    return f"{spec.num_devices} {noun} ({device.device_kind}) as mesh {spec}"

@@ -1,0 +1,142 @@
+"""One table from logical axes to mesh axes, and the placement of arrays that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """The mesh axes over which each logical axis is split, the outermost first.
+
+    A mesh that lacks one of them splits over the others; no mesh axis means replicated. The
+    fields are the logical axes of parameters and caches: see `parameter_specs` and `CACHE_AXES`
+    in `fly_jax.models`.
+    """
+
+    vocab: MeshAxes = ()
+    q_heads: MeshAxes = ()
+    kv_heads: MeshAxes = ()
+    ffw: MeshAxes = ()
+    embed: MeshAxes = ()
+    head: MeshAxes = ()
+    layers: MeshAxes = ()
+    rows: MeshAxes = ("data",)
+    cache_batch: MeshAxes = ("data",)
+    cache_length: MeshAxes = ()
+
+
+_TENSOR = ShardingRules(
+    vocab=("x", "y"),
+    q_heads=("x", "y"),
+    kv_heads=("x",),
+    ffw=("x", "y"),
+    cache_batch=("data", "y"),
+)
+
+# "tensor": a target's matrices over the whole mesh, its cache by heads and rows.
+# "tensor_long": the same for fewer rows than `y` has devices: the cache by heads and positions.
+# "replicated": a drafter, which would wait for the network if it were split.
+RULES: dict[str, ShardingRules] = {
+    "tensor": _TENSOR,
+    "tensor_long": dataclasses.replace(_TENSOR, cache_batch=("data",), cache_length=("y",)),
+    "replicated": ShardingRules(),
+}
+
+
+class NamedShape(Protocol):
+    """A shape whose axes have logical names, such as `fly_jax.models.llama.ParameterSpec`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each axis."""
+        ...
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical name of each axis."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How arrays lie on a mesh; hashable, so static under `jit`."""
+
+    mesh: Mesh
+    rules: ShardingRules
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """The mesh axes of each dimension.
+
+        A mesh axis is used once per array, by the first dimension that asks for it. A dimension
+        that does not divide loses its last mesh axes until it does, and is replicated at the
+        worst.
+
+        Args:
+          axes: logical name of each dimension; None is replicated.
+          shape: size of each dimension.
+
+        Raises:
+          AttributeError: a name that `ShardingRules` does not have.
+        """
+        kept = (kept for kept, _ in self._assign(axes, shape))
+        return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+    def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """`spec` on the mesh: what `device_put` and `jit` take."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def constrain(self, x: Array, axes: Sequence[str | None]) -> Array:
+        """Tells the compiler, within `jit`, how an intermediate array lies."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def fallbacks(self, specs: Mapping[str, NamedShape]) -> list[str]:
+        """One line for each dimension that does not divide as the rules ask.
+
+        Args:
+          specs: the arrays by name.
+        """
+        lines = []
+        for name, spec in specs.items():
+            for axis, size, (kept, lost) in zip(
+                spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True
+            ):
+                if lost:
+                    wanted = self._devices(kept + lost)
+                    instead = f"split over {self._devices(kept)}" if kept else "replicated"
+                    lines.append(
+                        f"{name}: {axis} of {size} does not divide over {wanted} devices "
+                        f"({', '.join(kept + lost)}), {instead}"
+                    )
+        return lines
+
+    def _assign(
+        self, axes: Sequence[str | None], shape: Sequence[int]
+    ) -> Iterator[tuple[MeshAxes, MeshAxes]]:
+        """For each dimension the mesh axes that it has, and those lost because it does not divide.
+
+        Mesh axes of one device split nothing and are left out.
+        """
+        used: set[str] = set()
+        for axis, size in zip(axes, shape, strict=True):
+            asked: MeshAxes = getattr(self.rules, axis) if axis is not None else ()
+            free = tuple(
+                name for name in asked if self.mesh.shape.get(name, 1) > 1 and name not in used
+            )
+            count = len(free)
+            while size % self._devices(free[:count]):
+                count -= 1
+            used.update(free[:count])
+            yield free[:count], free[count:]
+
+    def _devices(self, names: MeshAxes) -> int:
+        return math.prod(self.mesh.shape[name] for name in names)

@@ -1,0 +1,122 @@
+"""Meshes are parsed, fitted to the devices and described."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
+
+READABLE = {
+    "8x8": (("x", 8), ("y", 8)),
+    "1x1": (("x", 1), ("y", 1)),
+    "8": (("x", 8),),
+    "2x8x8": (("data", 2), ("x", 8), ("y", 8)),
+    "data=2,x=8,y=8": (("data", 2), ("x", 8), ("y", 8)),
+    "data=2, x=4": (("data", 2), ("x", 4)),
+    "y=16": (("y", 16),),
+}
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_parse(text: str) -> None:
+    assert parse_mesh(text) == MeshSpec(READABLE[text])
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_text_of_a_mesh_is_read_back(text: str) -> None:
+    spec = parse_mesh(text)
+    assert parse_mesh(str(spec)) == spec
+    assert hash(spec) == hash(parse_mesh(str(spec)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "x", "8x", "x8", "0x8", "8x0", "-1x8", "8x-8", "axb", "8X8", "8*8", "1.5x2", "2x2x2x2",
+        "x=8,x=8", "z=8", "x=0", "x=-2", "x=", "=8", "x=8,8", "x=8,", "x=two", "x=8=8",
+        "99999999999999999999", "\u0668x8",
+    ],
+)  # fmt: skip
+def test_anything_else_is_an_error_that_quotes_it(text: str) -> None:
+    with pytest.raises(FlyJaxError) as error:
+        parse_mesh(text)
+    assert f"'{text}' is not a mesh" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1x1", "2x4", "8", "2x2x2", "data=2,x=2"])
+def test_create(text: str) -> None:
+    spec = parse_mesh(text)
+    mesh = create_mesh(spec)
+    assert tuple(mesh.shape.items()) == spec.axes
+    assert mesh.axis_types == (AxisType.Auto,) * len(spec.axes)
+    assert set(mesh.devices.flat) == set(jax.devices()[: spec.num_devices])
+
+
+def test_describe_simulated_devices() -> None:
+    assert describe(create_mesh(parse_mesh("2x4"))) == "8 simulated devices (CPU) as mesh 2x4"
+    assert describe(create_mesh(parse_mesh("1x1"))) == "1 device (CPU) as mesh 1x1"
+    named = "4 simulated devices (CPU) as mesh data=2,x=2"
+    assert describe(create_mesh(parse_mesh("data=2,x=2"))) == named
+
+
+def test_too_late_to_simulate_more() -> None:
+    spec = parse_mesh("8x8")
+    prepare_devices(spec)
+    assert len(jax.devices()) == 8
+    with pytest.raises(FlyJaxError, match="mesh 8x8 needs 64 devices and JAX has started with 8"):
+        create_mesh(spec)
+
+
+def _machine(monkeypatch: pytest.MonkeyPatch, count: int) -> list[SimpleNamespace]:
+    """Has JAX see so many accelerators; returns them."""
+    devices = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite") for _ in range(count)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    return devices
+
+
+@pytest.mark.parametrize(("text", "count"), [("8x8", 8), ("2x2", 8), ("8", 4), ("2x1", 1)])
+def test_wrong_number_of_accelerators(
+    monkeypatch: pytest.MonkeyPatch, text: str, count: int
+) -> None:
+    _machine(monkeypatch, count)
+    spec = parse_mesh(text)
+    with pytest.raises(FlyJaxError) as error:
+        create_mesh(spec)
+    needs = f"mesh {text} needs {spec.num_devices} devices and this machine has {count} "
+    assert needs in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "used"), [("1x1", 1), ("2x4", 8)])
+def test_accelerators_that_fit(monkeypatch: pytest.MonkeyPatch, text: str, used: int) -> None:
+    devices = _machine(monkeypatch, 8)
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(jax, "make_mesh", lambda *_, **options: seen.update(options))
+    create_mesh(parse_mesh(text))
+    assert seen["devices"] == devices[:used]
+
+
+def test_a_cpu_only_machine_simulates_the_mesh() -> None:
+    """In a process of its own, because the number is settled when the backend starts."""
+    program = (
+        "from fly_jax.sharding.mesh import create_mesh, describe, parse_mesh, prepare_devices\n"
+        "spec = parse_mesh('8x8')\n"
+        "prepare_devices(spec)\n"
+        "print(describe(create_mesh(spec)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "64 simulated devices (CPU) as mesh 8x8\n"

@@ -1,0 +1,145 @@
+"""The rules table gives each array its place; what does not divide falls back and says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.llama import ParameterSpec, parameter_specs
+from fly_jax.models.presets import preset
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout, ShardingRules
+
+P = PartitionSpec
+
+
+def layout(mesh: str, rules: str = "tensor") -> Layout:
+    return Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+
+
+def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
+    """A layout on more devices than there are here; it places nothing, but tells where."""
+    spec = parse_mesh(mesh)
+    abstract = AbstractMesh(spec.sizes, spec.names, axis_types=(AxisType.Auto,) * len(spec.names))
+    return Layout(abstract, RULES[rules])
+
+
+def test_every_logical_axis_of_the_model_has_a_rule() -> None:
+    known = {field.name for field in dataclasses.fields(ShardingRules)}
+    axes = {axis for spec in parameter_specs(preset("llama-3.1-8b")).values() for axis in spec.axes}
+    assert axes | set(CACHE_AXES) <= known
+
+
+def test_405b_on_64_devices() -> None:
+    config = preset("llama-3.1-405b")
+    pod = pod_layout("8x8")
+    specs = parameter_specs(config)
+    placed = {name: pod.spec(spec.axes, spec.shape) for name, spec in specs.items()}
+    both = ("x", "y")
+    assert placed["embedding"] == P(both, None)
+    assert placed["query"] == P(None, None, both, None)
+    assert placed["key"] == placed["value"] == P(None, None, "x", None)
+    assert placed["output"] == P(None, both, None, None)
+    assert placed["gate"] == placed["up"] == P(None, None, both)
+    assert placed["down"] == P(None, both, None)
+    assert placed["unembedding"] == P(None, both)
+    assert placed["final_norm"] == P(None)
+    assert pod.fallbacks(specs) == []
+
+
+def test_cache_by_rows_or_by_positions() -> None:
+    config = preset("llama-3.1-405b")
+    many, one = cache_shape(config, 16, 8192), cache_shape(config, 1, 8192)
+    assert pod_layout("8x8").spec(CACHE_AXES, many) == P(None, "y", "x", None, None)
+    assert pod_layout("8x8").spec(CACHE_AXES, one) == P(None, None, "x", None, None)
+    long = pod_layout("8x8", "tensor_long")
+    assert long.spec(CACHE_AXES, one) == P(None, None, "x", "y", None)
+    data = pod_layout("2x8x8")
+    assert data.spec(CACHE_AXES, many) == P(None, ("data", "y"), "x", None, None)
+    assert data.spec(CACHE_AXES, cache_shape(config, 2, 64)) == P(None, "data", "x", None, None)
+
+
+def test_replicated_splits_rows_over_data_alone() -> None:
+    config = preset("llama-3.2-1b")
+    draft = pod_layout("2x8x8", "replicated")
+    for spec in parameter_specs(config).values():
+        assert set(draft.spec(spec.axes, spec.shape)) == {None}
+    shape = cache_shape(config, 16, 64)
+    assert draft.spec(CACHE_AXES, shape) == P(None, "data", None, None, None)
+    assert draft.spec(("rows", None), (16, 5)) == P("data", None)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(16, ("x", "y")), (8, ("x", "y")), (6, "x"), (4, "x"), (3, None)]
+)
+def test_what_does_not_divide_loses_the_last_axes(size: int, expected: object) -> None:
+    assert layout("2x4").spec(("ffw",), (size,)) == P(expected)
+
+
+def test_a_mesh_axis_is_used_once() -> None:
+    assert layout("2x4").spec(("cache_batch", None, "vocab"), (4, 1, 8)) == P("y", None, "x")
+    assert layout("2x4").spec(("vocab", "ffw"), (8, 8)) == P(("x", "y"), None)
+    # What the first cannot use, the second may.
+    assert layout("2x4").spec(("vocab", "ffw"), (6, 4)) == P("x", "y")
+
+
+def test_axes_that_the_mesh_lacks_or_that_hold_one_device() -> None:
+    assert layout("8").spec(("ffw", "cache_batch"), (8, 8)) == P("x", None)
+    assert layout("1x8").spec(("ffw", "kv_heads"), (8, 8)) == P("y", None)
+    assert layout("1x1").spec(("ffw", "cache_batch"), (8, 8)) == P(None, None)
+
+
+def test_fallbacks_say_which_dimension() -> None:
+    specs = {
+        "query": ParameterSpec((2, 6), ("embed", "q_heads")),
+        "gate": ParameterSpec((3, 8), ("embed", "ffw")),
+        "key": ParameterSpec((2, 3), ("embed", "kv_heads")),
+    }
+    assert layout("2x4").fallbacks(specs) == [
+        "query: q_heads of 6 does not divide over 8 devices (x, y), split over 2",
+        "key: kv_heads of 3 does not divide over 2 devices (x), replicated",
+    ]
+    assert layout("1x1").fallbacks(specs) == []
+
+
+def test_an_unknown_axis_or_a_wrong_rank_is_not_passed_over() -> None:
+    with pytest.raises(AttributeError, match="vocabulary"):
+        layout("2x4").spec(("vocabulary",), (8,))
+    with pytest.raises(ValueError, match="zip"):
+        layout("2x4").spec(("vocab",), (8, 8))
+
+
+def test_placement_and_constraint() -> None:
+    here = layout("2x4")
+    values = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
+    placed = jax.device_put(values, here.sharding(("ffw", None), values.shape))
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3)}
+
+    @jax.jit
+    def double(x: jax.Array) -> jax.Array:
+        return here.constrain(x * 2, ("kv_heads", None))
+
+    doubled = double(placed)
+    assert {shard.data.shape for shard in doubled.addressable_shards} == {(8, 3)}
+    np.testing.assert_array_equal(doubled, values * 2)
+
+
+def test_a_layout_is_static_under_jit() -> None:
+    traced = []
+
+    def total(x: jax.Array, where: Layout) -> jax.Array:
+        traced.append(where)
+        return where.constrain(x, ("ffw",)).sum()
+
+    run = jax.jit(total, static_argnames="where")
+    for _ in range(2):
+        assert run(jnp.arange(8.0), where=layout("2x4")) == 28
+    run(jnp.arange(8.0), where=layout("2x4", "replicated"))
+    assert len(traced) == 2
+    assert isinstance(traced[0].mesh, Mesh)

@@ -1,0 +1,240 @@
+"""Text to token ids and back, streaming included, for a checkpoint folder's tokenizer."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A checkpoint's tokenizer.
+
+    Text is what the tokens' bytes spell, joined and decoded as UTF-8 with U+FFFD for what is not
+    UTF-8. So streamed text, coloured pieces and `decode` agree to the character.
+
+    Attributes:
+      vocabulary: the tokens themselves.
+      bos_token_id: put before a prompt, if any.
+      eos_token_ids: every id that ends a text, from the tokenizer and the model's configuration.
+      control_token_ids: every token that is no text (begin, end, padding, headers, unknown),
+        sorted: never rescued, and left out of decoded text.
+      chat_template: the Jinja template of a conversation, if any.
+      special_tokens: the tokens a template may name, such as `{"bos_token": "<s>"}`.
+      parse_controls: `encode` reads "<s>" spelt out in a text as the control token.
+    """
+
+    vocabulary: Vocabulary
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    control_token_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    parse_controls: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; the model's embedding may have more rows."""
+        return len(self.vocabulary.names)
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """The text's tokens, after the token that begins a text if the model has one."""
+        ids = self.vocabulary.encode(text, self.parse_controls)
+        return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The tokens' text; control tokens are left out unless asked for."""
+        stream = TextStream(self, skip_special_tokens)
+        return stream.push(ids) + stream.finish()
+
+    def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
+        """Each token's own text; joined they are `decode` of all.
+
+        A character spread over several tokens belongs to the one that completes it.
+        """
+        stream = TextStream(self, skip_special_tokens)
+        texts = [stream.push([token_id]) for token_id in ids]
+        if texts:
+            texts[-1] += stream.finish()
+        return texts
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation, up to where the assistant begins to speak.
+
+        Args:
+          messages: such as `{"role": "user", "content": "Hello"}`, in order.
+
+        Raises:
+          FlyJaxError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise FlyJaxError(
+                "This tokenizer has no chat template, so it cannot take a conversation; give a "
+                "plain prompt, or the checkpoint of an instruct model."
+            )
+        text = _render(self.chat_template, self.special_tokens, messages)
+        return self.vocabulary.encode(text, parse_controls=True)
+
+
+class TextStream:
+    """Text of tokens as they come: what `push` and `finish` return joins to `decode` of all.
+
+    Half a character is kept back until its last byte is there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        """Starts where a text starts; control tokens are left out unless asked for."""
+        self._vocabulary = tokenizer.vocabulary
+        self._skipped = frozenset(tokenizer.control_token_ids if skip_special_tokens else ())
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._first = True
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that these tokens complete."""
+        data = bytearray()
+        for token_id in ids:
+            if token_id in self._skipped:
+                continue
+            data += self._vocabulary.token_bytes(token_id, self._first)
+            self._first = False
+        return self._decoder.decode(bytes(data))
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became complete."""
+        return self._decoder.decode(b"", final=True)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Reads a checkpoint folder's tokenizer.
+
+    `tokenizer.json` is preferred to `tokenizer.model`; `tokenizer_config.json`, `config.json` and
+    `generation_config.json` add what they say about the ends of texts, if they are there.
+
+    Raises:
+      FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
+    """
+    vocabulary = _load_vocabulary(folder)
+    settings = _read_settings(folder / "tokenizer_config.json")
+    config = LlamaConfig.from_folder(folder) if (folder / "config.json").exists() else None
+    ids = {name: index for index, name in enumerate(vocabulary.names) if name}
+    special = {
+        key: _spelling(value)
+        for key, value in settings.items()
+        if key.endswith("_token") and isinstance(value, str | Mapping)
+    }
+    bos, eos = ids.get(special.get("bos_token", "")), ids.get(special.get("eos_token", ""))
+    eos_ids = () if eos is None else (eos,)
+    if config is not None:
+        bos = config.bos_token_id if bos is None else bos
+        eos_ids = tuple(dict.fromkeys(eos_ids + config.eos_token_ids))
+    named = {ids[name] for name in special.values() if name in ids}
+    return Tokenizer(
+        vocabulary=vocabulary,
+        bos_token_id=bos if settings.get("add_bos_token", True) else None,
+        eos_token_ids=eos_ids,
+        control_token_ids=tuple(sorted(vocabulary.control_ids | named | set(eos_ids))),
+        chat_template=_chat_template(folder, settings),
+        special_tokens=special,
+        parse_controls=not settings.get("split_special_tokens", False),
+    )
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Checks that every id means the same to both models.
+
+    Control tokens may have other names: Llama 3.1 renamed some that Llama 3 had reserved.
+
+    Raises:
+      FlyJaxError: names the sizes, or the first id that differs.
+    """
+    names, others = target.vocabulary.names, draft.vocabulary.names
+    advice = "speculative decoding needs one vocabulary: choose a draft of the target's family."
+    if len(names) != len(others):
+        raise FlyJaxError(
+            f"The target's tokenizer has {len(names)} tokens and the draft's {len(others)}; "
+            f"{advice}"
+        )
+    controls = set(target.control_token_ids) & set(draft.control_token_ids)
+    for index, (name, other) in enumerate(zip(names, others, strict=True)):
+        if name != other and index not in controls:
+            raise FlyJaxError(
+                f"Token {index} is {name!r} to the target and {other!r} to the draft; {advice}"
+            )
+
+
+def _load_vocabulary(folder: Path) -> Vocabulary:
+    if (folder / "tokenizer.json").exists():
+        return JsonVocabulary(folder / "tokenizer.json")
+    models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
+    for path in models:
+        if path.exists():
+            return SentencePieceVocabulary(path)
+    raise FlyJaxError(
+        f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
+        "copy it from the model's repository."
+    )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FlyJaxError(
+            f"{path} is not valid JSON ({error}); download the file again."
+        ) from error
+    if not isinstance(settings, dict):
+        raise FlyJaxError(f"{path} holds no JSON object; download the file again.")
+    return settings
+
+
+def _spelling(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The default template: a file of its own, or among the settings, alone or by name."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _render(
+    template: str, special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, str]]
+) -> str:
+    # transformers takes seconds to import and, without PyTorch, says so on standard error.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import tokenizers
+    from jinja2 import TemplateError
+    from transformers import PreTrainedTokenizerFast
+
+    # Templates run in transformers' sandbox, with its helpers, over a tokenizer without tokens.
+    renderer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
+        chat_template=template,
+        **special_tokens,
+    )
+    try:
+        text = renderer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, ValueError) as error:
+        raise FlyJaxError(
+            f"The chat template refuses these messages ({error}); give an alternation of user and "
+            "assistant messages that ends with the user's."
+        ) from error
+    return str(text)

@@ -1,0 +1,161 @@
+"""Checkpoints in Hugging Face layout come back as they were saved, split as the layout says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+
+def tiny(*, tied: bool) -> LlamaConfig:
+    """Dimensions all differ, so that no two can be mixed up."""
+    return LlamaConfig(
+        vocab_size=56,
+        embed_size=20,
+        ffw_size=48,
+        num_layers=3,
+        num_heads=8,
+        num_kv_heads=4,
+        head_size=6,
+        max_context=64,
+        tied_embeddings=tied,
+    )
+
+
+def saved(folder: Path, *, tied: bool = False) -> Llama:
+    """A random Llama in bfloat16, and its folder."""
+    model = Llama.random(tiny(tied=tied), jax.random.key(7), jnp.bfloat16)
+    save_hf(model, folder)
+    return model
+
+
+def split_with_index(folder: Path, num_files: int) -> None:
+    """Turns `model.safetensors` into several files and their index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map: dict[str, str] = {}
+    for number in range(num_files):
+        part = {name: tensors[name] for name in sorted(tensors)[number::num_files]}
+        file = f"model-{number + 1:05}-of-{num_files:05}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def assert_same(loaded: Llama, original: Llama, dtype: jnp.dtype) -> None:
+    expected = original.parameters()
+    assert loaded.parameters().keys() == expected.keys()
+    for name, parameter in loaded.parameters().items():
+        assert parameter.dtype == dtype
+        np.testing.assert_array_equal(parameter, expected[name].astype(dtype), err_msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> None:
+    model = saved(tmp_path, tied=tied)
+    loaded = load_llama(tmp_path, dtype=dtype)
+    assert_same(loaded, model, dtype)
+    assert loaded.config == model.config == check_checkpoint(tmp_path)
+    assert ("unembedding" in loaded.parameters()) is not tied
+    for parameter in loaded.parameters().values():
+        assert parameter.devices() == {jax.devices()[0]}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules"),
+    [("1x1", "tensor"), ("2x4", "tensor"), ("8", "tensor"), ("2x2x2", "tensor_long"),
+     ("2x4", "replicated")],
+)  # fmt: skip
+def test_loads_straight_into_its_layout(tmp_path: Path, mesh: str, rules: str) -> None:
+    model = saved(tmp_path)
+    split_with_index(tmp_path, 3)
+    layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+    loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
+    assert loaded.layout == layout
+    assert_same(loaded, model, jnp.bfloat16)
+    for name, spec in parameter_specs(model.config).items():
+        wanted = layout.sharding(spec.axes, spec.shape)
+        parameter = loaded.parameters()[name]
+        assert parameter.sharding.is_equivalent_to(wanted, parameter.ndim), name
+        shapes = {shard.data.shape for shard in parameter.addressable_shards}
+        assert shapes == {wanted.shard_shape(spec.shape)}, name
+
+
+def test_parameters_are_really_split(tmp_path: Path) -> None:
+    """Guards the test above against a layout that splits nothing."""
+    saved(tmp_path)
+    layout = Layout(create_mesh(parse_mesh("2x4")), RULES["tensor"])
+    parameters = load_llama(tmp_path, layout=layout).parameters()
+    shard = {name: value.addressable_shards[5].data.shape for name, value in parameters.items()}
+    assert shard["embedding"] == (7, 20)
+    assert shard["query"] == (3, 20, 1, 6)
+    assert shard["key"] == (3, 20, 2, 6)
+    assert shard["output"] == (3, 1, 6, 20)
+    assert shard["down"] == (3, 6, 20)
+    assert shard["unembedding"] == (20, 7)
+    assert shard["mlp_norm"] == (3, 20)
+
+
+def test_heads_that_do_not_divide_load_replicated(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=27, embed_size=10, ffw_size=9, num_layers=1, num_heads=3, num_kv_heads=1,
+        head_size=8, max_context=8,
+    )  # fmt: skip
+    model = Llama.random(config, jax.random.key(1), jnp.bfloat16)
+    save_hf(model, tmp_path)
+    layout = Layout(create_mesh(parse_mesh("2x4")), RULES["tensor"])
+    loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
+    assert_same(loaded, model, jnp.bfloat16)
+    assert all(value.is_fully_replicated for value in loaded.parameters().values())
+    assert len(layout.fallbacks(parameter_specs(config))) == 9
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float32, ml_dtypes.bfloat16])
+def test_reads_each_stored_type(tmp_path: Path, stored: type) -> None:
+    saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    changed = {name: values.astype(stored) for name, values in tensors.items()}
+    save_file(changed, tmp_path / "model.safetensors")
+    loaded = load_llama(tmp_path)
+    expected = changed["lm_head.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(loaded.parameters()["unembedding"], expected)
+
+
+def test_files_hold_the_tensors_of_transformers(tmp_path: Path) -> None:
+    """Matrices [out, in], query heads one after the other."""
+    model = saved(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    parameters = model.parameters()
+    assert len(tensors) == 3 + 9 * 3
+    head = tensors["model.layers.2.self_attn.q_proj.weight"][6 * 5 : 6 * 6]
+    np.testing.assert_array_equal(head, parameters["query"][2, :, 5].T)
+    head = tensors["model.layers.1.self_attn.o_proj.weight"][:, 6 * 5 : 6 * 6]
+    np.testing.assert_array_equal(head, parameters["output"][1, 5].T)
+    down = tensors["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(down, parameters["down"][0].T)
+    np.testing.assert_array_equal(tensors["lm_head.weight"], parameters["unembedding"].T)
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], parameters["embedding"])
+
+
+def test_tensors_that_are_not_parameters_are_ignored(tmp_path: Path) -> None:
+    """Old checkpoints store the rotary frequencies, tied ones sometimes an unembedding."""
+    model = saved(tmp_path, tied=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.full(3, np.nan, np.float64)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same(load_llama(tmp_path, dtype=jnp.bfloat16), model, jnp.bfloat16)

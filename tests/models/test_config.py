@@ -1,0 +1,181 @@
+"""LlamaConfig reads what Hugging Face writes, in both spellings, and the presets are true."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.config import LlamaConfig, RopeScaling
+from fly_jax.models.llama import parameter_specs
+from fly_jax.models.presets import PRESETS, preset
+
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
+LLAMA31_V4 = json.loads((GOLDEN / "llama31" / "config_v4.json").read_text())
+
+
+def folder_with(folder: Path, config: dict[str, Any], **others: dict[str, Any]) -> Path:
+    """A folder with `config.json` and other JSON files by stem."""
+    for stem, content in {"config": config, **others}.items():
+        (folder / f"{stem}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_v5_spelling() -> None:
+    config = LlamaConfig.from_folder(GOLDEN / "llama31")
+    assert config.rope_theta == 500_000.0
+    assert config.rope_scaling == RopeScaling(
+        factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=256
+    )
+    assert (config.num_heads, config.num_kv_heads, config.head_size) == (4, 2, 8)
+    assert config.norm_epsilon == 1e-5
+    assert config.eos_token_ids == (2, 5, 7)
+
+
+def test_v4_spelling_is_the_same_model() -> None:
+    assert "rope_parameters" in LLAMA31
+    assert "rope_parameters" not in LLAMA31_V4
+    assert LlamaConfig.from_hf(LLAMA31_V4) == LlamaConfig.from_hf(LLAMA31)
+
+
+def test_v4_scaling_by_its_oldest_name() -> None:
+    scaling = dict(LLAMA31_V4["rope_scaling"])
+    scaling["type"] = scaling.pop("rope_type")
+    old = LLAMA31_V4 | {"rope_scaling": scaling}
+    assert LlamaConfig.from_hf(old) == LlamaConfig.from_hf(LLAMA31)
+
+
+def test_head_size_of_its_own_and_tied_embeddings() -> None:
+    config = LlamaConfig.from_folder(GOLDEN / "llama32")
+    assert config.head_size == 12 != config.embed_size // config.num_heads
+    assert config.tied_embeddings
+    assert "unembedding" not in parameter_specs(config)
+
+
+def test_fields_that_old_files_lack() -> None:
+    absent = (
+        "head_dim",
+        "num_key_value_heads",
+        "rope_theta",
+        "rope_scaling",
+        "tie_word_embeddings",
+    )
+    old = {key: value for key, value in LLAMA31_V4.items() if key not in absent}
+    config = LlamaConfig.from_hf(old)
+    assert (config.num_kv_heads, config.head_size) == (4, 8)
+    assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
+    assert not config.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("of_config", "of_generation", "merged"),
+    [(2, [2, 5], (2, 5)), ([2, 5], 7, (2, 5, 7)), (None, [9], (9,)), (2, None, (2,))],
+)
+def test_end_of_text_ids_are_merged(
+    tmp_path: Path, of_config: object, of_generation: object, merged: tuple[int, ...]
+) -> None:
+    config = LLAMA31 | {"eos_token_id": of_config}
+    folder = folder_with(tmp_path, config, generation_config={"eos_token_id": of_generation})
+    assert LlamaConfig.from_folder(folder).eos_token_ids == merged
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_to_hf_comes_back_in_both_spellings(name: str, spelling: str) -> None:
+    written = json.loads(json.dumps(PRESETS[name].to_hf()))
+    other = {
+        "rope_parameters": ("rope_theta", "rope_scaling"),
+        "rope_scaling": ("rope_parameters",),
+    }
+    for key in other[spelling]:
+        del written[key]
+    assert LlamaConfig.from_hf(written) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    ],
+)
+def test_missing_field_is_named(tmp_path: Path, field: str) -> None:
+    folder = folder_with(tmp_path, {k: v for k, v in LLAMA31.items() if k != field})
+    with pytest.raises(FlyJaxError, match=f"{folder / 'config.json'} lacks the field '{field}'"):
+        LlamaConfig.from_folder(folder)
+
+
+def test_missing_field_of_the_scaling_is_named() -> None:
+    rope = {k: v for k, v in LLAMA31["rope_parameters"].items() if k != "low_freq_factor"}
+    with pytest.raises(FlyJaxError, match="lacks the field 'low_freq_factor'"):
+        LlamaConfig.from_hf(LLAMA31 | {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen2"}, "type 'qwen2'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"num_key_value_heads": 3}, "4 query heads and 3 key/value heads"),
+    ],
+)
+def test_what_is_no_llama_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlyJaxError, match=message):
+        LlamaConfig.from_hf(LLAMA31 | change)
+
+
+def test_no_config_file(tmp_path: Path) -> None:
+    with pytest.raises(FlyJaxError, match=r"config\.json does not exist"):
+        LlamaConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b'{"vocab_size": 96,', b'{"a": "\xff"}', b""])
+def test_config_file_that_is_no_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(FlyJaxError, match=r"config\.json is not valid JSON"):
+        LlamaConfig.from_folder(tmp_path)
+
+
+# As the published checkpoints' safetensors metadata state them.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    specs = parameter_specs(preset(name)).values()
+    assert sum(math.prod(spec.shape) for spec in specs) == PUBLISHED[name]
+
+
+def test_presets_of_one_family_share_vocabulary_and_ends() -> None:
+    newer = [config for name, config in PRESETS.items() if name >= "llama-3.1"]
+    assert len(newer) == 6
+    assert {config.vocab_size for config in newer} == {128_256}
+    assert {config.eos_token_ids for config in newer} == {(128_001, 128_008, 128_009)}
+    assert {config.rope_scaling.factor for config in newer if config.rope_scaling} == {8.0, 32.0}
+    assert all(config.rope_scaling for config in newer)
+
+
+def test_unknown_preset_lists_the_names() -> None:
+    with pytest.raises(FlyJaxError, match=r"no preset 'llama-4'.*llama-3\.1-405b"):
+        preset("llama-4")

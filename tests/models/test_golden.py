@@ -1,0 +1,123 @@
+"""Logits equal those of transformers' LlamaForCausalLM, stored by fixtures/make_golden.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.checkpoint import load_llama
+from fly_jax.models.llama import Llama
+
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+KINDS = ("llama2", "llama3", "llama31", "llama32")
+TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """A tiny Llama, and what transformers computes with it."""
+
+    model: Llama
+    tokens: np.ndarray
+    logits: np.ndarray
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    folder = GOLDEN / request.param
+    stored = np.load(folder / "golden.npz")
+    model = load_llama(folder, layout=None, dtype=jnp.float32)
+    return Golden(model, stored["tokens"], stored["logits"])
+
+
+def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
+    """Logits [rows, time, vocab] of whole sequences."""
+    config, (rows, time) = model.config, tokens.shape
+    steps = np.arange(time)
+    positions = np.broadcast_to(steps, (rows, time))
+    visible = np.broadcast_to(steps[:, None] >= steps, (rows, time, time))
+
+    @jax.jit
+    def run(parameters: dict[str, jax.Array]) -> jax.Array:
+        model = Llama(config, parameters)
+        return model.logits(model.hidden_uncached(tokens, positions, visible))
+
+    return np.asarray(run(model.parameters()))
+
+
+# Columns: how many tokens each of the three rows takes; the widest is the chunk's width, and what
+# a row does not take of it is fed all the same, as garbage that must leave no trace.
+PREFILL = ((25, 9, 1),)
+BLOCKS = ((4, 7, 2), (0, 7, 7), (7, 1, 3), (7, 0, 7))
+SINGLES = ((1, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1))
+
+
+def cached(model: Llama, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Logits fed in ragged chunks, NaN where a row was not fed; and the rows' lengths."""
+    config, (rows, time) = model.config, tokens.shape
+
+    @jax.jit
+    def step(
+        parameters: dict[str, jax.Array], fed: np.ndarray, cache: KVCache, taken: np.ndarray
+    ) -> tuple[jax.Array, KVCache]:
+        model = Llama(config, parameters)
+        hidden, cache = model.hidden(fed, cache)
+        return model.logits(hidden), cache.with_length(cache.length + taken)
+
+    cache = empty_cache(config, rows, time + 8, jnp.float32)
+    found = np.full((rows, time, config.vocab_size), np.nan, np.float32)
+    lengths = np.zeros(rows, np.int32)
+    garbage = np.random.default_rng(0)
+    for chunk in PREFILL + BLOCKS + SINGLES:
+        taken = np.array(chunk, np.int32)
+        fed = garbage.integers(0, config.vocab_size, (rows, max(chunk)), dtype=np.int32)
+        for row, count in enumerate(chunk):
+            fed[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
+        logits, cache = step(model.parameters(), fed, cache, taken)
+        for row, count in enumerate(chunk):
+            found[row, lengths[row] : lengths[row] + count] = logits[row, :count]
+        lengths += taken
+        np.testing.assert_array_equal(cache.length, lengths)
+    return found, lengths
+
+
+@pytest.fixture(scope="module")
+def whole(golden: Golden) -> np.ndarray:
+    return uncached(golden.model, golden.tokens)
+
+
+def test_uncached_pass(golden: Golden, whole: np.ndarray) -> None:
+    assert np.abs(whole - golden.logits).max() <= TOLERANCE
+
+
+def test_cached_pass_in_ragged_chunks(golden: Golden, whole: np.ndarray) -> None:
+    found, lengths = cached(golden.model, golden.tokens)
+    assert len(set(lengths)) == len(lengths) > 1
+    for row, length in enumerate(lengths):
+        assert np.abs(found[row, :length] - golden.logits[row, :length]).max() <= TOLERANCE
+        assert np.abs(found[row, :length] - whole[row, :length]).max() <= TOLERANCE
+
+
+def test_fixtures_tell_right_from_wrong(golden: Golden) -> None:
+    """A model with other rotary frequencies misses the tolerance, so passing means something."""
+    config = golden.model.config
+    changes = {"rope_theta": config.rope_theta * 2}
+    if config.rope_scaling is not None:
+        changes = {"rope_scaling": None}
+    other = Llama(dataclasses.replace(config, **changes), golden.model.parameters())
+    assert np.abs(uncached(other, golden.tokens) - golden.logits).max() > 100 * TOLERANCE
+
+
+def test_sharded_checkpoint_is_the_single_file() -> None:
+    whole = load_llama(GOLDEN / "llama3", layout=None, dtype=jnp.float32)
+    sharded = load_llama(GOLDEN / "llama3_sharded", layout=None, dtype=jnp.float32)
+    assert len(list((GOLDEN / "llama3_sharded").glob("*.safetensors"))) > 1
+    assert sharded.config == whole.config
+    for name, values in whole.parameters().items():
+        np.testing.assert_array_equal(sharded.parameters()[name], values)

@@ -1,0 +1,278 @@
+"""Whatever is wrong with a checkpoint is one sentence that names the file and the tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from huggingface_hub import errors
+from safetensors.numpy import load_file, save_file
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models import checkpoint
+from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
+from fly_jax.models.loading import check_pair, embedded_pair, resolve
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+CONFIG = LlamaConfig(
+    vocab_size=16, embed_size=8, ffw_size=12, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_size=4, max_context=16,
+)  # fmt: skip
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A good checkpoint in two files with an index; `UP` lies in the second."""
+    path = tmp_path / "llama"
+    save_hf(Llama.random(CONFIG, jax.random.key(0)), path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    second = {UP: tensors.pop(UP)}
+    save_file(tensors, path / "a.safetensors")
+    save_file(second, path / "b.safetensors")
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {UP: "b.safetensors"}
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert check_checkpoint(path) == CONFIG
+    yield path
+
+
+def sentence(call: Callable[[], object]) -> str:
+    """What the call complains about, checked to be one sentence."""
+    with pytest.raises(FlyJaxError) as error:
+        call()
+    text = str(error.value)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert ". " not in text
+    return text
+
+
+def complaint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said about the folder before any weight is read: by the check and by loading."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(checkpoint, "_read", read)
+    text = sentence(lambda: check_checkpoint(folder))
+    assert sentence(lambda: load_llama(folder)) == text
+    return text
+
+
+def replace_tensor(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    tensors = load_file(folder / "b.safetensors")
+    save_file({UP: change(tensors[UP])}, folder / "b.safetensors")
+
+
+def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = complaint(tmp_path / "absent", monkeypatch)
+    assert f"{tmp_path / 'absent'} does not exist" in text
+
+
+def test_a_file_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = complaint(folder / "a.safetensors", monkeypatch)
+    assert f"{folder / 'a.safetensors'} is a file" in text
+
+
+def test_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"{tmp_path} holds no weights" in complaint(tmp_path, monkeypatch)
+
+
+def test_weights_of_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
+    text = complaint(tmp_path, monkeypatch)
+    assert "only pytorch_model.bin" in text
+    assert "needs safetensors" in text
+
+
+def test_no_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "config.json").unlink()
+    assert f"{folder / 'config.json'} does not exist" in complaint(folder, monkeypatch)
+
+
+@pytest.mark.parametrize("left", [0, 5, 8, 40, -1])
+def test_a_truncated_file(folder: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    file = folder / "b.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:left])
+    text = complaint(folder, monkeypatch)
+    assert str(file) in text
+    if left < 0:
+        assert f"is truncated: it has {len(content) - 1} bytes" in text
+        assert f"{UP} need {len(content)}" in text
+
+
+def test_a_file_that_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "b.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    assert f"{file} is too long" in complaint(folder, monkeypatch)
+
+
+def _header(header: object) -> bytes:
+    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+DAMAGED = {
+    "large file pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "not JSON": _header(b"{'a': 1}"),
+    "not UTF-8": _header(b'{"\xff": 1}'),
+    "a list": _header([1]),
+    "no entry": _header({"a": 1}),
+    "no shape": _header({"a": {"dtype": "F32", "data_offsets": [0, 0]}}),
+    "one offset": _header({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}),
+    "offsets in words": _header({"a": {"dtype": "F32", "shape": [0], "data_offsets": ["a", "b"]}}),
+    "offsets that turn back": _header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
+    "bytes too few": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+    "a type that is none": _header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_header(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    (folder / "b.safetensors").write_bytes(content)
+    text = complaint(folder, monkeypatch)
+    assert f"header of {folder / 'b.safetensors'} is damaged" in text
+
+
+def test_the_index_names_an_absent_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "b.safetensors").unlink()
+    text = complaint(folder, monkeypatch)
+    assert f"{folder / 'b.safetensors'} does not exist, but model.safetensors.index.json" in text
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": 3}'])
+def test_a_damaged_index(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_bytes(content)
+    assert f"{index} is not an index" in complaint(folder, monkeypatch)
+
+
+def test_missing_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = load_file(folder / "a.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "a.safetensors")
+    text = complaint(folder, monkeypatch)
+    assert f"{folder} lacks the tensor model.layers.0.self_attn.k_proj.weight and 1 more" in text
+
+
+def test_a_wrong_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_tensor(folder, lambda values: np.ascontiguousarray(values.T))
+    text = complaint(folder, monkeypatch)
+    assert f"{UP} in {folder / 'b.safetensors'} has shape [8, 12]" in text
+    assert "asks for [12, 8]" in text
+
+
+def test_a_quantised_tensor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_tensor(folder, lambda values: values.astype(np.int8))
+    assert f"{UP} in {folder / 'b.safetensors'} is stored as I8" in complaint(folder, monkeypatch)
+
+
+def test_a_tensor_in_two_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "c.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
+    text = complaint(folder, monkeypatch)
+    assert UP in text
+    assert f"both in {folder / 'b.safetensors'} and in {folder / 'c.safetensors'}" in text
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("mesh", [None, "2x4"])
+def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | None) -> None:
+    def spoil(values: np.ndarray) -> np.ndarray:
+        values[7, 3] = value
+        return values
+
+    replace_tensor(folder, spoil)
+    check_checkpoint(folder)
+    layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"]) if mesh else None
+    text = sentence(lambda: load_llama(folder, layout=layout, dtype=jnp.bfloat16))
+    assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
+
+
+def test_two_vocabularies() -> None:
+    other = dataclasses.replace(CONFIG, vocab_size=17, num_layers=1)
+    text = sentence(lambda: check_pair(CONFIG, other))
+    assert "16 tokens" in text
+    assert "17" in text
+    check_pair(CONFIG, dataclasses.replace(CONFIG, embed_size=4))
+
+
+def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert resolve("org/name") == Path("org/name")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/org") == tmp_path / "org"
+
+
+@pytest.mark.parametrize("name", ["", " ", "llama", "/absent/llama", "./llama", "a/b/c", "../a"])
+def test_neither_a_folder_nor_a_hub_id(name: str) -> None:
+    assert f"'{name}' is neither a folder that exists nor a hub id" in sentence(
+        lambda: resolve(name)
+    )
+
+
+def test_the_weights_for_their_folder(folder: Path) -> None:
+    text = sentence(lambda: resolve(str(folder / "a.safetensors")))
+    assert text.endswith(f"give '{folder}'.")
+
+
+def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(repository: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append(repository)
+        assert {"*.json", "*.safetensors", "*.model"} <= set(allow_patterns)
+        assert "*.bin" in ignore_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve("meta-llama/Llama-3.1-8B") == tmp_path
+    assert asked == ["meta-llama/Llama-3.1-8B"]
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/na--me", "org/na..me"])
+def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    text = sentence(lambda: resolve(name))
+    assert f"'{name}' is no folder that exists, and the hub could not give it" in text
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (errors.GatedRepoError, "needs its licence accepted"),
+        (errors.RepositoryNotFoundError, "nor a model on the hub"),
+    ],
+)
+def test_a_hub_that_refuses(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str
+) -> None:
+    def download(*_: object, **__: object) -> None:
+        raise error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    text = sentence(lambda: resolve("org/name"))
+    assert "'org/name'" in text
+    assert advice in text
+
+
+def test_the_embedded_pair_has_its_place() -> None:
+    target, draft = embedded_pair()
+    assert (target.name, draft.name) == ("target", "draft")
+    assert target.parent == draft.parent
+    assert (target.parent.name, target.parents[1].name) == ("embedded", "models")

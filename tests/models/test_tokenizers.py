@@ -1,0 +1,312 @@
+"""Tokenizers of all three makes: SentencePiece, its `tokenizer.json` form, and byte-level."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.tokenizer import (
+    TextStream,
+    Tokenizer,
+    check_same_vocabulary,
+    load_tokenizer,
+)
+
+WORDS = ["the quick brown fox", "he said: there are 42 heads", "  the end\n", "fox heads the"] * 5
+SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+CONTROLS = ["<unk>", "<s>", "</s>", "<|eot|>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('Who is this?') }}"
+    "{% endif %}{{ message.role }}: {{ message.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_sentencepiece(path: Path, vocab_size: int = 330) -> None:
+    """A Llama 2-like model: byte fallback, and a space put in front of the text."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        control_symbols=["<|eot|>"],
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+
+
+def llama2_json() -> tokenizers.Tokenizer:
+    """The same kind as tokenizers keeps it, with a vocabulary made by hand."""
+    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
+    pieces = [*CONTROLS, *byte_pieces, *"▁abcdefghinorstuwx:", *(a + b for a, b in merges)]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate(pieces)},
+            merges=merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in CONTROLS])
+    return tokenizer
+
+
+def llama3_json() -> tokenizers.Tokenizer:
+    """A byte-level one."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
+    )
+    tokenizer.train_from_iterator(WORDS, trainer)
+    return tokenizer
+
+
+def fill(folder: Path, kind: str, **settings: Any) -> Path:
+    """A tokenizer folder of that kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "sentencepiece":
+        write_sentencepiece(folder / "tokenizer.model")
+    else:
+        make = {"llama2": llama2_json, "llama3": llama3_json}[kind]
+        make().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | settings))
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A tokenizer and its folder."""
+
+    folder: Path
+    tokenizer: Tokenizer
+
+    def library_decode(self, ids: list[int]) -> str:
+        """What the library behind the tokenizer makes of the ids, controls left out."""
+        if (self.folder / "tokenizer.json").exists():
+            return tokenizers.Tokenizer.from_file(str(self.folder / "tokenizer.json")).decode(ids)
+        model = sentencepiece.SentencePieceProcessor(
+            model_file=str(self.folder / "tokenizer.model")
+        )
+        return model.decode([i for i in ids if i not in self.tokenizer.control_token_ids])
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "llama2", "llama3"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = fill(tmp_path_factory.mktemp(request.param), request.param, chat_template=TEMPLATE)
+    return Case(folder, load_tokenizer(folder))
+
+
+# U+2581 is SentencePiece's own mark for a space, and no C string holds NUL.
+texts = st.text(st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"]))
+
+
+@given(text=texts | st.text(" \tthe fox\n:"))
+def test_text_comes_back(case: Case, text: str) -> None:
+    ids = case.tokenizer.encode(text)
+    assert ids[0] == 1
+    assert case.tokenizer.encode(text, add_bos=False) == ids[1:]
+    assert case.tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("text", [" the  end", "héads 日本語 😀 fox\n", "", "x"])
+def test_decode_is_the_librarys(case: Case, text: str) -> None:
+    ids = [*case.tokenizer.encode(text), 2]
+    assert case.tokenizer.decode(ids) == case.library_decode(ids) == text
+    assert case.tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
+    assert case.tokenizer.decode(ids, skip_special_tokens=False).endswith(f"{text}</s>")
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_streamed_and_coloured_text_is_the_decoded_text(
+    case: Case, data: st.DataObject, skip: bool
+) -> None:
+    """Whatever the tokens, half characters and ids beyond the vocabulary included."""
+    tokenizer = case.tokenizer
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=3).map(sorted))
+    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    stream = TextStream(tokenizer, skip)
+    chunks = zip([0, *cuts], [*cuts, len(ids)], strict=True)
+    streamed = [stream.push(ids[start:end]) for start, end in chunks]
+    assert "".join(streamed) + stream.finish() == whole
+    pieces = tokenizer.piece_texts(ids, skip_special_tokens=skip)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == whole
+
+
+def test_half_a_character_is_kept_back(case: Case) -> None:
+    ids = case.tokenizer.encode("x😀x", add_bos=False)
+    pieces = case.tokenizer.piece_texts(ids)
+    assert "😀" in pieces
+    assert pieces[pieces.index("😀") - 1] == ""
+    stream = TextStream(case.tokenizer)
+    cut = pieces.index("😀")
+    assert stream.push(ids[:cut]) == "x"
+    assert stream.finish() == "\ufffd"
+
+
+def test_control_tokens(case: Case) -> None:
+    tokenizer = case.tokenizer
+    assert tokenizer.bos_token_id == 1
+    assert tokenizer.eos_token_ids == (2,)
+    assert {tokenizer.vocabulary.names[i] for i in tokenizer.control_token_ids} == set(CONTROLS)
+    assert tokenizer.vocab_size == len(tokenizer.vocabulary.names) > 256
+
+
+def test_end_of_text_ids_of_the_model_too(tmp_path: Path) -> None:
+    folder = fill(tmp_path, "llama3")
+    config = json.loads(
+        (Path(__file__).parents[1] / "fixtures/golden/llama3/config.json").read_text()
+    )
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3, 9]}))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token_ids == (2, 3, 9)
+    assert 9 in tokenizer.control_token_ids
+
+
+def test_begin_of_text_as_the_folder_says(tmp_path: Path) -> None:
+    folder = fill(tmp_path, "llama3", add_bos_token=False)
+    assert load_tokenizer(folder).encode("x") == load_tokenizer(folder).encode("x", add_bos=False)
+
+
+def test_control_tokens_spelt_out_in_a_text(tmp_path: Path) -> None:
+    read = load_tokenizer(fill(tmp_path / "read", "llama3"))
+    kept = load_tokenizer(fill(tmp_path / "kept", "llama3", split_special_tokens=True))
+    assert read.encode("x</s>", add_bos=False)[-1] == 2
+    assert 2 not in kept.encode("x</s>", add_bos=False)
+    assert kept.decode(kept.encode("x</s>")) == "x</s>"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_chat_template(case: Case) -> None:
+    messages = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "he"}]
+    ids = case.tokenizer.apply_chat_template([*messages, {"role": "user", "content": "x"}])
+    assert ids[0] == 1
+    assert ids.count(case.tokenizer.vocabulary.names.index("<|eot|>")) == 3
+    text = case.tokenizer.decode(ids, skip_special_tokens=False).replace("<s> ", "<s>")
+    text = text.replace("<|eot|> ", "<|eot|>")
+    assert text == "<s>user: the fox<|eot|>assistant: he<|eot|>user: x<|eot|>assistant: "
+    with pytest.raises(FlyJaxError, match="Who is this"):
+        case.tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("place", ["file", "list"])
+def test_chat_template_elsewhere(tmp_path: Path, place: str) -> None:
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    folder = fill(tmp_path, "llama3", **({"chat_template": named} if place == "list" else {}))
+    if place == "file":
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert tokenizer.decode(ids) == "user: xassistant: "
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(fill(tmp_path, "llama3"))
+    with pytest.raises(FlyJaxError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_json_goes_before_sentencepiece(tmp_path: Path) -> None:
+    fill(tmp_path, "sentencepiece")
+    assert load_tokenizer(tmp_path).vocab_size == 330
+    fill(tmp_path, "llama2")
+    assert load_tokenizer(tmp_path).vocab_size == llama2_json().get_vocab_size()
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(FlyJaxError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_broken_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{")
+    with pytest.raises(FlyJaxError, match=name):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_broken_settings(tmp_path: Path, content: str) -> None:
+    fill(tmp_path, "llama3")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(FlyJaxError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+def changed(case: Case, index: int, name: str) -> Tokenizer:
+    """The tokenizer with another name for one id."""
+    names = list(case.tokenizer.vocabulary.names)
+    names[index] = name
+    other = load_tokenizer(case.folder)
+    other.vocabulary.names = tuple(names)
+    return other
+
+
+def test_same_vocabulary(case: Case) -> None:
+    check_same_vocabulary(case.tokenizer, load_tokenizer(case.folder))
+    # Llama 3.1 gave names to control tokens that Llama 3 had reserved.
+    check_same_vocabulary(case.tokenizer, changed(case, 3, "<|eom|>"))
+    with pytest.raises(FlyJaxError, match="Token 7 is .* to the target and 'seven' to the draft"):
+        check_same_vocabulary(case.tokenizer, changed(case, 7, "seven"))
+
+
+def test_vocabularies_of_different_sizes(tmp_path: Path) -> None:
+    first = load_tokenizer(fill(tmp_path / "first", "llama2"))
+    second = load_tokenizer(fill(tmp_path / "second", "llama3"))
+    sizes = f"has {first.vocab_size} tokens and the draft's {second.vocab_size}"
+    with pytest.raises(FlyJaxError, match=sizes):
+        check_same_vocabulary(first, second)
+
+
+def test_loading_needs_neither_transformers_nor_jax(tmp_path: Path) -> None:
+    """They take seconds to import."""
+    folder = fill(tmp_path, "llama3")
+    program = (
+        "import sys, pathlib; from fly_jax.models.tokenizer import load_tokenizer;"
+        f"load_tokenizer(pathlib.Path({str(folder)!r})).encode('x');"
+        "print(sorted({'transformers', 'torch', 'jax'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,78 @@
+"""Prompt lookup on the device: the lowest drafting level, which costs no model at all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from fly_jax.errors import FlyJaxError
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Where to look for the next tokens in a row's own text.
+
+    Attributes:
+      max_ngram: longest suffix that is looked for.
+      min_ngram: shortest.
+      num_tokens: tokens proposed after a match, at most.
+      match: the first or the last earlier occurrence (the reference code takes the first).
+    """
+
+    max_ngram: int = 4
+    min_ngram: int = 1
+    num_tokens: int = 6
+    match: Literal["earliest", "latest"] = "latest"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise FlyJaxError(
+                f"The lookup was given n-grams of {self.min_ngram} to {self.max_ngram} tokens; it "
+                "needs 1 <= prompt_lookup_min <= prompt_lookup_max: correct the two flags."
+            )
+        if self.num_tokens < 1:
+            raise FlyJaxError(
+                f"The lookup was given {self.num_tokens} tokens to propose; it needs at least 1: "
+                "correct prompt_lookup_tokens, or set prompt_lookup_max to 0 for no lookup."
+            )
+
+
+def look_up(
+    lookup: Lookup, text: Int[Array, "rows capacity"], length: Int[Array, " rows"]
+) -> tuple[Int[Array, "rows num_tokens"], Int[Array, " rows"]]:
+    """Finds each row's own suffix earlier in the row, and what followed it there.
+
+    The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
+    multi-level acceleration.
+
+    Args:
+      lookup: sizes and preference.
+      text: tokens; those at and beyond `length` are ignored.
+      length: tokens of each row.
+
+    Returns:
+      The proposed tokens, and how many of them are real (0 where nothing matches).
+    """
+    capacity = text.shape[1]
+    ends = jnp.arange(capacity, dtype=jnp.int32)  # position of a candidate's last token
+    # matched[b, e] counts the tokens before and at `e` that equal the row's last ones, in order.
+    run = jnp.ones(text.shape, bool)
+    matched = jnp.zeros(text.shape, jnp.int32)
+    for back in range(lookup.max_ngram):
+        last = jnp.take_along_axis(text, jnp.maximum(length - 1 - back, 0)[:, None], axis=1)
+        shifted = jnp.pad(text, ((0, 0), (back, 0)), constant_values=-1)[:, :capacity]
+        run &= (shifted == last) & (ends >= back)
+        matched += run
+    earlier = ends < length[:, None] - 1
+    matched = jnp.where(earlier & (matched >= lookup.min_ngram), matched, 0)
+    order = ends if lookup.match == "latest" else capacity - 1 - ends
+    best = jnp.argmax(matched * capacity + jnp.where(matched > 0, order, 0), axis=1)
+    found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
+    follow = best[:, None] + 1 + jnp.arange(lookup.num_tokens, dtype=jnp.int32)
+    tokens = jnp.take_along_axis(text, jnp.minimum(follow, capacity - 1), axis=1)
+    available = jnp.minimum(length - 1 - best, lookup.num_tokens)
+    return tokens, jnp.where(found, available, 0).astype(jnp.int32)

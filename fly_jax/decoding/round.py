@@ -1,0 +1,229 @@
+"""One round on the device: draft, verify, gate, accept and advance, fused under one `jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fly_jax.decoding.drafting import Draft, draft_room, draft_step
+from fly_jax.decoding.evidence import TargetEvidence, evidence
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
+from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.models.cache import KVCache
+from fly_jax.models.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSpec:
+    """What is static about a round: change any of it and the round compiles anew.
+
+    Attributes:
+      rule: which draft tokens are kept.
+      num_speculative_tokens: K; 0 decodes one token at a time.
+      lookup: the level below the draft model, if any.
+      eos_token_ids: tokens that end a row.
+      rounds_per_dispatch: rounds that run before their tokens leave the device.
+    """
+
+    rule: Rule
+    num_speculative_tokens: int
+    lookup: Lookup | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    rounds_per_dispatch: int = 1
+
+    @property
+    def room(self) -> int:
+        """Positions beyond a row's last token that a round may write to."""
+        return draft_room(self.num_speculative_tokens, self.lookup)
+
+
+def verify_step(
+    model: Llama,
+    cache: KVCache,
+    text: Int[Array, "rows capacity"],
+    length: Int[Array, " rows"],
+    draft_tokens: Int[Array, "rows draft"],
+) -> tuple[Float[Array, "rows block vocab"], KVCache]:
+    """The target's pass over each row's last token and its K draft tokens.
+
+    Args:
+      model: the target.
+      cache: its cache, valid up to `length - 1`.
+      text: the rows' tokens.
+      length: tokens of each row.
+      draft_tokens: what to verify.
+
+    Returns:
+      Logits of the K + 1 tokens that may follow, and the cache with the block's keys.
+    """
+    last = jnp.take_along_axis(text, (length - 1)[:, None], axis=1)
+    block = jnp.concatenate((last, draft_tokens), axis=1)
+    hidden, cache = model.hidden(block, cache.with_length(length - 1))
+    return model.logits(hidden), cache
+
+
+def settle(
+    spec: RoundSpec,
+    state: DecodeState,
+    draft_tokens: Int[Array, "rows draft"],
+    acceptance: Acceptance,
+) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
+    """Appends what was accepted, up to an end of text or the row's limit.
+
+    Returns:
+      The state, the block's tokens, why each stands there, and how many of them are settled.
+    """
+    rows, drafted = draft_tokens.shape
+    steps = jnp.arange(drafted + 1, dtype=jnp.int32)
+    kept = acceptance.num_accepted[:, None]
+    pad = ((0, 0), (0, 1))
+    tokens = jnp.where(
+        steps < kept, jnp.pad(draft_tokens, pad), acceptance.next_token[:, None]
+    ).astype(jnp.int32)
+    why = jnp.where(
+        steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
+    ).astype(jnp.int8)
+    ends = functools.reduce(
+        jnp.logical_or, (tokens == eos for eos in spec.eos_token_ids), jnp.zeros(tokens.shape, bool)
+    )
+    ends &= steps <= kept
+    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
+    room = state.limit - state.length
+    count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
+    count = jnp.where(state.finished, 0, count).astype(jnp.int32)
+    ended = jnp.any(ends & (steps < count[:, None]), axis=1)
+    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
+        state.tokens, tokens, state.length
+    )
+    length = state.length + count
+    finished = state.finished | ended | (length >= state.limit)
+    state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
+    return state, tokens, why, count
+
+
+def decode_round(
+    spec: RoundSpec,
+    target: Llama,
+    draft: Llama | None,
+    state: DecodeState,
+    protected: Bool[Array, " vocab"],
+) -> tuple[DecodeState, RoundOutput]:
+    """Drafts K tokens, verifies them and accepts a prefix.
+
+    Args:
+      spec: the static part.
+      target: the target.
+      draft: the draft model; None where K is 0.
+      state: the rows; rows that are finished stay as they are.
+      protected: tokens that are never rescued.
+
+    Returns:
+      The next state, and this round's output with a leading axis of one round.
+    """
+    key, draft_key, verify_key = _split(spec, state.key)
+    state = dataclasses.replace(state, key=key)
+    proposal, state = _propose(spec, draft, state, draft_key)
+    logits, cache = verify_step(target, state.target, state.tokens, state.length, proposal.tokens)
+    state = dataclasses.replace(state, target=cache)
+    seen = gather_evidence(spec, target, logits, proposal, verify_key)
+    acceptance = accept(spec.rule, seen, proposal.tokens, protected=protected)
+    live = ~state.finished
+    state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
+    output = RoundOutput(
+        tokens=tokens[None],
+        why=why[None],
+        count=count[None],
+        num_drafted=jnp.where(live, proposal.tokens.shape[1], 0)[None],
+        num_accepted=jnp.where(live, acceptance.num_accepted, 0)[None],
+        num_rescued=jnp.where(live, acceptance.num_rescued, 0)[None],
+        num_draft_passes=proposal.num_passes[None],
+        finished=state.finished[None],
+    )
+    return state, output
+
+
+def gather_evidence(
+    spec: RoundSpec,
+    target: Llama,
+    logits: Float[Array, "rows block vocab"],
+    proposal: Draft,
+    key: Key[Array, ""],
+) -> TargetEvidence:
+    """The evidence that the rule asks for."""
+    return evidence(
+        logits,
+        proposal.tokens,
+        entropy=spec.rule.entropy_measure,
+        sampling=spec.rule.sampling,
+        draft_logits=proposal.logits,
+        key=key,
+        layout=target.layout,
+    )
+
+
+def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
+    if spec.rule.sampling is None:
+        return key, key, key
+    return tuple(jax.random.split(key, 3))
+
+
+def _propose(
+    spec: RoundSpec, draft: Llama | None, state: DecodeState, key: Key[Array, ""]
+) -> tuple[Draft, DecodeState]:
+    if draft is None or state.draft is None:
+        nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
+        return Draft(nothing, None, jnp.int32(0)), state
+    proposal, cache = draft_step(
+        draft,
+        state.draft,
+        state.tokens,
+        state.length,
+        spec.num_speculative_tokens,
+        sampling=spec.rule.sampling,
+        lookup=spec.lookup,
+        key=key,
+    )
+    return proposal, dataclasses.replace(state, draft=cache)
+
+
+def decode_rounds(
+    spec: RoundSpec,
+    target: Llama,
+    draft: Llama | None,
+    state: DecodeState,
+    protected: Bool[Array, " vocab"],
+) -> tuple[DecodeState, RoundOutput]:
+    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
+
+    The host dispatches one round ahead of what it has read, so the dispatch after the last one
+    finds nothing to do and costs nothing.
+    """
+    one_round = functools.partial(decode_round, spec, target, draft, protected=protected)
+    shapes = jax.eval_shape(one_round, state)[1]
+    empty = jax.tree.map(
+        lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
+    )
+
+    def run(
+        carry: tuple[Array, DecodeState, RoundOutput],
+    ) -> tuple[Array, DecodeState, RoundOutput]:
+        index, state, outputs = carry
+        state, output = one_round(state)
+        outputs = jax.tree.map(
+            lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
+            outputs,
+            output,
+        )
+        return index + 1, state, outputs
+
+    def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
+        index, state, _ = carry
+        return (index < spec.rounds_per_dispatch) & ~jnp.all(state.finished)
+
+    _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
+    return state, outputs

@@ -1,0 +1,62 @@
+"""What a round takes and returns: everything on the device that changes from round to round."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Bool, Int, Key
+
+from fly_jax.models.cache import KVCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The rows being decoded. All of it is donated to the next round.
+
+    Attributes:
+      tokens: [rows, capacity], prompt and settled tokens; what lies beyond `length` is stale.
+      length: [rows], settled tokens; the caches are valid up to `length - 1`.
+      limit: [rows], length at which a row is done.
+      finished: [rows], the row has reached its limit or an end of text.
+      target: the target's cache.
+      draft: the draft model's cache, if there is a draft model.
+      key: random state.
+    """
+
+    tokens: Int[Array, "rows capacity"]
+    length: Int[Array, " rows"]
+    limit: Int[Array, " rows"]
+    finished: Bool[Array, " rows"]
+    target: KVCache
+    draft: KVCache | None
+    key: Key[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoundOutput:
+    """What leaves the device: a few numbers per row, for each round of a dispatch.
+
+    A round that did not run, since every row had finished, is all zeros.
+
+    Attributes:
+      tokens: [rounds, rows, K + 1], settled tokens, the first `count` of each row.
+      why: [rounds, rows, K + 1], int8 `Why` of each of them.
+      count: [rounds, rows], tokens settled.
+      num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
+      num_accepted: [rounds, rows], draft tokens kept, rescued ones included.
+      num_rescued: [rounds, rows], mismatches kept.
+      num_draft_passes: [rounds], passes of the draft model.
+      finished: [rounds, rows], after the round.
+    """
+
+    tokens: Int[Array, "rounds rows block"]
+    why: Int[Array, "rounds rows block"]
+    count: Int[Array, "rounds rows"]
+    num_drafted: Int[Array, "rounds rows"]
+    num_accepted: Int[Array, "rounds rows"]
+    num_rescued: Int[Array, "rounds rows"]
+    num_draft_passes: Int[Array, " rounds"]
+    finished: Bool[Array, "rounds rows"]

@@ -1,0 +1,79 @@
+"""Reductions over a vocabulary of which each device may hold only a shard.
+
+Every function reduces the last dimension. `axis_names` are the mesh axes over which it is sharded,
+in order, inside `jax.shard_map`; with `()` the vocabulary is whole and nothing is communicated.
+Only results, a few numbers per position, ever travel between devices.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num, Shaped
+
+AxisNames = tuple[str, ...]
+
+
+def token_ids(local_size: int, axis_names: AxisNames = ()) -> Int[Array, " local"]:
+    """The ids of the tokens that this shard holds."""
+    first = jax.lax.axis_index(axis_names) * local_size if axis_names else 0
+    return first + jnp.arange(local_size, dtype=jnp.int32)
+
+
+def vocab_sum(values: Num[Array, "*lead local"], axis_names: AxisNames = ()) -> Num[Array, "*lead"]:
+    """Sum over the whole vocabulary."""
+    local = jnp.sum(values, axis=-1)
+    return jax.lax.psum(local, axis_names) if axis_names else local
+
+
+def vocab_max(
+    values: Float[Array, "*lead local"], axis_names: AxisNames = ()
+) -> Float[Array, "*lead"]:
+    """Largest value in the whole vocabulary."""
+    local = jnp.max(values, axis=-1)
+    return jax.lax.pmax(local, axis_names) if axis_names else local
+
+
+def vocab_argmax(
+    values: Float[Array, "*lead local"], axis_names: AxisNames = ()
+) -> Int[Array, "*lead"]:
+    """Token of the largest value; of equal ones the lowest id, as `jnp.argmax` has it."""
+    here = jnp.argmax(values, axis=-1).astype(jnp.int32)
+    if not axis_names:
+        return here
+    local_size = values.shape[-1]
+    best = jnp.max(values, axis=-1)
+    holds_best = best == jax.lax.pmax(best, axis_names)
+    here = here + jax.lax.axis_index(axis_names) * local_size
+    return jax.lax.pmin(jnp.where(holds_best, here, jnp.iinfo(jnp.int32).max), axis_names)
+
+
+def vocab_top(
+    values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()
+) -> Float[Array, "*lead count"]:
+    """The `count` largest values, in descending order; all of them in a smaller vocabulary."""
+    best = jax.lax.top_k(values, min(count, values.shape[-1]))[0]
+    if not axis_names:
+        return best
+    best = jax.lax.all_gather(best, axis_names, axis=best.ndim - 1, tiled=True)
+    return jax.lax.top_k(best, min(count, best.shape[-1]))[0]
+
+
+def vocab_pick(
+    values: Float[Array, "*lead local"],
+    tokens: Int[Array, "*lead"],
+    missing: float,
+    axis_names: AxisNames = (),
+) -> Float[Array, "*lead"]:
+    """The value of one token per position; `missing`, a lower bound, for an id not in it."""
+    local_size = values.shape[-1]
+    index = tokens - token_ids(local_size, axis_names)[0]
+    is_here = (index >= 0) & (index < local_size)
+    picked = jnp.take_along_axis(values, jnp.where(is_here, index, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.where(is_here, picked, missing)
+    return jax.lax.pmax(picked, axis_names) if axis_names else picked
+
+
+def finite_or_zero(values: Shaped[Array, "*lead"]) -> Shaped[Array, "*lead"]:
+    """Zeros for infinities, so that subtracting a maximum of -inf makes no NaN."""
+    return jnp.where(jnp.isfinite(values), values, 0)

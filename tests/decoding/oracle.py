@@ -1,0 +1,149 @@
+"""Evidence and acceptance in plain NumPy loops, written from the definitions.
+
+Independent of the package: float64, one row and one position at a time, no array tricks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Evidence:
+    """The oracle's numbers for one row and position."""
+
+    argmax: int
+    argmax_logit: float
+    draft_logit: float
+    log_sum_exp: float
+    entropy: float
+    accepted: bool
+
+
+def greedy_evidence(logits: np.ndarray, draft: int | None, measure: str, top_k: int) -> Evidence:
+    """Evidence at one position; `draft` is None where nothing was drafted."""
+    logits = logits.astype(np.float64)
+    argmax = 0
+    for token in range(len(logits)):
+        if logits[token] > logits[argmax]:
+            argmax = token
+    total = sum(math.exp(value - logits[argmax]) for value in logits)
+    log_sum_exp = float(logits[argmax]) + math.log(total)
+    probs = sorted((math.exp(value - log_sum_exp) for value in logits), reverse=True)
+    if measure == "top_k":
+        probs = probs[:top_k]
+    entropy = -sum(p * math.log(p) for p in probs if p > 0)
+    if measure == "normalized":
+        entropy /= math.log(len(logits))
+    return Evidence(
+        argmax=argmax,
+        argmax_logit=float(logits[argmax]),
+        draft_logit=-math.inf if draft is None else float(logits[draft]),
+        log_sum_exp=log_sum_exp,
+        entropy=entropy,
+        accepted=draft == argmax,
+    )
+
+
+def processed_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """Temperature, then top-k, then top-p on the renormalised rest; ties at the end are kept."""
+    scaled = [float(value) / temperature for value in logits]
+    largest = max(scaled)
+    mass = [math.exp(value - largest) for value in scaled]
+    if top_k:
+        for token in range(len(mass)):
+            if sum(other > scaled[token] for other in scaled) >= top_k:
+                mass[token] = 0.0
+    if top_p < 1:
+        before = [value / sum(mass) for value in mass]
+        for token in range(len(mass)):
+            likelier = sum(p for p in before if p > before[token])
+            if likelier >= top_p:
+                mass[token] = 0.0
+    return np.array([value / sum(mass) for value in mass])
+
+
+@dataclasses.dataclass
+class Row:
+    """What a rule decides about one row."""
+
+    num_accepted: int
+    next_why: str
+    why: list[str]
+    num_rescued: int
+
+
+def accept_row(
+    accepted: list[bool],
+    rescues: list[str],
+    num_drafted: int,
+) -> Row:
+    """Walks over the draft; `rescues[i]` is RESCUED or what refuses position i if not accepted."""
+    why = ["DROPPED"] * len(accepted)
+    num_rescued = 0
+    for position in range(num_drafted):
+        if accepted[position]:
+            why[position] = "MATCHED"
+        else:
+            why[position] = rescues[position]
+            if rescues[position] != "RESCUED":
+                return Row(position, "CORRECTED", why, num_rescued)
+            num_rescued += 1
+    return Row(num_drafted, "BONUS", why, num_rescued)
+
+
+def lossless_row(accepted: list[bool], num_drafted: int) -> Row:
+    """`Exact` and `Sampled`."""
+    return accept_row(accepted, ["REFUSED"] * len(accepted), num_drafted)
+
+
+def fly_row(
+    accepted: list[bool],
+    entropy: list[float],
+    never: list[bool],
+    num_drafted: int,
+    *,
+    threshold: float,
+    window_size: int,
+    reference: bool,
+) -> Row:
+    """`Fly`, with 1-based positions as in the paper; `never` bars a position from rescue."""
+    last = window_size - 1 if reference else window_size
+    rescues = []
+    for j in range(1, len(accepted) + 1):
+        clean = True
+        for i in range(j + 1, j + last + 1):
+            if i <= num_drafted and not accepted[i - 1]:
+                clean = False
+        if never[j - 1]:
+            rescues.append("REFUSED")
+        elif threshold > 0.01 and entropy[j - 1] < threshold:
+            rescues.append("REFUSED_GATE")
+        elif not clean:
+            rescues.append("REFUSED_WINDOW")
+        elif j + window_size > num_drafted:
+            rescues.append("REFUSED_BOUNDARY")
+        else:
+            rescues.append("RESCUED")
+    return accept_row(accepted, rescues, num_drafted)
+
+
+def reference_code_accepted(
+    accepted: list[bool], entropy: list[float], *, threshold: float, window_size: int
+) -> int:
+    """Length kept by FLy's released code: its own pattern matching, step by step."""
+    size = len(accepted)
+    updated = list(accepted)
+    for start in range(size - window_size + 1):
+        window = accepted[start : start + window_size]
+        if not window[0] and all(window[1:]):
+            updated[start] = True
+    for position in range(max(size - window_size, 0), size):
+        updated[position] = updated[position] and accepted[position]
+    for position in range(size):
+        if threshold > 0.01 and not accepted[position] and entropy[position] < threshold:
+            updated[position] = False
+    return next((i for i, kept in enumerate(updated) if not kept), size)

@@ -1,0 +1,269 @@
+"""Evidence against loops in float64, and sharded evidence against unsharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.decoding.rules import Fly, accept
+from fly_jax.decoding.sampling import Sampling, sample
+from fly_jax.errors import FlyJaxError
+
+ROWS, VOCAB = 4, 7
+MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]
+
+compiled = jax.jit(evidence, static_argnames=("entropy", "sampling", "layout"))
+
+
+def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Positions that are peaked, flat, tied or partly ruled out."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=shape) * rng.choice([0.0, 1.0, 4.0, 20.0], size=(*shape[:-1], 1))
+    logits = np.where(rng.random((*shape[:-1], 1)) < 0.5, np.round(logits), logits)
+    ruled_out = (rng.random(shape) < 0.1) & (np.arange(shape[-1]) > 0)
+    return np.where(ruled_out, -np.inf, logits).astype(np.float32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_draft=st.sampled_from([1, 4, 25]),
+    entropy=st.sampled_from(MEASURES),
+)
+def test_greedy_evidence_is_the_oracles(seed: int, num_draft: int, entropy: Entropy) -> None:
+    rng = np.random.default_rng(seed)
+    logits = logits_of(seed, (ROWS, num_draft + 1, VOCAB))
+    draft = np.where(
+        rng.random((ROWS, num_draft)) < 0.5,
+        logits[:, :-1].argmax(-1),
+        rng.integers(VOCAB, size=(ROWS, num_draft)),
+    )
+    num_drafted = rng.integers(num_draft + 1, size=ROWS)
+    seen = compiled(logits, draft, entropy=entropy, num_drafted=num_drafted)
+    seen = jax.tree.map(np.asarray, seen)
+    for row in range(ROWS):
+        for position in range(num_draft + 1):
+            token = int(draft[row, position]) if position < num_drafted[row] else None
+            expected = oracle.greedy_evidence(
+                logits[row, position], token, entropy.measure, entropy.top_k
+            )
+            at = (row, position)
+            assert int(seen.argmax[at]) == int(seen.replacement[at]) == expected.argmax
+            assert bool(seen.accepted[at]) == expected.accepted
+            assert float(seen.argmax_logit[at]) == expected.argmax_logit
+            assert float(seen.draft_logit[at]) == expected.draft_logit
+            assert float(seen.log_sum_exp[at]) == pytest.approx(expected.log_sum_exp, rel=1e-5)
+            assert float(seen.entropy[at]) == pytest.approx(expected.entropy, rel=1e-4, abs=1e-6)
+            assert float(seen.draft_log_prob[at]) == pytest.approx(
+                expected.draft_logit - expected.log_sum_exp, rel=1e-4, abs=1e-5
+            )
+
+
+@pytest.mark.parametrize(
+    ("likely", "expected"), [(3, 1.0986), (10, 0.691), (20, 0.449), (35, 0.305), (36, 0.299)]
+)
+def test_top_k_entropy_of_a_flat_distribution_is_the_reference_codes(
+    likely: int, expected: float
+) -> None:
+    logits = jnp.where(jnp.arange(64) < likely, 0.0, -jnp.inf)[None, None]
+    seen = evidence(logits, jnp.zeros((1, 0), jnp.int32), entropy=Entropy())
+    assert float(seen.entropy[0, 0]) == pytest.approx(expected, abs=6e-4)
+
+
+def test_normalized_entropy_is_between_0_and_1() -> None:
+    logits = jnp.stack([jnp.zeros(50), jnp.where(jnp.arange(50) == 3, 0, -jnp.inf)])[None]
+    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), entropy=Entropy("normalized"))
+    np.testing.assert_allclose(seen.entropy, [[1, 0]], atol=1e-6)
+    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), entropy=Entropy("full"))
+    np.testing.assert_allclose(seen.entropy, [[math.log(50), 0]], rtol=1e-6, atol=1e-6)
+
+
+def test_no_measure_gives_zeros() -> None:
+    seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
+    np.testing.assert_array_equal(seen.entropy, np.zeros((2, 3)))
+
+
+def test_numbers_are_float32_for_bfloat16_logits() -> None:
+    logits = jnp.asarray(logits_of(1, (2, 4, 300)), jnp.bfloat16)
+    draft = jnp.zeros((2, 3), jnp.int32)
+    low = evidence(logits, draft, entropy=Entropy("full"))
+    high = evidence(logits.astype(jnp.float32), draft, entropy=Entropy("full"))
+    for one, other in zip(jax.tree.leaves(low), jax.tree.leaves(high), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_ids_outside_the_vocabulary_are_impossible() -> None:
+    seen = evidence(jnp.zeros((1, 3, 5)), jnp.array([[-1, 5]]))
+    assert not bool(seen.accepted.any())
+    np.testing.assert_array_equal(seen.draft_log_prob, np.full((1, 3), -np.inf))
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(FlyJaxError, match=r"\(2, 4, vocabulary\)"):
+        evidence(jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), jnp.int32))
+    with pytest.raises(FlyJaxError, match="vocabulary"):
+        evidence(
+            jnp.zeros((2, 4, 5)),
+            jnp.zeros((2, 3), jnp.int32),
+            sampling=Sampling(),
+            draft_logits=jnp.zeros((2, 3, 6)),
+            key=jax.random.key(0),
+        )
+    with pytest.raises(FlyJaxError, match="measure"):
+        Entropy("shannon")
+    with pytest.raises(FlyJaxError, match="at least 1"):
+        Entropy(top_k=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLayout:
+    """A layout that always answers the same: rows over some axes, the vocabulary over others."""
+
+    mesh: Mesh
+    rows: str | None
+    vocab: str | tuple[str, ...] | None
+
+    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        assert axes == ("cache_batch", None, "vocab")
+        assert len(shape) == 3
+        return PartitionSpec(self.rows, None, self.vocab)
+
+
+LAYOUTS = {
+    "vocabulary over x and y": (None, ("x", "y")),
+    "rows over y": ("y", "x"),
+    "rows over x": ("x", ("y",)),
+    "rows only": ("y", None),
+    "nothing sharded": (None, None),
+}
+WIDE, DRAFTED, SHARDED_ROWS = 512, 5, 4
+CASES = {
+    "greedy, top-k": (Entropy("top_k"), None),
+    "greedy, more than a shard": (Entropy("top_k", 100), None),
+    "greedy, full": (Entropy("full"), None),
+    "sampled": (Entropy("normalized"), Sampling(0.9)),
+    "sampled, top-k and top-p": (Entropy("top_k"), Sampling(0.7, top_k=50, top_p=0.83)),
+}
+
+
+def layout_of(name: str) -> FixedLayout:
+    if jax.device_count() < 8:
+        pytest.fail("the test session must have 8 simulated devices")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    return FixedLayout(mesh, *LAYOUTS[name])
+
+
+def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    logits = logits_of(0, (SHARDED_ROWS, DRAFTED + 1, WIDE))
+    logits[0, 0] = 0.0  # ties between all shards
+    logits[0, 1, [70, 200, 450]] = 50.0  # ties between some
+    draft_logits = logits[:, :-1] + rng.normal(size=(SHARDED_ROWS, DRAFTED, WIDE)).astype("f")
+    draft = rng.integers(WIDE, size=(SHARDED_ROWS, DRAFTED))
+    draft[:, ::2] = logits[:, :-1:2].argmax(-1)
+    return logits, draft, draft_logits, np.array([5, 3, 0, 4])
+
+
+def collective_operands(hlo: str) -> list[tuple[str, int]]:
+    """Every collective in a compiled program, with the size of its largest result."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    found = []
+    for line in hlo.splitlines():
+        match = re.search(rf" = (.*?) ({kinds})(-start)?\(", line)
+        if match:
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            sizes = [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
+            found.append((match[2], max(sizes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("vocabulary over x and y", case) for case in CASES),
+        *((name, "sampled, top-k and top-p") for name in list(LAYOUTS)[1:]),
+    ],
+)
+def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: str) -> None:
+    entropy, sampling = CASES[case]
+    layout = layout_of(name)
+    logits, draft, draft_logits, num_drafted = sharded_inputs()
+    place = functools.partial(
+        jax.device_put,
+        device=NamedSharding(layout.mesh, PartitionSpec(layout.rows, None, layout.vocab)),
+    )
+    keywords = {"num_drafted": num_drafted, "key": jax.random.key(4)}
+    statics = {"entropy": entropy, "sampling": sampling}
+    expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
+    lowered = compiled.lower(
+        place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics
+    )
+    program = lowered.compile()
+    got = program(place(logits), draft, draft_logits=place(draft_logits), **keywords)
+
+    for field in dataclasses.fields(TargetEvidence):
+        one, other = getattr(got, field.name), getattr(expected, field.name)
+        if one.dtype == jnp.float32:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=field.name)
+        else:
+            np.testing.assert_array_equal(one, other, err_msg=field.name)
+
+    collectives = collective_operands(program.as_text())
+    if layout.vocab is not None:
+        assert collectives, "a sharded vocabulary must be merged somehow"
+    positions = SHARDED_ROWS * (DRAFTED + 1)
+    # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
+    shards = {None: 1, "x": 2, ("y",): 4, ("x", "y"): 8}[layout.vocab]
+    numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1
+    assert all(size <= positions * numbers for _, size in collectives), collectives
+    if numbers < WIDE // 8:
+        assert all(size < positions * WIDE // 8 for _, size in collectives), collectives
+
+
+def test_the_check_sees_a_gathered_vocabulary() -> None:
+    layout = layout_of("vocabulary over x and y")
+    split = NamedSharding(layout.mesh, PartitionSpec(None, None, ("x", "y")))
+    whole = NamedSharding(layout.mesh, PartitionSpec())
+    gather = jax.jit(lambda x: x + 1, in_shardings=split, out_shardings=whole)
+    text = gather.lower(jnp.zeros((4, 6, WIDE))).compile().as_text()
+    assert max(size for _, size in collective_operands(text)) == 4 * 6 * WIDE
+
+
+def test_draft_sampling_moves_no_vocabulary() -> None:
+    layout = layout_of("vocabulary over x and y")
+    split = NamedSharding(layout.mesh, PartitionSpec(None, ("x", "y")))
+    logits = logits_of(3, (SHARDED_ROWS, WIDE))
+    sampling, key = Sampling(0.7, top_k=50, top_p=0.83), jax.random.key(9)
+    draw = jax.jit(sample, static_argnums=1)
+    program = draw.lower(jax.device_put(logits, split), sampling, key).compile()
+    np.testing.assert_array_equal(
+        program(jax.device_put(logits, split), key), draw(logits, sampling, key)
+    )
+    collectives = collective_operands(program.as_text())
+    assert collectives
+    assert all(size <= SHARDED_ROWS * 8 for _, size in collectives), collectives
+
+
+def test_evidence_and_acceptance_are_one_program() -> None:
+    rule = Fly(window_size=1)
+
+    @jax.jit
+    def verify(logits: jax.Array, draft: jax.Array) -> jax.Array:
+        seen = evidence(logits, draft, entropy=rule.entropy_measure)
+        return accept(rule, seen, draft).num_accepted
+
+    logits = jnp.log(jnp.array([[[0.6, 0.4], [0.9, 0.1], [0.5, 0.5]]]))
+    assert verify(logits, jnp.array([[1, 0]])).tolist() == [2]

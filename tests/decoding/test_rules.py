@@ -1,0 +1,381 @@
+"""Every rule against the loops of the oracle, and the cases that are easy to get wrong by name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.decoding.rules import (
+    Acceptance,
+    Exact,
+    Fly,
+    Rule,
+    Sampled,
+    Why,
+    accept,
+    entropy_gate,
+)
+from fly_jax.decoding.sampling import Sampling
+from fly_jax.errors import FlyJaxError
+
+LETTER = {"m": True, "x": False}  # one letter per position of a block: match or mismatch
+UNDECIDED, SURE = 0.5, 0.1
+
+decide = jax.jit(accept, static_argnums=0)
+
+
+def seen(
+    accepted: np.ndarray,
+    entropy: np.ndarray | float = UNDECIDED,
+    draft_log_prob: np.ndarray | float = -1.0,
+) -> TargetEvidence:
+    """Evidence with the given verdicts; the argmax is token 1, the draft tokens are token 2."""
+    rows, num_draft = accepted.shape
+    shape = (rows, num_draft + 1)
+
+    def widened(values: np.ndarray | float, last: float) -> jax.Array:
+        values = np.broadcast_to(np.float32(values), accepted.shape)
+        return jnp.asarray(np.pad(values, ((0, 0), (0, 1)), constant_values=np.float32(last)))
+
+    return TargetEvidence(
+        argmax=jnp.full(shape, 1, jnp.int32),
+        argmax_logit=jnp.zeros(shape),
+        draft_logit=widened(draft_log_prob, -np.inf),
+        log_sum_exp=jnp.zeros(shape),
+        entropy=widened(entropy, 0.0),
+        draft_log_prob=widened(draft_log_prob, -np.inf),
+        accepted=jnp.asarray(np.pad(accepted, ((0, 0), (0, 1)))),
+        replacement=jnp.broadcast_to(jnp.arange(100, 101 + num_draft, dtype=jnp.int32), shape),
+    )
+
+
+def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Acceptance:
+    """The decision on a block such as "mmxmm"."""
+    accepted = np.array([[LETTER[letter] for letter in block]])
+    tokens = jnp.full(accepted.shape, 2)
+    return decide(rule, seen(accepted, **keywords), tokens)
+
+
+def whys(result: Acceptance, row: int = 0) -> list[str]:
+    return [Why(int(why)).name for why in result.why[row]]
+
+
+def text(result: Acceptance, row: int = 0) -> str:
+    """What is emitted, one letter per token."""
+    kept = result.why[row, : int(result.num_accepted[row])]
+    return "".join(Why(int(why)).letter for why in [*kept, result.next_why[row]])
+
+
+def assert_same(result: Acceptance, row: int, expected: oracle.Row, message: str = "") -> None:
+    result = jax.tree.map(np.asarray, result)
+    assert int(result.num_accepted[row]) == expected.num_accepted, message
+    assert int(result.num_rescued[row]) == expected.num_rescued, message
+    assert Why(int(result.next_why[row])).name == expected.next_why, message
+    assert whys(result, row) == expected.why, message
+
+
+@pytest.mark.parametrize("window", ["paper", "reference"])
+@pytest.mark.parametrize("window_size", range(9))
+def test_fly_on_every_pattern_of_eight(window_size: int, window: str) -> None:
+    accepted = np.array(list(itertools.product([True, False], repeat=8)))
+    rng = np.random.default_rng(window_size)
+    entropy = np.where(rng.random(accepted.shape) < 0.8, UNDECIDED, SURE)
+    rule = Fly(window_size=window_size, window=window)
+    result = decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
+    result = jax.tree.map(np.asarray, result)
+    for row in range(len(accepted)):
+        expected = oracle.fly_row(
+            accepted[row].tolist(),
+            entropy[row].tolist(),
+            [False] * 8,
+            8,
+            threshold=0.3,
+            window_size=window_size,
+            reference=window == "reference",
+        )
+        assert_same(result, row, expected, str(accepted[row]))
+        assert result.next_token[row] == 100 + expected.num_accepted
+    assert (result.num_rescued.sum() > 0) == (window_size < 8)
+
+
+@pytest.mark.parametrize("num_draft", [5, 6, 7, 15])
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.3])
+def test_reference_window_keeps_what_the_reference_code_keeps(
+    num_draft: int, threshold: float
+) -> None:
+    rng = np.random.default_rng(num_draft)
+    accepted = rng.random((300, num_draft)) < 0.85
+    entropy = np.float32(rng.choice([0.005, SURE, 0.3, UNDECIDED], size=accepted.shape))
+    rule = Fly(entropy_threshold=threshold, window="reference")
+    result = decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
+    expected = [
+        oracle.reference_code_accepted(
+            accepted[row].tolist(),
+            entropy[row].tolist(),
+            threshold=float(np.float32(threshold)),
+            window_size=6,
+        )
+        for row in range(len(accepted))
+    ]
+    assert result.num_accepted.tolist() == expected
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def verify(
+    rule: Rule, logits: jax.Array, draft: jax.Array, num_drafted: jax.Array, protected: jax.Array
+) -> tuple[TargetEvidence, Acceptance]:
+    found = evidence(logits, draft, entropy=rule.entropy_measure, num_drafted=num_drafted)
+    result = accept(rule, found, draft, protected=protected, num_drafted=num_drafted)
+    return found, result
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_draft=st.sampled_from([1, 7, 15, 25]),
+    rule=st.sampled_from(
+        [
+            Exact(),
+            Fly(),
+            Fly(window_size=0),
+            Fly(window_size=1, window="reference"),
+            Fly(0.0, window_size=3),
+            Fly(0.25, window_size=2, entropy="normalized"),
+            Fly(0.7, window_size=8, entropy="full", window="reference"),
+        ]
+    ),
+)
+def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) -> None:
+    rows, vocab = 6, 8
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(rows, num_draft + 1, vocab))
+    logits *= rng.choice([0.0, 1.0, 3.0, 10.0], size=(rows, num_draft + 1, 1))
+    logits = np.where(rng.random((rows, num_draft + 1, 1)) < 0.5, np.round(logits), logits)
+    logits = np.where(rng.random(logits.shape) < 0.1, -np.inf, logits).astype(np.float32)
+    logits[..., 0] = np.maximum(logits[..., 0], 0)
+    draft = np.where(
+        rng.random((rows, num_draft)) < 0.8,
+        logits[:, :-1].argmax(-1),
+        rng.integers(vocab, size=(rows, num_draft)),
+    )
+    num_drafted = rng.integers(num_draft + 1, size=rows)
+    num_drafted[: rows // 2] = num_draft
+    protected = np.arange(vocab) == rng.integers(vocab)
+    found, result = verify(rule, logits, draft, num_drafted, protected)
+    result = jax.tree.map(np.asarray, result)
+    # Rows with an entropy at the threshold itself could go either way by rounding.
+    entropy = np.asarray(found.entropy)
+    for row in range(rows):
+        last = int(num_drafted[row])
+        loops = [
+            oracle.greedy_evidence(logits[row, i], int(draft[row, i]), "full", 3)
+            for i in range(num_draft)
+        ]
+        accepted = [found_here.accepted for found_here in loops]
+        if isinstance(rule, Fly):
+            never = [
+                bool(
+                    loops[i].draft_logit == -np.inf
+                    or protected[draft[row, i]]
+                    or protected[loops[i].argmax]
+                )
+                for i in range(num_draft)
+            ]
+            expected = oracle.fly_row(
+                accepted,
+                entropy[row, :-1].tolist(),
+                never,
+                last,
+                threshold=float(np.float32(rule.entropy_threshold)),
+                window_size=rule.window_size,
+                reference=rule.window == "reference",
+            )
+        else:
+            expected = oracle.lossless_row(accepted, last)
+        assert_same(result, row, expected)
+        assert result.next_token[row] == logits[row, expected.num_accepted].argmax()
+
+
+@pytest.mark.parametrize(
+    ("case", "block", "expected"),
+    [
+        ("everything accepted", "mmmmm", "mmmmmb"),
+        ("nothing accepted", "xxxxx", "c"),
+        ("a clean window", "mxmmm", "mrmmmb"),
+        ("a window that just fits", "mmxmm", "mmrmmb"),
+        ("a window cut by the block's end", "mmmxm", "mmmc"),
+        ("a mismatch at the end", "mmmmx", "mmmmc"),
+        ("two mismatches in a window", "xmxmm", "c"),
+        ("two mismatches next to each other", "xxmmm", "c"),
+        ("two mismatches W + 1 apart", "xmmxmmm", "rmmrmmmb"),
+        ("the second of two is refused", "xmmxmx", "rmmc"),
+    ],
+)
+def test_windows_of_two(case: str, block: str, expected: str) -> None:
+    result = one_row(Fly(window_size=2), block)
+    assert text(result) == expected, case
+    assert int(result.num_rescued[0]) == expected.count("r")
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ("mxmxm", "REFUSED_WINDOW"),
+        ("mmmxm", "REFUSED_BOUNDARY"),
+        ("mmmxx", "REFUSED_WINDOW"),  # what was drafted of the window fails already
+    ],
+)
+def test_refusals_say_why(block: str, reason: str) -> None:
+    at = block.index("x")
+    expected = ["MATCHED"] * at + [reason] + ["DROPPED"] * (len(block) - at - 1)
+    assert whys(one_row(Fly(window_size=2), block)) == expected
+    assert whys(one_row(Exact(), block))[at] == "REFUSED"
+    assert whys(one_row(Sampled(), block))[at] == "REFUSED"
+
+
+def test_the_gate_refuses_where_the_target_is_sure() -> None:
+    assert whys(one_row(Fly(window_size=1), "xmm", entropy=SURE))[0] == "REFUSED_GATE"
+    assert text(one_row(Fly(0.1, window_size=1), "xmm", entropy=0.1)) == "rmmb"
+
+
+@pytest.mark.parametrize("window", ["paper", "reference"])
+@pytest.mark.parametrize(("threshold", "expected"), [(0.0, "rmmb"), (0.01, "rmmb"), (0.02, "c")])
+def test_a_threshold_of_a_hundredth_or_less_is_no_gate(
+    threshold: float, expected: str, window: str
+) -> None:
+    rule = Fly(threshold, window_size=1, window=window)
+    assert text(one_row(rule, "xmm", entropy=0.0)) == expected
+
+
+def test_a_window_of_zero_is_the_gate_alone() -> None:
+    rule = Fly(window_size=0)
+    assert text(one_row(rule, "xxxx")) == "rrrrb"
+    entropy = np.array([[UNDECIDED, UNDECIDED, SURE, UNDECIDED]])
+    assert text(one_row(rule, "xxxx", entropy=entropy)) == "rrc"
+
+
+def test_the_reference_window_is_one_shorter_with_the_same_boundary() -> None:
+    paper, reference = Fly(window_size=2), Fly(window_size=2, window="reference")
+    assert text(one_row(paper, "xmxmm")) == "c"
+    assert text(one_row(reference, "xmxmm")) == "rmrmmb"
+    assert text(one_row(reference, "mmmxm")) == "mmmc"
+
+
+@pytest.mark.parametrize("window", ["paper", "reference"])
+@pytest.mark.parametrize("num_draft", [1, 5, 6])
+def test_a_block_no_longer_than_the_window_is_exact(num_draft: int, window: str) -> None:
+    accepted = np.array(list(itertools.product([True, False], repeat=num_draft)))
+    tokens = jnp.full(accepted.shape, 2)
+    rule = Fly(0.0, window=window)
+    loose, strict = (decide(each, seen(accepted), tokens) for each in (rule, Exact()))
+    np.testing.assert_array_equal(loose.num_accepted, strict.num_accepted)
+    assert int(loose.num_rescued.sum()) == 0
+    with pytest.raises(FlyJaxError, match=f"num_speculative_tokens={num_draft}.*window_size=6"):
+        rule.check(num_draft)
+
+
+def test_check_lets_a_block_that_fits_pass() -> None:
+    Fly().check(7)
+    Fly(window_size=0).check(1)
+
+
+@pytest.mark.parametrize("log_prob", [-np.inf, -100.0])
+def test_a_token_of_zero_probability_is_never_rescued(log_prob: float) -> None:
+    result = one_row(Fly(0.0, window_size=0), "xx", draft_log_prob=np.array([[-80.0, log_prob]]))
+    assert whys(result) == ["RESCUED", "REFUSED"]
+
+
+def test_a_token_that_top_k_removed_is_never_rescued() -> None:
+    logits = jnp.array([[[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
+    for top_k, expected in [(2, "REFUSED"), (3, "RESCUED")]:
+        rule = Fly(0.0, window_size=0, sampling=Sampling(top_k=top_k))
+        draft_logits = jnp.array([[[0.0, 0.0, 60.0]]])
+        keys = jax.random.split(jax.random.key(0), 16)
+        found = jax.vmap(
+            lambda key, rule=rule, draft_logits=draft_logits: evidence(
+                logits,
+                jnp.array([[2]]),
+                entropy=rule.entropy_measure,
+                sampling=rule.sampling,
+                draft_logits=draft_logits,
+                key=key,
+            )
+        )(keys)
+        found = jax.tree.map(lambda field: field[:, 0], found)
+        result = decide(rule, found, jnp.full((16, 1), 2))
+        refused = ~np.asarray(found.accepted)[:, 0]
+        assert refused.any()
+        assert {Why(int(why)).name for why in result.why[refused, 0]} == {expected}
+
+
+@pytest.mark.parametrize("token", [1, 2], ids=["the target's", "the draft's"])
+def test_a_protected_token_is_never_rescued(token: int) -> None:
+    accepted = np.array([[True, False, True, True]])
+    tokens = jnp.full((1, 4), 2)
+    rule = Fly(0.0, window_size=1)
+    free = decide(rule, seen(accepted), tokens, protected=jnp.arange(5) == 3)
+    assert text(free) == "mrmmb"
+    result = decide(rule, seen(accepted), tokens, protected=jnp.arange(5) == token)
+    # The accepted tokens are protected as well, and kept.
+    assert whys(result) == ["MATCHED", "REFUSED", "DROPPED", "DROPPED"]
+
+
+def test_rows_may_have_drafted_different_numbers_of_tokens() -> None:
+    block = [LETTER[letter] for letter in "mxmmmm"]
+    num_drafted = jnp.array([0, 1, 2, 3, 4, 6])
+    accepted = np.array([block] * 6)
+    tokens = jnp.full((6, 6), 2)
+    result = decide(Fly(window_size=2), seen(accepted), tokens, num_drafted=num_drafted)
+    assert [text(result, row) for row in range(6)] == ["b", "mb", "mc", "mc", "mrmmb", "mrmmmmb"]
+    assert result.next_token.tolist() == [100, 101, 101, 101, 104, 106]
+    assert whys(result, 3)[1] == "REFUSED_BOUNDARY"
+    assert whys(result, 4)[4:] == ["DROPPED", "DROPPED"]
+    strict = decide(Exact(), seen(accepted), tokens, num_drafted=num_drafted)
+    assert [text(strict, row) for row in range(6)] == ["b", "mb", "mc", "mc", "mc", "mc"]
+
+
+def test_entropy_gate_is_true_where_undecided() -> None:
+    found = seen(np.ones((1, 2), bool), entropy=np.array([[0.2, 0.4]]))
+    assert entropy_gate(found, 0.3).tolist() == [[False, True, False]]
+    assert entropy_gate(found, 0.01).tolist() == [[True, True, True]]
+
+
+def test_rules_are_hashable_and_say_what_they_need() -> None:
+    assert len({Exact(), Exact(), Fly(), Fly(), Fly(0.2), Sampled(), Sampled(0.5)}) == 5
+    assert (Exact().sampling, Exact().entropy_measure) == (None, None)
+    assert Sampled(0.5, 4, 0.9).sampling == Sampling(0.5, 4, 0.9)
+    assert Sampled().entropy_measure is None
+    assert Fly().sampling is None
+    assert Fly(entropy="full").entropy_measure == Entropy("full")
+    assert [why.letter for why in Why] == ["m", "r", "-", "-", "-", "-", "c", "b", "-"]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "word"),
+    [
+        ({"entropy_threshold": -0.1}, "entropy_threshold"),
+        ({"entropy_threshold": float("nan")}, "entropy_threshold"),
+        ({"window_size": -1}, "window_size"),
+        ({"entropy": "top"}, "measure"),
+        ({"entropy_top_k": 0}, "top_k"),
+        ({"window": "code"}, "window"),
+    ],
+)
+def test_values_out_of_range_are_refused(keywords: dict[str, float | str], word: str) -> None:
+    with pytest.raises(FlyJaxError, match=word):
+        Fly(**keywords)
+
+
+def test_evidence_of_another_draft_is_refused() -> None:
+    for rule in (Exact(), Sampled(), Fly()):
+        with pytest.raises(FlyJaxError, match=r"\(1, 4\)"):
+            accept(rule, seen(np.ones((1, 4), bool)), jnp.zeros((1, 3), jnp.int32))

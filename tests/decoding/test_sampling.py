@@ -1,0 +1,255 @@
+"""Processed distributions against loops, and draws against their distributions."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fly_jax.decoding.evidence import evidence
+from fly_jax.decoding.rules import Exact, Fly, Sampled, Why, accept
+from fly_jax.decoding.sampling import Sampling, processed_log_probs, sample
+from fly_jax.errors import FlyJaxError
+
+SETTINGS = [
+    Sampling(),
+    Sampling(0.5),
+    Sampling(2.0, top_k=3),
+    Sampling(1.0, top_p=0.83),
+    Sampling(0.7, top_k=4, top_p=0.61),
+]
+ROWS = 8
+VOCAB = 11
+TRIALS = 20_000
+
+processed = jax.jit(processed_log_probs, static_argnums=1)
+verified = jax.jit(evidence, static_argnames=("entropy", "sampling"))
+
+
+def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Rows that are peaked, flat or full of ties, some of them with tokens ruled out."""
+    rng = np.random.default_rng(seed)
+    scale = rng.choice([0.1, 1.0, 5.0, 30.0], size=(*shape[:-1], 1))
+    logits = rng.normal(size=shape) * scale
+    logits = np.where(rng.random((*shape[:-1], 1)) < 0.4, np.round(logits), logits)
+    ruled_out = (rng.random(shape) < 0.1) & (np.arange(shape[-1]) > 0)
+    return np.where(ruled_out, -np.inf, logits).astype(np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), sampling=st.sampled_from(SETTINGS))
+def test_processed_distribution_is_the_oracles(seed: int, sampling: Sampling) -> None:
+    logits = logits_of(seed, (ROWS, VOCAB))
+    probs = np.exp(processed(logits, sampling))
+    for row in range(ROWS):
+        expected = oracle.processed_probs(
+            logits[row], sampling.temperature, sampling.top_k, sampling.top_p
+        )
+        np.testing.assert_array_equal(probs[row] > 1e-30, expected > 1e-30)
+        np.testing.assert_allclose(probs[row], expected, rtol=2e-5, atol=1e-30)
+
+
+def test_threshold_is_exact_for_neighbouring_floats() -> None:
+    top = np.float32(1.0)
+    second = np.nextafter(top, np.float32(0))
+    third = np.nextafter(second, np.float32(0))
+    logits = jnp.array([third, top, second, -0.0, 0.0])
+    kept = [np.isfinite(processed(logits, Sampling(top_k=k))).tolist() for k in (1, 2, 3, 4)]
+    assert kept == [
+        [False, True, False, False, False],
+        [False, True, True, False, False],
+        [True, True, True, False, False],
+        [True, True, True, True, True],  # the two zeros are a tie
+    ]
+
+
+def test_top_p_keeps_the_token_that_reaches_it() -> None:
+    logits = jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1]))
+    probs = np.exp(processed(logits, Sampling(top_p=0.6)))
+    np.testing.assert_allclose(probs, [0, 0.625, 0.375, 0], rtol=1e-6)
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = jnp.log(jnp.array([0.4, 0.2, 0.2, 0.1, 0.1]))
+    # After top-3 the first token has half of the mass, which is then enough.
+    probs = np.exp(processed(logits, Sampling(top_k=3, top_p=0.45)))
+    np.testing.assert_allclose(probs, [1, 0, 0, 0, 0], rtol=1e-6)
+
+
+def test_small_temperature_is_greedy_and_finite() -> None:
+    logits = jnp.array([3e4, 3.1e4, -3e4])
+    np.testing.assert_array_equal(np.exp(processed(logits, Sampling(1e-6))), [0, 1, 0])
+
+
+def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
+    logits = jnp.array([[0.0, 2.0, 2.0], [-jnp.inf, -jnp.inf, 1.0]], jnp.bfloat16)
+    assert sample(logits, None).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "word"),
+    [
+        ({"temperature": 0.0}, "greedily"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_values_out_of_range_are_refused(keywords: dict[str, float], word: str) -> None:
+    with pytest.raises(FlyJaxError, match=word):
+        Sampling(**keywords)
+    with pytest.raises(FlyJaxError, match=word):
+        Sampled(**keywords)
+
+
+def test_a_key_is_needed() -> None:
+    with pytest.raises(FlyJaxError, match="key"):
+        sample(jnp.zeros(3), Sampling())
+    with pytest.raises(FlyJaxError, match="key"):
+        evidence(jnp.zeros((1, 2, 3)), jnp.zeros((1, 1), jnp.int32), sampling=Sampling())
+
+
+TARGET = np.array([1.5, 0.3, -0.4, 1.1, -2.0, 0.9], np.float32)
+DRAFT = np.array([-1.0, 1.8, 1.2, -0.3, 0.5, 0.2], np.float32)
+
+
+def assert_fits(tokens: np.ndarray, probs: np.ndarray) -> None:
+    """Chi-square test; a token of probability 0 must not occur at all."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert len(tokens) > 100
+    assert counts[probs == 0].sum() == 0
+    expected = probs / probs.sum() * len(tokens)
+    # The test needs some expected draws in every cell: rare tokens share one.
+    is_rare = expected < 10
+    counts = np.append(counts[~is_rare], counts[is_rare].sum())
+    expected = np.append(expected[~is_rare], expected[is_rare].sum())
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    if len(counts) > 1:
+        assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
+
+
+def probs_of(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    return oracle.processed_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def draft_and_verify(
+    sampling: Sampling, is_sampled: bool, num_drafted: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first emitted token, the one that the target adds, and why, of every trial."""
+    target = jnp.broadcast_to(jnp.stack([TARGET, DRAFT]), (TRIALS, 2, len(TARGET)))
+    draft = jnp.broadcast_to(DRAFT, (TRIALS, 1, len(DRAFT)))
+    draw_key, verify_key = jax.random.split(jax.random.key(7))
+    tokens = sample(draft, sampling if is_sampled else None, draw_key)
+    drafted = jnp.full((TRIALS,), num_drafted)
+    rule = Sampled(sampling.temperature, sampling.top_k, sampling.top_p)
+    seen = evidence(
+        target,
+        tokens,
+        sampling=rule.sampling,
+        draft_logits=draft if is_sampled else None,
+        key=verify_key,
+        num_drafted=drafted,
+    )
+    result = accept(rule, seen, tokens, num_drafted=drafted)
+    first = jnp.where(result.num_accepted > 0, tokens[:, 0], result.next_token)
+    return first, result.next_token, result.next_why
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_draws_have_their_distribution(sampling: Sampling) -> None:
+    logits = jnp.broadcast_to(TARGET, (TRIALS, 6))
+    tokens = jax.jit(sample, static_argnums=1)(logits, sampling, jax.random.key(3))
+    assert_fits(np.asarray(tokens), probs_of(TARGET, sampling))
+
+
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled draft", "greedy draft"])
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_emitted_tokens_have_the_targets_distribution(
+    sampling: Sampling, is_sampled: bool
+) -> None:
+    target, draft = probs_of(TARGET, sampling), probs_of(DRAFT, sampling)
+    assert np.abs(target - draft).sum() > 0.5, "the draft must be a poor one"
+    first, follower, why = map(np.asarray, draft_and_verify(sampling, is_sampled, 1))
+    assert_fits(first, target)
+    if not is_sampled:
+        draft = np.eye(len(draft))[draft.argmax()]
+    overlap = np.minimum(target, draft).sum()  # the probability of acceptance
+    is_bonus = why == Why.BONUS
+    assert is_bonus.mean() == pytest.approx(overlap, abs=4 * (0.25 / TRIALS) ** 0.5)
+    if overlap > 0.02:
+        assert_fits(follower[is_bonus], probs_of(DRAFT, sampling))
+    residual = np.maximum(target - draft, 0)
+    assert_fits(follower[~is_bonus], residual / residual.sum())
+
+
+def test_without_a_draft_the_target_is_sampled() -> None:
+    first, _, why = map(np.asarray, draft_and_verify(Sampling(), True, 0))
+    assert set(why) == {Why.BONUS}
+    assert_fits(first, probs_of(TARGET, Sampling()))
+
+
+def test_an_equal_draft_is_always_accepted() -> None:
+    logits = jnp.broadcast_to(TARGET, (TRIALS, 2, 6))
+    tokens = sample(logits[:, :1], Sampling(), jax.random.key(1))
+    seen = verified(
+        logits, tokens, sampling=Sampling(), draft_logits=logits[:, :1], key=jax.random.key(2)
+    )
+    assert bool(seen.accepted[:, 0].all())
+    assert not bool(seen.accepted[:, 1].any())
+
+
+def test_zero_probabilities_are_safe() -> None:
+    target = jnp.array([[[0.0, -jnp.inf, 1.0], [0.0, 0.0, 0.0]]])
+    tokens = {"impossible for the target": 1, "impossible for the draft": 2}
+    draft = jnp.array([[[0.0, 1.0, -jnp.inf]]])
+    for key in jax.random.split(jax.random.key(0), 20):
+        impossible, surprising = (
+            verified(
+                target, jnp.array([[token]]), sampling=Sampling(), draft_logits=draft, key=key
+            )
+            for token in tokens.values()
+        )
+        assert not bool(impossible.accepted[0, 0])
+        assert impossible.draft_log_prob[0, 0] == -np.inf
+        assert int(impossible.replacement[0, 0]) in (0, 2)
+        assert bool(surprising.accepted[0, 0])
+
+
+def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
+    rows, num_draft, sampling = 400, 4, Sampling(0.8)
+    noise = np.random.default_rng(5).normal(size=(rows, num_draft + 1, 6))
+    target = jnp.asarray(noise.astype(np.float32))
+    draft = target[:, :-1] + 0.7
+    draft = draft.at[:, :, 0].add(1.0)
+    tokens = sample(draft, sampling, jax.random.key(1))
+    rule = Fly(entropy_threshold=0.2, window_size=1, sampling=sampling)
+    seen = verified(
+        target,
+        tokens,
+        entropy=rule.entropy_measure,
+        sampling=sampling,
+        draft_logits=draft,
+        key=jax.random.key(2),
+    )
+    loose = accept(rule, seen, tokens)
+    strict = accept(Sampled(0.8), seen, tokens)
+    rescued = np.asarray(loose.num_rescued)
+    assert rescued.sum() > 0
+    assert (np.asarray(loose.num_accepted) >= np.asarray(strict.num_accepted)).all()
+    for name in ("num_accepted", "next_token", "next_why"):
+        same = np.asarray(getattr(loose, name)) == np.asarray(getattr(strict, name))
+        assert same[rescued == 0].all()
+    kept = np.asarray(loose.why) == Why.RESCUED
+    assert not (kept & np.asarray(seen.accepted)[:, :-1]).any()
+    untempered = verified(target, tokens, entropy=rule.entropy_measure)
+    np.testing.assert_allclose(seen.entropy, untempered.entropy)
+    assert Exact().sampling is None

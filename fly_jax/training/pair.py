@@ -1,0 +1,71 @@
+"""The embedded pair: which two Llamas are trained, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fly_jax.models.config import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One model of the pair and its training run.
+
+    Attributes:
+      config: the shape of the model.
+      num_steps: optimiser steps.
+      batch_size: rows in a step.
+      row_length: tokens in a row.
+      learning_rate: peak rate.
+      warmup_steps: steps in which the rate rises from 0.
+      decay_share: last part of the steps, in which the rate falls linearly to 0.
+      seed: of the initial weights and of the data.
+    """
+
+    config: LlamaConfig
+    num_steps: int
+    batch_size: int = 16
+    row_length: int = 256
+    learning_rate: float
+    warmup_steps: int = 60
+    decay_share: float = 0.3
+    seed: int
+
+
+VOCAB_SIZE = 2048
+
+TARGET = Recipe(
+    config=LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        embed_size=384,
+        ffw_size=1280,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_size=48,
+        max_context=1024,
+        tied_embeddings=True,
+    ),
+    num_steps=2600,
+    learning_rate=0.004,
+    seed=1,
+)
+
+DRAFT = Recipe(
+    config=LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        embed_size=128,
+        ffw_size=448,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=32,
+        max_context=1024,
+        tied_embeddings=True,
+    ),
+    num_steps=1800,
+    learning_rate=0.006,
+    seed=2,
+)
+
+RECIPES = {"target": TARGET, "draft": DRAFT}

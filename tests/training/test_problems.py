@@ -35,7 +35,11 @@ def test_every_equation_of_a_solution_holds() -> None:
 
 def test_the_answer_is_the_last_thing_computed() -> None:
     for problem in take(3000):
-        assert problem.solution.endswith(f" answer is {problem.answer}.\nAnswer: {problem.answer}")
+        ending = f" {problem.answer}.\nAnswer: {problem.answer}"
+        assert problem.solution.endswith(ending)
+        assert re.search(
+            r"the answer to the problem (is|equals|must be|comes to)" + ending, problem.solution
+        )
         results = re.findall(r"= (\d+) (?:[a-z])", problem.solution)
         assert results[-1] == problem.answer, problem.solution
         assert is_correct(problem, problem.solution)
@@ -84,7 +88,8 @@ def test_a_split_does_not_depend_on_the_process() -> None:
 def test_openings_of_sentences_are_drawn_evenly() -> None:
     openings = Counter(
         re.findall(
-            r" (\w+)(?: \w+)*, the answer to the problem", " ".join(problem.solution for problem in take(2000))
+            r" (\w+)(?: \w+)*, the answer to the problem",
+            " ".join(problem.solution for problem in take(2000)),
         )
     )
     assert len(openings) >= 5

@@ -1,0 +1,63 @@
+"""FLy, training-free loosely speculative decoding, for Llama models in JAX.
+
+What is listed here is the public API; nothing else is promised. Names are imported on first use,
+so that the command line can refuse a wrong flag before JAX is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fly_jax.decoding.decoder import Decoder as Decoder
+    from fly_jax.decoding.decoder import Generation as Generation
+    from fly_jax.decoding.decoder import Settled as Settled
+    from fly_jax.decoding.decoder import capacity_for as capacity_for
+    from fly_jax.decoding.drafting import Draft as Draft
+    from fly_jax.decoding.drafting import draft_step as draft_step
+    from fly_jax.decoding.evidence import Entropy as Entropy
+    from fly_jax.decoding.evidence import TargetEvidence as TargetEvidence
+    from fly_jax.decoding.evidence import evidence as evidence
+    from fly_jax.decoding.lookup import Lookup as Lookup
+    from fly_jax.decoding.pair import Pair as Pair
+    from fly_jax.decoding.pair import generate as generate
+    from fly_jax.decoding.pair import load_pair as load_pair
+    from fly_jax.decoding.round import RoundSpec as RoundSpec
+    from fly_jax.decoding.round import verify_step as verify_step
+    from fly_jax.decoding.rules import Acceptance as Acceptance
+    from fly_jax.decoding.rules import Exact as Exact
+    from fly_jax.decoding.rules import Fly as Fly
+    from fly_jax.decoding.rules import Sampled as Sampled
+    from fly_jax.decoding.rules import Why as Why
+    from fly_jax.decoding.rules import accept as accept
+    from fly_jax.decoding.rules import entropy_gate as entropy_gate
+    from fly_jax.decoding.sampling import Sampling as Sampling
+    from fly_jax.errors import FlyJaxError as FlyJaxError
+    from fly_jax.evaluation.compare import compare as compare
+
+_HOMES = {
+    "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
+    "decoding.drafting": ("Draft", "draft_step"),
+    "decoding.evidence": ("Entropy", "TargetEvidence", "evidence"),
+    "decoding.lookup": ("Lookup",),
+    "decoding.pair": ("Pair", "generate", "load_pair"),
+    "decoding.round": ("RoundSpec", "verify_step"),
+    "decoding.rules": ("Acceptance", "Exact", "Fly", "Sampled", "Why", "accept", "entropy_gate"),
+    "decoding.sampling": ("Sampling",),
+    "errors": ("FlyJaxError",),
+    "evaluation.compare": ("compare",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fly_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fly_jax.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

@@ -1,0 +1,42 @@
+"""What a result file says about where and when it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def describe() -> dict[str, Any]:
+    """The date, the processor or accelerator, and the versions that matter."""
+    packages = ("jax", "jaxlib", "flax", "numpy")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "devices": sorted({device.device_kind for device in jax.devices()}),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Writes `results/name.json` with the machine it was measured on."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": describe(), **result}, indent=2) + "\n")
+    return path

@@ -1,0 +1,1 @@
+"""Llama in Flax NNX: configuration, cache, weights in and out, tokenizers."""

@@ -50,9 +50,7 @@ def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...
 def empty_cache(config: LlamaConfig, rows: int, capacity: int, dtype: jnp.dtype) -> KVCache:
     """A cache of zeros in which every row has length 0."""
     shape = cache_shape(config, rows, capacity)
-    return KVCache(
-        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32)
-    )
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32))
 
 
 def write(

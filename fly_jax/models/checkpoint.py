@@ -63,8 +63,9 @@ def _hf_shape(name: str, spec: ParameterSpec) -> tuple[int, ...]:
 
 def save_hf(model: Llama, folder: Path) -> None:
     """Writes `config.json` and `model.safetensors`, in bfloat16, as transformers reads them."""
-    config, tensors = model.config, {}
+    config = model.config
     specs = parameter_specs(config)
+    tensors: dict[str, np.ndarray] = {}
     for name, values in model.parameters().items():
         parameter = np.asarray(values).astype(ml_dtypes.bfloat16)
         names, shape = _tensor_names(name, config), _hf_shape(name, specs[name])

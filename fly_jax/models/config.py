@@ -109,9 +109,7 @@ class LlamaConfig:
                 num_layers=int(hf["num_hidden_layers"]),
                 num_heads=int(hf["num_attention_heads"]),
                 num_kv_heads=int(hf.get("num_key_value_heads") or hf["num_attention_heads"]),
-                head_size=int(
-                    hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-                ),
+                head_size=int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]),
                 max_context=int(hf.get("max_position_embeddings", 2048)),
                 rope_theta=float(theta),
                 rope_scaling=_rope_scaling(rope, source),
@@ -124,6 +122,13 @@ class LlamaConfig:
             raise FlyJaxError(
                 f"{source} lacks the field {error}; a Llama checkpoint needs it: "
                 "download the file again or add the field."
+            ) from error
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, FlyJaxError):
+                raise
+            raise FlyJaxError(
+                f"{source} has a field of the wrong kind ({error}); sizes must be numbers, as in a "
+                "Hugging Face config.json: download the file again."
             ) from error
 
     @classmethod
@@ -205,7 +210,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FlyJaxError(
             f"{path} does not exist; a checkpoint folder needs it: give the folder of a Hugging "
@@ -215,3 +220,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise FlyJaxError(
             f"{path} is not valid JSON ({error}); download the file again."
         ) from error
+    if not isinstance(content, dict):
+        raise FlyJaxError(f"{path} holds no JSON object; download the file again.")
+    return content

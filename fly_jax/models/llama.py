@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.models.cache import CACHE_AXES, KVCache, write
@@ -60,6 +63,9 @@ LAYER_PARAMETERS = (
 
 Attend = Callable[..., Float[Array, "batch time kv_heads group head"]]
 Matmul = Callable[[str, Array, Array], Array]
+# Arrays by name; those of the layers stacked, or tuples of one array per layer.
+Parameters = dict[str, Any]
+Carry = TypeVar("Carry")
 
 
 class Llama(nnx.Module):
@@ -68,36 +74,30 @@ class Llama(nnx.Module):
     Attributes:
       config: its shape.
       layout: how its arrays lie on a mesh; None on one device.
-      parameters named in `parameter_specs`, those of the layers stacked on axis 0.
+      embedding, final_norm, unembedding: the parameters outside the layers.
+      layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
+        `unstacked`, one array per layer.
     """
 
+    embedding: nnx.Param
+    final_norm: nnx.Param
+    unembedding: nnx.Param
+    layers: nnx.Dict
+
     def __init__(
-        self, config: LlamaConfig, parameters: dict[str, Array], layout: Layout | None = None
+        self, config: LlamaConfig, parameters: Parameters, layout: Layout | None = None
     ) -> None:
         """Takes parameters as arrays (or abstract shapes), named as in `parameter_specs`."""
         self.config = config
         self.layout = layout
-        for name in parameter_specs(config):
+        for name in parameter_specs(config).keys() - set(LAYER_PARAMETERS):
             setattr(self, name, nnx.Param(parameters[name]))
+        self.layers = nnx.Dict({name: nnx.Param(parameters[name]) for name in LAYER_PARAMETERS})
 
     @classmethod
-    def random(
-        cls, config: LlamaConfig, key: Array, dtype: jnp.dtype = jnp.float32
-    ) -> Llama:
+    def random(cls, config: LlamaConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Llama:
         """Normal weights scaled by the square root of the fan-in; norms are ones."""
-        parameters = {}
-        for index, (name, spec) in enumerate(parameter_specs(config).items()):
-            if name.endswith("norm"):
-                parameters[name] = jnp.ones(spec.shape, dtype)
-                continue
-            inputs = spec.shape[1] if len(spec.shape) > 2 else spec.shape[0]
-            if name == "output":
-                inputs = spec.shape[1] * spec.shape[2]
-            if name == "embedding":
-                inputs = config.embed_size
-            noise = jax.random.normal(jax.random.fold_in(key, index), spec.shape, jnp.float32)
-            parameters[name] = (noise * inputs**-0.5).astype(dtype)
-        return cls(config, parameters)
+        return cls(config, _random_parameters(config, key, jnp.dtype(dtype)))
 
     def hidden(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -113,10 +113,9 @@ class Llama(nnx.Module):
         turn = rotation(self.config, positions)
 
         def layer(
-            carry: tuple[Array, Array, Array], inputs: tuple[Array, dict[str, Array]]
-        ) -> tuple[tuple[Array, Array, Array], None]:
+            carry: tuple[Array, Array, Array], index: Int[Array, ""], weights: dict[str, Array]
+        ) -> tuple[Array, Array, Array]:
             x, keys, values = carry
-            index, weights = inputs
 
             def attend(query: Array, key: Array, value: Array) -> Array:
                 nonlocal keys, values
@@ -127,14 +126,10 @@ class Llama(nnx.Module):
                 return _attention(query, layer_keys, layer_values, visible, _matmul)
 
             x = self._constrain(_layer(self.config, x, weights, turn, attend, _matmul))
-            return (x, keys, values), None
+            return x, keys, values
 
         x = self._constrain(self.embedding[...][tokens])
-        (x, keys, values), _ = jax.lax.scan(
-            layer,
-            (x, cache.keys, cache.values),
-            (jnp.arange(self.config.num_layers, dtype=jnp.int32), self._layer_weights()),
-        )
+        x, keys, values = self._run_layers(layer, (x, cache.keys, cache.values))
         x = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
         keys, values = (self._constrain(entries, CACHE_AXES) for entries in (keys, values))
         return x, KVCache(keys, values, cache.length)
@@ -161,10 +156,10 @@ class Llama(nnx.Module):
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             return _attention(query, key, value, visible, _matmul)
 
-        def layer(x: Array, weights: dict[str, Array]) -> tuple[Array, None]:
-            return _layer(self.config, x, weights, turn, attend, product), None
+        def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> Array:
+            return _layer(self.config, x, weights, turn, attend, product)
 
-        x, _ = jax.lax.scan(layer, self.embedding[...][tokens], self._layer_weights())
+        x = self._run_layers(layer, self.embedding[...][tokens])
         return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
 
     def logits(
@@ -178,17 +173,56 @@ class Llama(nnx.Module):
             scores = product("btd,dv->btv", hidden, self.unembedding[...])
         return self._constrain(scores.astype(jnp.float32), ("rows", None, "vocab"))
 
-    def parameters(self) -> dict[str, Array]:
+    def parameters(self) -> Parameters:
         """The parameters by name, as plain arrays: what checkpoints hold and `jit` takes fast."""
-        return {name: getattr(self, name)[...] for name in parameter_specs(self.config)}
+        outer = parameter_specs(self.config).keys() - set(LAYER_PARAMETERS)
+        return {name: getattr(self, name)[...] for name in outer} | self._layer_weights()
 
-    def _constrain(
-        self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")
-    ) -> Array:
+    def unstacked(self) -> Llama:
+        """The same model with one array per layer, run one after the other without a scan.
+
+        On a CPU a scan copies each layer's matrices out of the stack before every product; a few
+        layers compile fast enough without it (docs/performance.md has the figures).
+        """
+        layers = {name: tuple(stack) for name, stack in self._layer_weights().items()}
+        return Llama(self.config, self.parameters() | layers, self.layout)
+
+    def _run_layers(
+        self, layer: Callable[[Carry, Int[Array, ""], dict[str, Array]], Carry], carry: Carry
+    ) -> Carry:
+        weights = self._layer_weights()
+        if isinstance(weights["query"], tuple):
+            for index in range(self.config.num_layers):
+                own = {name: arrays[index] for name, arrays in weights.items()}
+                carry = layer(carry, jnp.int32(index), own)
+            return carry
+        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        return jax.lax.scan(
+            lambda carry, inputs: (layer(carry, *inputs), None), carry, (indices, weights)
+        )[0]
+
+    def _constrain(self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")) -> Array:
         return x if self.layout is None else self.layout.constrain(x, axes)
 
-    def _layer_weights(self) -> dict[str, Array]:
-        return {name: getattr(self, name)[...] for name in LAYER_PARAMETERS}
+    def _layer_weights(self) -> Parameters:
+        return {name: self.layers[name].get_value() for name in LAYER_PARAMETERS}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dict[str, Array]:
+    parameters = {}
+    for index, (name, spec) in enumerate(parameter_specs(config).items()):
+        if name.endswith("norm"):
+            parameters[name] = jnp.ones(spec.shape, dtype)
+            continue
+        inputs = spec.shape[1] if len(spec.shape) > 2 else spec.shape[0]
+        if name == "output":
+            inputs = spec.shape[1] * spec.shape[2]
+        if name == "embedding":
+            inputs = config.embed_size
+        noise = jax.random.normal(jax.random.fold_in(key, index), spec.shape, jnp.float32)
+        parameters[name] = (noise * inputs**-0.5).astype(dtype)
+    return parameters
 
 
 def _layer(

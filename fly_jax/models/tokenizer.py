@@ -132,7 +132,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
     bos, eos = ids.get(special.get("bos_token", "")), ids.get(special.get("eos_token", ""))
-    eos_ids = () if eos is None else (eos,)
+    eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     if config is not None:
         bos = config.bos_token_id if bos is None else bos
         eos_ids = tuple(dict.fromkeys(eos_ids + config.eos_token_ids))

@@ -134,9 +134,7 @@ def train_step(
         return weighted_loss(model, tokens, weights, segments, positions)
 
     value, gradients = jax.value_and_grad(loss)(state.parameters)
-    updates, optimizer = make_optimizer(recipe).update(
-        gradients, state.optimizer, state.parameters
-    )
+    updates, optimizer = make_optimizer(recipe).update(gradients, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
     return TrainingState(parameters, optimizer, state.step + 1), value
 

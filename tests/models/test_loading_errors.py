@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models import checkpoint
 from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.loading import check_pair, embedded_pair, resolve
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -32,10 +31,11 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path) -> Path:
     """A good checkpoint in two files with an index; `UP` lies in the second."""
     path = tmp_path / "llama"
-    save_hf(Llama.random(CONFIG, jax.random.key(0)), path)
+    specs = parameter_specs(CONFIG).items()
+    save_hf(Llama(CONFIG, {name: jnp.ones(spec.shape) for name, spec in specs}), path)
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     second = {UP: tensors.pop(UP)}
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert check_checkpoint(path) == CONFIG
-    yield path
+    return path
 
 
 def sentence(call: Callable[[], object]) -> str:

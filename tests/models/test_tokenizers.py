@@ -286,7 +286,7 @@ def test_same_vocabulary(case: Case) -> None:
     check_same_vocabulary(case.tokenizer, load_tokenizer(case.folder))
     # Llama 3.1 gave names to control tokens that Llama 3 had reserved.
     check_same_vocabulary(case.tokenizer, changed(case, 3, "<|eom|>"))
-    with pytest.raises(FlyJaxError, match="Token 7 is .* to the target and 'seven' to the draft"):
+    with pytest.raises(FlyJaxError, match=r"Token 7 is .* to the target and 'seven' to the draft"):
         check_same_vocabulary(case.tokenizer, changed(case, 7, "seven"))
 
 

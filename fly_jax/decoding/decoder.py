@@ -143,7 +143,7 @@ class Decoder:
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
         protected[[token for token in ids if token < vocab]] = True
-        self._protected = self._models.place(jnp.asarray(protected), (None,))
+        self._protected = self._models.place(protected, (None,))
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
@@ -154,7 +154,8 @@ class Decoder:
         host.
 
         Raises:
-          FlyJaxError: no prompt, too many, an empty one, or one longer than the context.
+          FlyJaxError: no prompt, too many, an empty one, one longer than the context, or no new
+            token asked for.
         """
         state = self._admit(prompts, max_new_tokens, seed)
         accounts = [Generation(tuple(prompt)) for prompt in prompts]
@@ -193,6 +194,10 @@ class Decoder:
                 f"{len(prompts)} prompts were given for {self.batch_size} rows; a batch needs 1 to "
                 f"{self.batch_size}: split the prompts or raise batch_size."
             )
+        if max_new_tokens < 1:
+            raise FlyJaxError(
+                f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
+            )
         context = self._models.max_context
         lengths = np.ones(self.batch_size, np.int32)
         limits = np.ones(self.batch_size, np.int32)
@@ -210,7 +215,6 @@ class Decoder:
             )
         # Rows without a prompt are finished from the start.
         return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed))
-
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -254,12 +258,21 @@ def _bucket(length: int) -> int:
     return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
 
 
+# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
+_MOST_UNSTACKED_LAYERS = 16
+
+
+def _for_backend(model: Llama) -> Llama:
+    is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
+    on_cpu = jax.default_backend() == "cpu" and model.layout is None
+    return model.unstacked() if on_cpu and is_small else model
+
+
 class _Models:
     """The pair as the jitted programs take it: plain arrays and static shapes."""
 
-    def __init__(
-        self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None
-    ) -> None:
+    def __init__(self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None) -> None:
+        target, draft = _for_backend(target), draft and _for_backend(draft)
         self._parameters = (target.parameters(), draft.parameters() if draft else None)
         self._shapes = _Shapes(
             target.config,
@@ -273,9 +286,10 @@ class _Models:
     def max_context(self) -> int:
         return self._shapes.target.max_context
 
-    def place(self, value: Array, axes: tuple[str | None, ...]) -> Array:
+    def place(self, value: np.ndarray | Array, axes: tuple[str | None, ...]) -> Array:
+        """Puts a host array where the programs expect it: said in words, never implicitly."""
         layout = self._shapes.target_layout
-        return value if layout is None else jax.device_put(value, layout.sharding(axes, value.shape))
+        return jax.device_put(value, layout.sharding(axes, value.shape) if layout else None)
 
     def admit(
         self, text: np.ndarray, lengths: np.ndarray, limits: np.ndarray, bucket: int, key: Array
@@ -284,9 +298,9 @@ class _Models:
             self._shapes,
             bucket,
             self._parameters,
-            self.place(jnp.asarray(text), (None, None)),
-            self.place(jnp.asarray(lengths), (None,)),
-            self.place(jnp.asarray(limits), (None,)),
+            self.place(text, (None, None)),
+            self.place(lengths, (None,)),
+            self.place(limits, (None,)),
             self.place(key, ()),
         )
 

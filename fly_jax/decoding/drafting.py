@@ -78,7 +78,8 @@ def draft_step(
       key: random state.
     """
     rows = text.shape[0]
-    room = num_speculative_tokens + (lookup.num_tokens if lookup else 0)
+    # A row that has its K tokens while others go on writes its logits after those of the K.
+    room = num_speculative_tokens + (lookup.num_tokens + 1 if lookup else 0)
     logits = None
     if sampling is not None:
         logits = jnp.zeros((rows, room, model.config.vocab_size), jnp.float32)
@@ -106,12 +107,15 @@ def draft_step(
         def look_and_advance(progress: _Progress) -> _Progress:
             tokens, found = look_up(lookup, progress.text, length + progress.count)
             found = jnp.where(progress.count < num_speculative_tokens, found, 0)
-            return jax.lax.cond(
+            after = jax.lax.cond(
                 jnp.any(found > 0),
                 lambda progress: advance(progress, (tokens, found)),
                 lambda progress: advance(progress, None),
                 progress,
             )
+            # A row that has its K tokens waits for the others, so that it needs no more room.
+            waits = progress.count >= num_speculative_tokens
+            return dataclasses.replace(after, count=jnp.where(waits, progress.count, after.count))
 
         progress = jax.lax.while_loop(
             lambda progress: jnp.any(progress.count < num_speculative_tokens),
@@ -146,7 +150,7 @@ def _extend(
         advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
     kept = progress.logits
     if kept is not None:
-        # A row that is ahead of the others writes past its K tokens, where nothing is read.
+        # Of a row that waits this is past its K tokens, where nothing is read.
         at = jnp.minimum(progress.count, room - logits.shape[1])
         kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
             kept, logits, at

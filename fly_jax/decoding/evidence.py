@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,7 @@ from fly_jax.decoding.vocabulary import (
     vocab_top,
 )
 from fly_jax.errors import FlyJaxError
-
-if TYPE_CHECKING:
-    from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout
 
 # The id of no token: what stands at the positions where nothing was drafted.
 _ABSENT = -1
@@ -128,8 +126,8 @@ def evidence(
         if it was not sampled (greedy or looked up): q is then 1 at the draft token.
       key: a PRNG key, needed with `sampling`.
       num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
-      layout: where the logits are sharded: its mesh, and its mapping of the logical axes
-        "cache_batch" and "vocab"; None on one device. Numbers are the same but for the rounding of
+      layout: where the logits are sharded: its mesh, and its mapping of the logical axes "rows"
+        and "vocab"; None on one device. Numbers are the same but for the rounding of
         sums in another order, and draws use the same noise.
 
     Raises:
@@ -147,27 +145,36 @@ def evidence(
             f"The draft's logits have shape {draft_logits.shape}; they need shape "
             f"{(rows, num_draft, logits.shape[2])}: draft with the target's vocabulary."
         )
-    if sampling is not None and key is None:
-        raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
 
     draft = jnp.pad(draft_tokens.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=_ABSENT)
     if num_drafted is not None:
         draft = jnp.where(jnp.arange(num_draft + 1) < num_drafted[:, None], draft, _ABSENT)
-    # Greedy verification is deterministic: what the draft was drawn from does not matter.
-    if sampling is None or draft_logits is None:
-        draft_logits = uniform = gumbel = None
+    noise = None
+    if sampling is None:
+        draft_logits = None  # what the draft was drawn from does not matter to greedy verification
+    elif key is None:
+        raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
+    else:
+        accept_key, replace_key = jax.random.split(key)
+        noise = _Noise(
+            jax.random.uniform(accept_key, draft.shape),
+            jax.random.gumbel(replace_key, logits.shape, jnp.float32),
+        )
     if draft_logits is not None:
         draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
-    if sampling is not None:
-        accept_key, replace_key = jax.random.split(key)
-        uniform = jax.random.uniform(accept_key, draft.shape)
-        gumbel = jax.random.gumbel(replace_key, logits.shape, jnp.float32)
 
-    inputs = _Inputs(logits, draft, draft_logits, uniform, gumbel)
+    inputs = _Inputs(logits, draft, draft_logits, noise)
     reduce = functools.partial(
         _reduce, entropy=entropy, sampling=sampling, vocab_size=logits.shape[2]
     )
     return reduce(inputs, axis_names=()) if layout is None else _sharded(reduce, inputs, layout)
+
+
+class _Noise(NamedTuple):
+    """What decides the draws: for acceptance, and for the token that follows."""
+
+    uniform: Float32[Array, "rows positions"]
+    gumbel: Float32[Array, "rows positions local"]
 
 
 class _Inputs(NamedTuple):
@@ -176,29 +183,31 @@ class _Inputs(NamedTuple):
     logits: Float[Array, "rows positions local"]
     draft: Int32[Array, "rows positions"]  # _ABSENT where nothing was drafted
     draft_logits: Float[Array, "rows positions local"] | None
-    uniform: Float32[Array, "rows positions"] | None
-    gumbel: Float32[Array, "rows positions local"] | None
+    noise: _Noise | None
 
 
 def _sharded(
     reduce: Callable[..., TargetEvidence], inputs: _Inputs, layout: Layout
 ) -> TargetEvidence:
     """Runs `reduce` on every device's shard; the result is whole in the vocabulary's axes."""
-    spec = layout.spec(("cache_batch", None, "vocab"), inputs.logits.shape)
+    spec = layout.spec(("rows", None, "vocab"), inputs.logits.shape)
     rows_entry, _, vocab_entry = (*spec, None, None, None)[:3]
     if vocab_entry is None:
         axis_names: AxisNames = ()
     else:
         axis_names = (vocab_entry,) if isinstance(vocab_entry, str) else tuple(vocab_entry)
     whole, split = PartitionSpec(rows_entry), PartitionSpec(rows_entry, None, vocab_entry)
-    if inputs.gumbel is not None:
+    noise_spec: PartitionSpec | _Noise = whole
+    if inputs.noise is not None:
         # Each device generates its own shard of the noise, the same numbers on every mesh.
-        gumbel = jax.lax.with_sharding_constraint(inputs.gumbel, NamedSharding(layout.mesh, split))
-        inputs = inputs._replace(gumbel=gumbel)
+        sharding = NamedSharding(layout.mesh, split)
+        gumbel = jax.lax.with_sharding_constraint(inputs.noise.gumbel, sharding)
+        inputs = inputs._replace(noise=inputs.noise._replace(gumbel=gumbel))
+        noise_spec = _Noise._make((whole, split))
     return jax.shard_map(
         functools.partial(reduce, axis_names=axis_names),
         mesh=layout.mesh,
-        in_specs=(_Inputs._make((split, whole, split, whole, split)),),
+        in_specs=(_Inputs._make((split, whole, split, noise_spec)),),
         out_specs=whole,
         check_vma=False,  # it cannot see that a merge of gathered numbers is the same everywhere
     )(inputs)
@@ -221,14 +230,14 @@ def _reduce(
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
     draft_logit = vocab_pick(logits, inputs.draft, -jnp.inf, axis_names)
-    if sampling is None:
+    if sampling is None or inputs.noise is None:
         draft_log_prob = draft_logit - largest - log_mass
         accepted, replacement = inputs.draft == argmax, argmax
     else:
         log_probs = processed_log_probs(logits, sampling, axis_names)
         draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
         accepted, replacement = _rejection_sample(
-            inputs, log_probs, draft_log_prob, sampling, axis_names
+            inputs, inputs.noise, log_probs, draft_log_prob, sampling, axis_names
         )
     return TargetEvidence(
         argmax=argmax,
@@ -266,6 +275,7 @@ def _surprise(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def _rejection_sample(
     inputs: _Inputs,
+    noise: _Noise,
     log_probs: Float32[Array, "rows positions local"],
     draft_log_prob: Float32[Array, "rows positions"],
     sampling: Sampling,
@@ -285,10 +295,10 @@ def _rejection_sample(
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
     draft_prob = vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
-    accepted = inputs.uniform * draft_prob < jnp.exp(draft_log_prob)
+    accepted = noise.uniform * draft_prob < jnp.exp(draft_log_prob)
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
     # Where rounding leaves p <= q everywhere the two are equal, and the token is accepted.
     has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
-    return accepted, gumbel_argmax(weights, inputs.gumbel, axis_names)
+    return accepted, gumbel_argmax(weights, noise.gumbel, axis_names)

@@ -96,22 +96,15 @@ def load_pair(
         not fit the devices. All but broken values are found before any weight is read.
     """
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    if target is None:
-        if draft is not None:
-            target_folder, draft_folder = embedded_pair()[0], resolve(str(draft))
-        else:
-            target_folder, draft_folder = embedded_pair()
-        dtype = dtype or "float32"
-    else:
-        target_folder = resolve(str(target))
-        draft_folder = None if draft is None else resolve(str(draft))
+    target_folder, draft_folder = _folders(target, draft)
+    dtype = dtype or ("float32" if target is None else "bfloat16")
     target_config = check_checkpoint(target_folder)
     tokenizer = load_tokenizer(target_folder)
     if draft_folder is not None:
         check_pair(target_config, check_checkpoint(draft_folder))
         check_same_vocabulary(tokenizer, load_tokenizer(draft_folder))
     devices = create_mesh(spec)
-    width = jnp.dtype(dtype or "bfloat16")
+    width = jnp.dtype(dtype)
     target_layout = draft_layout = None
     replicated: tuple[str, ...] = ()
     if spec.num_devices > 1:
@@ -126,6 +119,13 @@ def load_pair(
         tokenizer=tokenizer,
         replicated=replicated,
     )
+
+
+def _folders(target: str | Path | None, draft: str | Path | None) -> tuple[Path, Path | None]:
+    embedded_target, embedded_draft = embedded_pair()
+    if target is None:
+        return embedded_target, embedded_draft if draft is None else resolve(str(draft))
+    return resolve(str(target)), None if draft is None else resolve(str(draft))
 
 
 def generate(

@@ -78,7 +78,7 @@ def settle(
     Returns:
       The state, the block's tokens, why each stands there, and how many of them are settled.
     """
-    rows, drafted = draft_tokens.shape
+    drafted = draft_tokens.shape[1]
     steps = jnp.arange(drafted + 1, dtype=jnp.int32)
     kept = acceptance.num_accepted[:, None]
     pad = ((0, 0), (0, 1))
@@ -134,13 +134,15 @@ def decode_round(
     acceptance = accept(spec.rule, seen, proposal.tokens, protected=protected)
     live = ~state.finished
     state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
+    # What an end of text or the limit cuts off is counted nowhere.
+    rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
     output = RoundOutput(
         tokens=tokens[None],
         why=why[None],
         count=count[None],
         num_drafted=jnp.where(live, proposal.tokens.shape[1], 0)[None],
-        num_accepted=jnp.where(live, acceptance.num_accepted, 0)[None],
-        num_rescued=jnp.where(live, acceptance.num_rescued, 0)[None],
+        num_accepted=jnp.minimum(acceptance.num_accepted, count)[None],
+        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32)[None],
         num_draft_passes=proposal.num_passes[None],
         finished=state.finished[None],
     )

@@ -1,6 +1,6 @@
 """Which draft tokens a row keeps, what follows them, and why.
 
-Rules are frozen, hashable dataclasses, static under `jit`. They read `TargetEvidence`, never logits,
+Rules are frozen, hashable dataclasses, static under `jit`. They read `TargetEvidence`, no logits,
 and know no model: any engine can call them with evidence of its own.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+from jaxtyping import Array, Bool, Int, Int8, Int32
 
 from fly_jax.decoding.evidence import Entropy, EntropyMeasure, TargetEvidence
 from fly_jax.decoding.sampling import Sampling

@@ -14,12 +14,13 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
 from fly_jax.decoding.rules import Fly, accept
 from fly_jax.decoding.sampling import Sampling, sample
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.rules import Layout, ShardingRules
 
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]
@@ -128,26 +129,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         Entropy(top_k=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedLayout:
-    """A layout that always answers the same: rows over some axes, the vocabulary over others."""
-
-    mesh: Mesh
-    rows: str | None
-    vocab: str | tuple[str, ...] | None
-
-    def spec(self, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        assert axes == ("cache_batch", None, "vocab")
-        assert len(shape) == 3
-        return PartitionSpec(self.rows, None, self.vocab)
-
-
+# Mesh axes of the rows and of the vocabulary, on a mesh of 2 by 4.
 LAYOUTS = {
-    "vocabulary over x and y": (None, ("x", "y")),
-    "rows over y": ("y", "x"),
-    "rows over x": ("x", ("y",)),
-    "rows only": ("y", None),
-    "nothing sharded": (None, None),
+    "vocabulary over x and y": ((), ("x", "y")),
+    "rows over y": (("y",), ("x",)),
+    "rows over x": (("x",), ("y",)),
+    "rows only": (("y",), ()),
+    "nothing sharded": ((), ()),
 }
 WIDE, DRAFTED, SHARDED_ROWS = 512, 5, 4
 CASES = {
@@ -159,11 +147,10 @@ CASES = {
 }
 
 
-def layout_of(name: str) -> FixedLayout:
-    if jax.device_count() < 8:
-        pytest.fail("the test session must have 8 simulated devices")
+def layout_of(name: str) -> Layout:
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    return FixedLayout(mesh, *LAYOUTS[name])
+    rows, vocab = LAYOUTS[name]
+    return Layout(mesh, ShardingRules(rows=rows, vocab=vocab))
 
 
 def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -179,7 +166,9 @@ def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 def collective_operands(hlo: str) -> list[tuple[str, int]]:
     """Every collective in a compiled program, with the size of its largest result."""
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    kinds = (
+        "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    )
     found = []
     for line in hlo.splitlines():
         match = re.search(rf" = (.*?) ({kinds})(-start)?\(", line)
@@ -202,8 +191,7 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: s
     layout = layout_of(name)
     logits, draft, draft_logits, num_drafted = sharded_inputs()
     place = functools.partial(
-        jax.device_put,
-        device=NamedSharding(layout.mesh, PartitionSpec(layout.rows, None, layout.vocab)),
+        jax.device_put, device=layout.sharding(("rows", None, "vocab"), logits.shape)
     )
     keywords = {"num_drafted": num_drafted, "key": jax.random.key(4)}
     statics = {"entropy": entropy, "sampling": sampling}
@@ -222,11 +210,11 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: s
             np.testing.assert_array_equal(one, other, err_msg=field.name)
 
     collectives = collective_operands(program.as_text())
-    if layout.vocab is not None:
+    shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
+    if shards > 1:
         assert collectives, "a sharded vocabulary must be merged somehow"
     positions = SHARDED_ROWS * (DRAFTED + 1)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
-    shards = {None: 1, "x": 2, ("y",): 4, ("x", "y"): 8}[layout.vocab]
     numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1
     assert all(size <= positions * numbers for _, size in collectives), collectives
     if numbers < WIDE // 8:

@@ -86,9 +86,11 @@ def assert_same(result: Acceptance, row: int, expected: oracle.Row, message: str
 @pytest.mark.parametrize("window", ["paper", "reference"])
 @pytest.mark.parametrize("window_size", range(9))
 def test_fly_on_every_pattern_of_eight(window_size: int, window: str) -> None:
-    accepted = np.array(list(itertools.product([True, False], repeat=8)))
+    patterns = list(itertools.product([True, False], repeat=8))
+    accepted = np.array([*patterns, *patterns])
     rng = np.random.default_rng(window_size)
     entropy = np.where(rng.random(accepted.shape) < 0.8, UNDECIDED, SURE)
+    entropy[: len(patterns)] = UNDECIDED
     rule = Fly(window_size=window_size, window=window)
     result = decide(rule, seen(accepted, entropy), jnp.full(accepted.shape, 2))
     result = jax.tree.map(np.asarray, result)
@@ -138,19 +140,17 @@ def verify(
     return found, result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_draft=st.sampled_from([1, 7, 15, 25]),
+    num_draft=st.sampled_from([1, 9, 25]),
     rule=st.sampled_from(
         [
             Exact(),
             Fly(),
-            Fly(window_size=0),
             Fly(window_size=1, window="reference"),
             Fly(0.0, window_size=3),
-            Fly(0.25, window_size=2, entropy="normalized"),
-            Fly(0.7, window_size=8, entropy="full", window="reference"),
+            Fly(0.25, window_size=0, entropy="normalized"),
         ]
     ),
 )
@@ -172,7 +172,7 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
     protected = np.arange(vocab) == rng.integers(vocab)
     found, result = verify(rule, logits, draft, num_drafted, protected)
     result = jax.tree.map(np.asarray, result)
-    # Rows with an entropy at the threshold itself could go either way by rounding.
+    # The entropies are not recomputed: one at the threshold could go either way by rounding.
     entropy = np.asarray(found.entropy)
     for row in range(rows):
         last = int(num_drafted[row])
@@ -295,23 +295,17 @@ def test_a_token_of_zero_probability_is_never_rescued(log_prob: float) -> None:
 
 
 def test_a_token_that_top_k_removed_is_never_rescued() -> None:
-    logits = jnp.array([[[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
+    rows = 16
+    logits = jnp.broadcast_to(jnp.array([[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), (rows, 2, 3))
+    draft_logits = jnp.broadcast_to(jnp.array([0.0, 0.0, 60.0]), (rows, 1, 3))
+    draft = jnp.full((rows, 1), 2)
     for top_k, expected in [(2, "REFUSED"), (3, "RESCUED")]:
         rule = Fly(0.0, window_size=0, sampling=Sampling(top_k=top_k))
-        draft_logits = jnp.array([[[0.0, 0.0, 60.0]]])
-        keys = jax.random.split(jax.random.key(0), 16)
-        found = jax.vmap(
-            lambda key, rule=rule, draft_logits=draft_logits: evidence(
-                logits,
-                jnp.array([[2]]),
-                entropy=rule.entropy_measure,
-                sampling=rule.sampling,
-                draft_logits=draft_logits,
-                key=key,
-            )
-        )(keys)
-        found = jax.tree.map(lambda field: field[:, 0], found)
-        result = decide(rule, found, jnp.full((16, 1), 2))
+        gather = jax.jit(
+            functools.partial(evidence, entropy=rule.entropy_measure, sampling=rule.sampling)
+        )
+        found = gather(logits, draft, draft_logits=draft_logits, key=jax.random.key(0))
+        result = decide(rule, found, draft)
         refused = ~np.asarray(found.accepted)[:, 0]
         assert refused.any()
         assert {Why(int(why)).name for why in result.why[refused, 0]} == {expected}

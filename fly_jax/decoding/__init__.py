@@ -1,0 +1,1 @@
+"""What the project exists for: evidence, acceptance rules, drafters, the round and host loop."""

@@ -1,0 +1,305 @@
+"""How to decode, as plain values: from flags, a TOML file, or the reference code's JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fly_jax.errors import FlyJaxError
+
+if TYPE_CHECKING:  # the values are checked before JAX is imported
+    from fly_jax.decoding.lookup import Lookup
+    from fly_jax.decoding.rules import Rule
+
+RuleName = Literal["autoregressive", "exact", "sampled", "fly"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Everything about decoding but the models, the prompts and the limits.
+
+    The fields are the keys of a TOML config and, but for `window` and `prompt_lookup_match`, the
+    command line's flags.
+
+    Attributes:
+      rule: which draft tokens are kept; "autoregressive" drafts none.
+      num_speculative_tokens: K, the draft tokens of a round.
+      entropy_threshold: see `Fly`.
+      window_size: see `Fly`.
+      window: see `Fly`.
+      entropy: see `Fly`.
+      entropy_top_k: see `Fly`.
+      prompt_lookup_max: longest n-gram of the drafting level below the draft model; 0 for no such
+        level.
+      prompt_lookup_min: shortest n-gram.
+      prompt_lookup_tokens: most tokens that the lookup proposes.
+      prompt_lookup_match: see `Lookup`.
+      temperature: 0 is greedy; None is 1 with the rule "sampled", and 0 with the others.
+      top_k: see `Sampling`.
+      top_p: see `Sampling`.
+
+    Raises:
+      FlyJaxError: values of which no rule can be made.
+    """
+
+    rule: RuleName = "fly"
+    num_speculative_tokens: int = 15
+    entropy_threshold: float = 0.3
+    window_size: int = 6
+    window: Literal["paper", "reference"] = "paper"
+    entropy: Literal["top_k", "full", "normalized"] = "top_k"
+    entropy_top_k: int = 3
+    prompt_lookup_max: int = 0
+    prompt_lookup_min: int = 1
+    prompt_lookup_tokens: int = 6
+    prompt_lookup_match: Literal["earliest", "latest"] = "latest"
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, kind in typing.get_type_hints(type(self)).items():
+            _check_type(name, getattr(self, name), kind)
+        if self.num_speculative_tokens < 1:
+            raise FlyJaxError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; a round drafts at least "
+                "1 token: give a larger number, or the rule autoregressive to draft none."
+            )
+        if self.prompt_lookup_max < 0:
+            raise FlyJaxError(
+                f"prompt_lookup_max is {self.prompt_lookup_max}; it must not be negative: give 0 "
+                "for no lookup."
+            )
+        if not (math.isfinite(self._temperature) and self._temperature >= 0):
+            raise FlyJaxError(
+                f"The temperature is {self.temperature}; it must be a number of at least 0: give 0 "
+                "for greedy decoding."
+            )
+        if self.rule == "exact" and self._temperature > 0:
+            raise FlyJaxError(
+                f"The rule exact is greedy and the temperature is {self.temperature}; give the "
+                "rule sampled, which keeps the target's distribution, or temperature 0."
+            )
+        if self.rule == "sampled" and self._temperature == 0:
+            raise FlyJaxError(
+                "The rule sampled needs a temperature above 0 and was given 0; give a temperature, "
+                "or the rule exact for greedy decoding."
+            )
+        if self._temperature == 0 and (self.top_k != 0 or self.top_p != 1):
+            raise FlyJaxError(
+                f"top_k={self.top_k} and top_p={self.top_p} were given with greedy decoding, which "
+                "they do not change; give a temperature above 0, or leave them out."
+            )
+
+    @property
+    def _temperature(self) -> float:
+        default = 1.0 if self.rule == "sampled" else 0.0
+        return default if self.temperature is None else self.temperature
+
+    @property
+    def num_drafted(self) -> int:
+        """K as the round takes it: 0 without speculation."""
+        return 0 if self.rule == "autoregressive" else self.num_speculative_tokens
+
+    def to_rule(self) -> Rule:
+        """The acceptance rule.
+
+        Raises:
+          FlyJaxError: a value outside its range, or K that leaves no room for FLy's window.
+        """
+        from fly_jax.decoding.rules import Exact, Fly, Sampled
+        from fly_jax.decoding.sampling import Sampling
+
+        sampling = None
+        if self._temperature > 0:
+            sampling = Sampling(self._temperature, self.top_k, self.top_p)
+        if self.rule == "fly":
+            fly = Fly(
+                self.entropy_threshold,
+                self.window_size,
+                self.entropy,
+                self.entropy_top_k,
+                self.window,
+                sampling,
+            )
+            fly.check(self.num_speculative_tokens)
+            return fly
+        return Exact() if sampling is None else Sampled(self._temperature, self.top_k, self.top_p)
+
+    def to_lookup(self) -> Lookup | None:
+        """The drafting level below the draft model, if there is one.
+
+        Raises:
+          FlyJaxError: a value outside its range.
+        """
+        from fly_jax.decoding.lookup import Lookup
+
+        if self.prompt_lookup_max == 0 or self.rule == "autoregressive":
+            return None
+        return Lookup(
+            self.prompt_lookup_max,
+            self.prompt_lookup_min,
+            self.prompt_lookup_tokens,
+            self.prompt_lookup_match,
+        )
+
+    def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
+        """One token at a time, the lossless rule, and FLy, with these values."""
+        lossless: RuleName = "sampled" if self._temperature > 0 else "exact"
+        return (
+            dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
+            dataclasses.replace(self, rule=lossless, temperature=self._temperature),
+            dataclasses.replace(self, rule="fly", temperature=self._temperature),
+        )
+
+
+def load_config(path: Path) -> DecodeConfig:
+    """Reads a config: TOML with the fields of `DecodeConfig`, or the reference code's JSON.
+
+    Raises:
+      FlyJaxError: a file that cannot be read, an unknown key (named), or a value of no use.
+    """
+    if path.suffix not in (".toml", ".json"):
+        raise FlyJaxError(
+            f"The config {path} is neither .toml nor .json; give a TOML file with the flags' "
+            "names, or a JSON file with the reference code's keys."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise FlyJaxError(
+            f"The config {path} cannot be read ({error.strerror}); correct the path."
+        ) from error
+    except ValueError as error:  # of both parsers, and of text that is not UTF-8
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise FlyJaxError(
+            f"The config {path} is not valid {path.suffix[1:].upper()} ({reason}); correct it."
+        ) from error
+    try:
+        return from_toml(values) if path.suffix == ".toml" else from_reference_json(values)
+    except FlyJaxError as error:
+        raise FlyJaxError(f"In the config {path}: {error}") from error
+
+
+def from_toml(values: Mapping[str, Any]) -> DecodeConfig:
+    """A config from a parsed TOML file.
+
+    Raises:
+      FlyJaxError: an unknown key, or a value of no use.
+    """
+    _check_keys(values, {field.name for field in dataclasses.fields(DecodeConfig)})
+    return DecodeConfig(**values)
+
+
+def from_reference_json(values: Any) -> DecodeConfig:
+    """A config from the reference code's (AMD-AGI/FLy): its window, lookup and defaults included.
+
+    With temperature 0 the tokens are the reference's. With a temperature they are not: the
+    reference then draws the target's tokens twice and drafts greedily, and FLy here rescues what
+    rejection sampling refused.
+
+    Args:
+      values: a parsed JSON file; the keys that name models or logging are ignored.
+
+    Raises:
+      FlyJaxError: no JSON object, an unknown key, a key that is missing, or a value of no use.
+    """
+    if not isinstance(values, dict):
+        raise FlyJaxError("a JSON object was expected; write the reference code's keys in braces.")
+    _check_keys(values, {*_REFERENCE_TYPES, *_REFERENCE_IGNORED})
+    for name, kind in _REFERENCE_TYPES.items():
+        if name in values:
+            _check_type(name, values[name], kind)
+    if values.get("dual_tok"):
+        raise FlyJaxError(
+            "dual_tok is true; draft and target must share a tokenizer: choose such a pair and "
+            "leave the key out."
+        )
+    if "spd_k" not in values:
+        raise FlyJaxError("spd_k is missing; give the number of draft tokens of a round.")
+    temperature = values.get("temperature", 0.0)
+    rule: RuleName = "sampled" if temperature > 0 else "exact"
+    window_size = 0
+    if values.get("enable_fly", False):
+        rule = "fly"
+        if not values.get("abla_no_window", False):
+            if "win_len" not in values:
+                raise FlyJaxError("win_len is missing; enable_fly needs the window's length.")
+            window_size = values["win_len"]
+    if not values.get("use_sd", True):
+        rule = "autoregressive"
+    use_ngram = values.get("use_ngram", False)
+    return DecodeConfig(
+        rule=rule,
+        num_speculative_tokens=values["spd_k"],
+        entropy_threshold=values.get("entropy_thre", 0.0),
+        window_size=window_size,
+        window="reference",
+        entropy="top_k",
+        entropy_top_k=3,
+        prompt_lookup_max=values.get("max_ngram_size", 3) if use_ngram else 0,
+        prompt_lookup_min=1,
+        prompt_lookup_tokens=values.get("num_ngram_pred_tokens", 10),
+        prompt_lookup_match="earliest",
+        temperature=temperature,
+    )
+
+
+_REFERENCE_TYPES: dict[str, Any] = {
+    "spd_k": int,
+    "enable_fly": bool,
+    "win_len": int,
+    "entropy_thre": float,
+    "abla_no_window": bool,
+    "use_ngram": bool,
+    "max_ngram_size": int,
+    "num_ngram_pred_tokens": int,
+    "temperature": float,
+    "dual_tok": bool,
+    "use_sd": bool,
+}
+_REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
+
+
+def _check_keys(values: Mapping[str, Any], known: set[str]) -> None:
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise FlyJaxError(
+            f"the key {unknown[0]!r} is unknown; the keys are {', '.join(sorted(known))}."
+        )
+
+
+def _check_type(name: str, value: object, kind: Any) -> None:
+    """Checks one value against a type, a union or a literal; an int will do for a float."""
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for one in kinds:
+        if typing.get_origin(one) is Literal:
+            if value in typing.get_args(one):
+                return
+        elif one is float:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return
+        elif isinstance(value, one) and not (one is int and isinstance(value, bool)):
+            return
+    raise FlyJaxError(f"{name} is {value!r}; it must be {_described(kinds)}.")
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _described(kinds: tuple[Any, ...]) -> str:
+    words: list[str] = []
+    for kind in kinds:
+        if typing.get_origin(kind) is Literal:
+            words += [f"'{choice}'" for choice in typing.get_args(kind)]
+        elif kind is not types.NoneType:
+            words.append(_WORDS[kind])
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -35,7 +35,6 @@ flags.DEFINE_string("prompts_file", None, "JSON lines with prompt_token_ids")
 flags.DEFINE_string("output", None, "JSON lines")
 flags.DEFINE_integer("max_new_tokens", 128, "limit of each continuation")
 flags.DEFINE_integer("best_k", 13, "K of the mode fly-best")
-flags.DEFINE_integer("rounds_per_dispatch", 4, "rounds before tokens leave the device")
 
 REFERENCE_CONFIG = {
     "spd_k": 15,
@@ -54,14 +53,13 @@ def ours() -> None:
     lines = Path(FLAGS.prompts_file).read_text().splitlines()
     prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
     config = from_reference_json(REFERENCE_CONFIG)
-    rounds = FLAGS.rounds_per_dispatch
     rule, k = config.to_rule(), config.num_drafted
     specs = {
-        "greedy": pair.spec(Exact(), 0, rounds_per_dispatch=rounds),
-        "strict-nongram": pair.spec(Exact(), k, rounds_per_dispatch=rounds),
-        "fly": pair.spec(rule, k, config.to_lookup(), rounds),
-        "fly-nongram": pair.spec(rule, k, rounds_per_dispatch=rounds),
-        "fly-best": pair.spec(Fly(), FLAGS.best_k, rounds_per_dispatch=rounds),
+        "greedy": pair.spec(Exact(), 0),
+        "strict-nongram": pair.spec(Exact(), k),
+        "fly": pair.spec(rule, k, config.to_lookup()),
+        "fly-nongram": pair.spec(rule, k),
+        "fly-best": pair.spec(Fly(), FLAGS.best_k),
     }
     with Path(FLAGS.output).open("w") as output:
         for mode, spec in specs.items():

@@ -29,17 +29,12 @@ flags.DEFINE_integer("num_problems", 600, "held-out problems")
 flags.DEFINE_integer("num_tuning_problems", 60, "development problems on which K is chosen")
 flags.DEFINE_integer("num_documents", 60, "held-out chunks of library text")
 flags.DEFINE_integer("batch_size", 1, "rows decoded together")
-flags.DEFINE_integer("rounds_per_dispatch", 4, "rounds before tokens leave the device")
 flags.DEFINE_string("name", "embedded_pair", "of the result file")
 
 EXACT_K = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 FLY_K = (7, 8, 9, 10, 11, 12, 13, 15, 18, 20, 25)
 MAX_NEW_TOKENS = 160
 PROMPT_TOKENS = 40
-
-
-def _spec(pair: Pair, rule: Exact | Fly, k: int) -> RoundSpec:
-    return pair.spec(rule, k, rounds_per_dispatch=FLAGS.rounds_per_dispatch)
 
 
 def _on_problems(pair: Pair, worded: Sequence[Problem], specs: dict[str, RoundSpec]) -> Comparison:
@@ -78,9 +73,9 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
     pair = load_pair()
     tuning = list(itertools.islice(problems(3, "development"), FLAGS.num_tuning_problems))
-    specs = {f"exact K={k}": _spec(pair, Exact(), k) for k in EXACT_K}
-    specs |= {f"fly K={k}": _spec(pair, Fly(), k) for k in FLY_K}
-    baseline = {"autoregressive": _spec(pair, Exact(), 0)}
+    specs = {f"exact K={k}": pair.spec(Exact(), k) for k in EXACT_K}
+    specs |= {f"fly K={k}": pair.spec(Fly(), k) for k in FLY_K}
+    baseline = {"autoregressive": pair.spec(Exact(), 0)}
     tuned = _on_problems(pair, tuning, baseline | specs)
     print(tuned.table(), flush=True)
     speeds = {result.name: result.tokens_per_second for result in tuned.results}
@@ -113,7 +108,6 @@ def main(argv: Sequence[str]) -> None:
         "command": f"python benchmarks/embedded_pair.py --batch_size={FLAGS.batch_size}",
         "num_problems": len(held_out),
         "batch_size": FLAGS.batch_size,
-        "rounds_per_dispatch": FLAGS.rounds_per_dispatch,
         "best_k": {"exact": best_exact, "fly": best_fly},
         "tuning": tuned.to_dict(),
         "problems": on_problems.to_dict(),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
@@ -44,9 +45,16 @@ class Pair:
         rule: Rule | None = None,
         num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
         lookup: Lookup | None = None,
-        rounds_per_dispatch: int = 1,
+        rounds_per_dispatch: int | None = None,
     ) -> RoundSpec:
-        """The static part of decoding with this pair; `rule=None` is plain FLy.
+        """The static part of decoding with this pair.
+
+        Args:
+          rule: None for plain FLy.
+          num_speculative_tokens: K; 0 decodes one token at a time.
+          lookup: the drafting level below the draft model.
+          rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
+            has its own processor, and 4 on a CPU, where dispatching takes time from the round.
 
         Raises:
           FlyJaxError: K leaves no room for FLy's window.
@@ -59,7 +67,7 @@ class Pair:
             num_speculative_tokens=num_speculative_tokens,
             lookup=lookup,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch,
+            rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
         )
 
     def decoder(self, spec: RoundSpec, *, capacity: int, batch_size: int = 1) -> Decoder:
@@ -119,6 +127,10 @@ def load_pair(
         tokenizer=tokenizer,
         replicated=replicated,
     )
+
+
+def _default_rounds() -> int:
+    return 4 if jax.default_backend() == "cpu" else 1
 
 
 def _folders(target: str | Path | None, draft: str | Path | None) -> tuple[Path, Path | None]:

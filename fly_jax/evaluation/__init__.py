@@ -1,0 +1,1 @@
+"""How fast and how well: the rules measured side by side."""

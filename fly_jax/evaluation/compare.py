@@ -1,0 +1,230 @@
+"""Rules side by side on the same prompts in one run: how fast, and how well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from fly_jax.decoding.decoder import Generation, capacity_for
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.errors import FlyJaxError
+
+_HEADINGS = (
+    "rule",
+    "tokens/s",
+    "speed-up",
+    "mean accepted",
+    "rescued",
+    "per 100 tokens",
+    "correct",
+    "retention",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleResult:
+    """What one rule did on all prompts.
+
+    Attributes:
+      name: of the rule.
+      num_tokens: settled tokens.
+      seconds: of decoding; prefill and compilation are not counted.
+      num_rounds: target passes, each row's own.
+      num_draft_tokens: draft tokens that the target saw.
+      num_accepted_tokens: those it kept, rescued ones included.
+      num_rescued_tokens: mismatches kept.
+      num_checked: prompts whose continuation can be checked.
+      num_correct: those that were answered correctly.
+      texts: every prompt's continuation.
+    """
+
+    name: str
+    num_tokens: int
+    seconds: float
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_rescued_tokens: int
+    num_checked: int
+    num_correct: int
+    texts: tuple[str, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens over all seconds."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Settled tokens per target pass, bonus included."""
+        return self.num_tokens / max(self.num_rounds, 1)
+
+    @property
+    def rescued_per_100_tokens(self) -> float:
+        """Rescued mismatches in a hundred settled tokens."""
+        return 100 * self.num_rescued_tokens / max(self.num_tokens, 1)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the checkable prompts that were answered correctly; None without any."""
+        return self.num_correct / self.num_checked if self.num_checked else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The rules' results; the first is what the others are compared with."""
+
+    results: tuple[RuleResult, ...]
+
+    def speed_up(self, result: RuleResult) -> float:
+        """Tokens per second over those of the first rule."""
+        base = self.results[0].tokens_per_second
+        return result.tokens_per_second / base if base else 0.0
+
+    def retention(self, result: RuleResult) -> float | None:
+        """Accuracy over that of the first rule; None where that is 0 or nothing was checked."""
+        base, accuracy = self.results[0].accuracy, result.accuracy
+        return accuracy / base if base and accuracy is not None else None
+
+    def to_dict(self) -> dict[str, dict[str, float | int | None]]:
+        """Every figure, by rule."""
+        return {
+            result.name: {
+                "num_tokens": result.num_tokens,
+                "seconds": result.seconds,
+                "tokens_per_second": result.tokens_per_second,
+                "speed_up": self.speed_up(result),
+                "num_rounds": result.num_rounds,
+                "mean_accepted_tokens": result.mean_accepted_tokens,
+                "num_draft_tokens": result.num_draft_tokens,
+                "num_accepted_tokens": result.num_accepted_tokens,
+                "num_rescued_tokens": result.num_rescued_tokens,
+                "rescued_per_100_tokens": result.rescued_per_100_tokens,
+                "num_checked": result.num_checked,
+                "num_correct": result.num_correct,
+                "retention": self.retention(result),
+            }
+            for result in self.results
+        }
+
+    def table(self) -> str:
+        """An aligned text table with a line for every rule."""
+        rows = [_HEADINGS, *map(self._cells, self.results)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if index else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        return "\n".join(lines)
+
+    def _cells(self, result: RuleResult) -> tuple[str, ...]:
+        retention = self.retention(result)
+        return (
+            result.name,
+            f"{result.tokens_per_second:.1f}",
+            f"{self.speed_up(result):.2f}x",
+            f"{result.mean_accepted_tokens:.2f}",
+            str(result.num_rescued_tokens),
+            f"{result.rescued_per_100_tokens:.1f}",
+            f"{result.num_correct}/{result.num_checked}" if result.num_checked else "-",
+            "-" if retention is None else f"{retention:.1%}",
+        )
+
+
+def three_rules(
+    pair: Pair,
+    fly: Fly | None = None,
+    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
+    lookup: Lookup | None = None,
+) -> dict[str, RoundSpec]:
+    """Greedy decoding one token at a time, with exact speculation, and with FLy."""
+    return {
+        "autoregressive": pair.spec(Exact(), 0),
+        "exact": pair.spec(Exact(), num_speculative_tokens, lookup),
+        "fly": pair.spec(fly, num_speculative_tokens, lookup),
+    }
+
+
+def compare(
+    pair: Pair,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    specs: Mapping[str, RoundSpec] | None = None,
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    seed: int = 0,
+    check: Callable[[int, str], bool | None] | None = None,
+) -> Comparison:
+    """Decodes the same prompts with every rule, in turns, batch by batch.
+
+    Everything is compiled before the first measurement, and all rules have caches of one size.
+
+    Args:
+      pair: from `load_pair`, with a draft model.
+      prompts: as text or as token ids.
+      specs: the rules by name, the baseline first; `three_rules` if not given.
+      max_new_tokens: limit of each continuation.
+      batch_size: prompts decoded together.
+      seed: of the draws, where a rule samples.
+      check: given a prompt's index and its continuation, whether that is correct; None where that
+        cannot be said.
+
+    Raises:
+      FlyJaxError: no prompt, an empty one, one longer than the context, or no draft model.
+    """
+    if not prompts:
+        raise FlyJaxError("No prompt was given; a comparison needs at least one.")
+    specs = three_rules(pair) if specs is None else specs
+    ids = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    context = pair.target.config.max_context
+    capacity = max(capacity_for(spec, ids, max_new_tokens, context) for spec in specs.values())
+    rows = min(batch_size, len(ids))
+    decoders = {
+        name: pair.decoder(spec, capacity=capacity, batch_size=rows) for name, spec in specs.items()
+    }
+    for decoder in decoders.values():
+        decoder.generate(ids, 1)  # every prompt, since each length may have its own prefill
+    accounts: dict[str, list[Generation]] = {name: [] for name in decoders}
+    seconds = dict.fromkeys(decoders, 0.0)
+    for first in range(0, len(ids), rows):
+        for name, decoder in decoders.items():
+            part = ids[first : first + rows]
+            batch = decoder.generate(part, max_new_tokens, seed=seed + first)
+            accounts[name] += batch
+            seconds[name] += max(account.seconds for account in batch)
+    return Comparison(
+        tuple(_result(pair, name, accounts[name], seconds[name], check) for name in decoders)
+    )
+
+
+def _result(
+    pair: Pair,
+    name: str,
+    accounts: list[Generation],
+    seconds: float,
+    check: Callable[[int, str], bool | None] | None,
+) -> RuleResult:
+    texts = tuple(pair.tokenizer.decode(account.token_ids) for account in accounts)
+    verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
+    return RuleResult(
+        name=name,
+        num_tokens=sum(len(account.token_ids) for account in accounts),
+        seconds=seconds,
+        num_rounds=sum(account.num_rounds for account in accounts),
+        num_draft_tokens=sum(account.num_draft_tokens for account in accounts),
+        num_accepted_tokens=sum(account.num_accepted_tokens for account in accounts),
+        num_rescued_tokens=sum(account.num_rescued_tokens for account in accounts),
+        num_checked=sum(verdict is not None for verdict in verdicts),
+        num_correct=sum(verdict is True for verdict in verdicts),
+        texts=texts,
+    )

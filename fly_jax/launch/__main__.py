@@ -1,0 +1,85 @@
+"""Picks the command and turns whatever goes wrong for the user into one line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fly_jax.errors import FlyJaxError
+
+# Each is a module of this package with `main(arguments)`, imported only when it is asked for.
+COMMANDS = {
+    "generate": "continue prompts, and compare the rules (the default)",
+    "train": "train the pair that ships with the package",
+}
+
+_USAGE = """\
+python -m fly_jax.launch [command] [flags]
+
+Commands:
+{commands}
+
+Each has its own --help.
+"""
+
+_EXIT_WRONG_INPUT = 2
+_EXIT_INTERRUPTED = 128 + 2  # SIGINT
+_EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command.
+
+    Args:
+      arguments: the command line without the program's name.
+
+    Returns:
+      The exit status: 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away.
+    """
+    try:
+        _run_command(list(arguments))
+        sys.stdout.flush()
+    except FlyJaxError as error:
+        print(error, file=sys.stderr)
+        return _EXIT_WRONG_INPUT
+    except KeyboardInterrupt as interrupt:
+        print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader; Python would complain about it at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+    return 0
+
+
+def _run_command(arguments: list[str]) -> None:
+    command = "generate"
+    if arguments and not arguments[0].startswith("-"):
+        command = arguments.pop(0)
+    if command == "help":
+        print(_USAGE.format(commands=_listed()))
+        return
+    if command not in COMMANDS:
+        raise FlyJaxError(
+            f"There is no command '{command}'; the commands are {', '.join(COMMANDS)}."
+        )
+    importlib.import_module(f"fly_jax.launch.{command}").main(arguments)
+
+
+def _listed() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+
+
+def run() -> NoReturn:
+    """The console script's entry."""
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

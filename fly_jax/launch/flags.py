@@ -1,0 +1,182 @@
+"""The flags of the commands, in groups, and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import textwrap
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from absl import flags
+
+from fly_jax.decoding.config import DecodeConfig, RuleName
+from fly_jax.errors import FlyJaxError
+
+_WIDTH = 96
+
+
+class Flags:
+    """One command's flags: defined group by group, then parsed once.
+
+    They live in an absl `FlagValues` of their own: the process-wide one holds those of every
+    library that was imported.
+    """
+
+    def __init__(self, command: str) -> None:
+        """No flag yet but --help."""
+        self.command = command
+        self.values = flags.FlagValues()
+        self._groups: dict[str, dict[str, str]] = {}
+
+    def _add(self, group: str, flag: flags.Flag, text: str) -> None:
+        flags.DEFINE_flag(flag, self.values, module_name=group)
+        self._groups.setdefault(group, {})[flag.name] = text
+
+    def string(self, group: str, name: str, default: str | None, text: str) -> None:
+        """Adds a flag that takes text."""
+        parser, serializer = flags.ArgumentParser[str](), flags.ArgumentSerializer[str]()
+        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
+
+    def strings(self, group: str, name: str, text: str) -> None:
+        """Adds a flag that may be given several times."""
+        parser, serializer = flags.ArgumentParser[str](), flags.ArgumentSerializer[str]()
+        self._add(group, flags.MultiFlag(parser, serializer, name, [], text), text)
+
+    def boolean(self, group: str, name: str, text: str) -> None:
+        """Adds a flag that is off unless given."""
+        self._add(group, flags.BooleanFlag(name, False, text), text)
+
+    def integer(
+        self,
+        group: str,
+        name: str,
+        default: int | None,
+        text: str,
+        lower_bound: int | None = None,
+        upper_bound: int | None = None,
+    ) -> None:
+        """Adds a flag that takes a whole number."""
+        parser = flags.IntegerParser(lower_bound, upper_bound)
+        serializer = flags.ArgumentSerializer[int]()
+        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
+
+    def number(self, group: str, name: str, default: float | None, text: str) -> None:
+        """Adds a flag that takes a number."""
+        parser, serializer = flags.FloatParser(), flags.ArgumentSerializer[float]()
+        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
+
+    def choice(
+        self, group: str, name: str, default: str | None, choices: Sequence[str], text: str
+    ) -> None:
+        """Adds a flag that takes one of a few words."""
+        self._add(group, flags.EnumFlag(name, default, text, choices), text)
+
+    def parse(self, arguments: Sequence[str]) -> flags.FlagValues:
+        """The flags' values.
+
+        Raises:
+          FlyJaxError: an unknown flag, a value that is not allowed, or an argument that is no flag.
+        """
+        advice = f"see python -m fly_jax.launch {self.command} --help"
+        try:
+            rest = self.values([self.command, *arguments])[1:]
+        except flags.UnrecognizedFlagError as error:
+            close = difflib.get_close_matches(error.flagname, list(self.values), n=1)
+            hint = f"did you mean --{close[0]}" if close else advice
+            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
+        except flags.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {advice}.") from error
+        if rest:
+            raise FlyJaxError(
+                f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
+                f"{advice}."
+            )
+        return self.values
+
+    def help(self) -> str:
+        """Every flag with its default, in its group."""
+        lines: list[str] = []
+        for group, texts in self._groups.items():
+            lines += ["", f"{group}:"]
+            for name, text in texts.items():
+                flag = self.values[name]
+                value = "" if flag.boolean else f"={_shown(flag)}"
+                lines.append(f"  --{name}{value}")
+                lines += textwrap.wrap(
+                    text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+                )
+        return "\n".join(lines[1:])
+
+
+def _shown(flag: flags.Flag) -> str:
+    """The choices, or the default, or what kind of value there is."""
+    if isinstance(flag, flags.EnumFlag):
+        return "|".join(flag.parser.enum_values)
+    if flag.default in (None, []):
+        return {"int": "N", "float": "X"}.get(flag.flag_type(), "TEXT")
+    return str(flag.default)
+
+
+def add_decoding_flags(into: Flags) -> None:
+    """Adds a flag for every field of `DecodeConfig` that has one; None is 'not given'."""
+    default, group = DecodeConfig(), "Decoding"
+    into.string(
+        group, "config", None,
+        "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
+        "code, whose tokens it then gives; flags on the command line come first",
+    )  # fmt: skip
+    into.choice(
+        group, "rule", None, get_args(RuleName),
+        f"which draft tokens are kept; {default.rule} if not given",
+    )  # fmt: skip
+    into.integer(
+        group, "num_speculative_tokens", None,
+        f"draft tokens of a round (K); {default.num_speculative_tokens} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "entropy_threshold", None,
+        f"fly: least entropy of the target for a mismatch to be kept; {default.entropy_threshold} "
+        "if not given, 0 for no gate",
+    )  # fmt: skip
+    into.integer(
+        group, "window_size", None,
+        "fly: draft tokens after a mismatch that must match for it to be kept; "
+        f"{default.window_size} if not given",
+    )  # fmt: skip
+    into.choice(
+        group, "entropy", None, ("top_k", "full", "normalized"),
+        f"fly: what the threshold is compared with; {default.entropy} if not given",
+    )  # fmt: skip
+    into.integer(
+        group, "entropy_top_k", None,
+        f"fly: tokens that the entropy top_k looks at; {default.entropy_top_k} if not given",
+    )  # fmt: skip
+    into.integer(
+        group, "prompt_lookup_max", None,
+        "longest n-gram that the draft model's own drafts are looked up by in the text so far; "
+        f"{default.prompt_lookup_max} if not given, 0 for no lookup",
+    )  # fmt: skip
+    into.integer(
+        group, "prompt_lookup_min", None,
+        f"shortest such n-gram; {default.prompt_lookup_min} if not given",
+    )  # fmt: skip
+    into.integer(
+        group, "prompt_lookup_tokens", None,
+        f"tokens that the lookup proposes; {default.prompt_lookup_tokens} if not given",
+    )  # fmt: skip
+    group = "Sampling"
+    into.number(
+        group, "temperature", None,
+        "0 is greedy; if not given, 1 with the rule sampled and 0 with the others",
+    )  # fmt: skip
+    into.integer(group, "top_k", None, "sample from so many most probable tokens; 0 for all")
+    into.number(group, "top_p", None, "sample from the most probable tokens of this probability")
+    into.integer(group, "seed", 0, "seed of the draws", lower_bound=0, upper_bound=2**31 - 1)
+
+
+def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:
+    """The decoding flags that were given."""
+    names = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in values]
+    return {name: values[name].value for name in names if values[name].value is not None}

@@ -1,0 +1,95 @@
+"""The command train: makes the tokenizer and the two models that ship with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fly_jax.launch.flags import Flags
+
+_HELP = """\
+python -m fly_jax.launch train [flags]
+
+Trains the pair that ships with the package: the tokenizer if there is none yet, the target, then
+the draft. A run that was interrupted goes on from its newest checkpoint when it is started again.
+
+Examples:
+  python -m fly_jax.launch train
+  python -m fly_jax.launch train --model draft --directory runs/small --num_steps 200
+
+{flags}
+"""
+
+_TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: a wrong flag.
+      KeyboardInterrupt: with the way to go on.
+    """
+    flags = _flags()
+    values = flags.parse(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    try:
+        _train(values.model, Path(values.directory), values.num_steps)
+    except KeyboardInterrupt as interrupt:
+        again = " ".join(["python -m fly_jax.launch train", *arguments])
+        raise KeyboardInterrupt(f"Go on from the newest checkpoint with: {again}") from interrupt
+
+
+def _flags() -> Flags:
+    flags = Flags("train")
+    group = "Training"
+    flags.choice(
+        group, "model", "all", ("all", "target", "draft", "tokenizer"), "what to train; all if not "
+        "given",
+    )  # fmt: skip
+    flags.string(group, "directory", "runs/embedded_pair", "where checkpoints and results go")
+    flags.integer(
+        group, "num_steps", None, "optimiser steps of a model, instead of the recipe's",
+        lower_bound=1,
+    )  # fmt: skip
+    flags.boolean(group, "help", "show this")
+    return flags
+
+
+def _train(model: str, directory: Path, num_steps: int | None) -> None:
+    tokenizer = directory / "tokenizer"
+    if not all((tokenizer / name).exists() for name in _TOKENIZER_FILES):
+        _train_tokenizer(tokenizer)
+    if model == "tokenizer":
+        _say(f"The tokenizer is in {tokenizer}.")
+        return
+    # These start JAX's own imports, which the tokenizer does without.
+    from fly_jax.training.pair import RECIPES
+    from fly_jax.training.recipe import train
+
+    for name in RECIPES if model == "all" else (model,):
+        recipe = RECIPES[name]
+        if num_steps is not None:
+            recipe = dataclasses.replace(recipe, num_steps=num_steps)
+        _say(f"Training the {name} for {recipe.num_steps} steps ...")
+        folder = train(recipe, tokenizer / _TOKENIZER_FILES[0], directory / name)
+        for file in _TOKENIZER_FILES:
+            shutil.copy(tokenizer / file, folder / file)
+        _say(f"The {name} is in {folder}.")
+
+
+def _train_tokenizer(folder: Path) -> None:
+    from fly_jax.training.pair import VOCAB_SIZE
+    from fly_jax.training.tokenizer import train_tokenizer
+
+    _say("Training the tokenizer ...")
+    train_tokenizer(folder, VOCAB_SIZE)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,104 @@
+"""Text on its way to the reader, each token coloured by why it stands there."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import TextIO
+
+from fly_jax.decoding.rules import Why
+from fly_jax.models.tokenizer import TextStream, Tokenizer
+
+_STYLES = {
+    Why.MATCHED: ("32", "matched"),
+    Why.RESCUED: ("1;4;33", "rescued mismatch"),
+    Why.CORRECTED: ("31", "target's correction"),
+    Why.BONUS: ("36", "bonus token"),
+}
+_DIM = "2"
+
+# A model may write what a terminal obeys.
+_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """True on a terminal, unless NO_COLOR (https://no-color.org) or a dumb terminal says no."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, style: str) -> str:
+    """The text in a style, between ANSI escape sequences."""
+    return f"\x1b[{style}m{text}\x1b[0m" if text else ""
+
+
+def legend() -> str:
+    """One line that says what each colour means."""
+    return "  ".join(painted(word, style) for style, word in _STYLES.values())
+
+
+@dataclasses.dataclass
+class _Row:
+    """A prompt that is being continued.
+
+    Attributes:
+      heading: what to write before the first token.
+      stream: turns its tokens into text.
+      waiting: its text that cannot be written yet, because an earlier row is.
+      done: no more tokens will come.
+    """
+
+    heading: str
+    stream: TextStream
+    waiting: str = ""
+    done: bool = False
+
+
+class TextView:
+    """Writes the rows of a batch one after the other, the first unfinished one as it grows."""
+
+    def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
+        """Takes where to write: in colour on a terminal, and untouched everywhere else."""
+        self._out, self._tokenizer = out, tokenizer
+        self._terminal, self._colour = out.isatty(), wants_colour(out)
+        self._rows: list[_Row] = []
+        self._current = 0
+
+    def begin(self, prompts: Sequence[str]) -> None:
+        """Starts a batch."""
+        self._rows = []
+        for prompt in prompts:
+            self._rows.append(_Row(self._shown(prompt, _DIM), TextStream(self._tokenizer)))
+        self._current = 0
+        self._write(self._rows[0].heading)
+
+    def push(
+        self, row: int, token_ids: Sequence[int], why: Sequence[Why], *, done: bool = False
+    ) -> None:
+        """Takes settled tokens of a row; `done` with its last ones."""
+        state = self._rows[row]
+        for token_id, reason in zip(token_ids, why, strict=True):
+            state.waiting += self._shown(state.stream.push([token_id]), _STYLES[reason][0])
+        if done:
+            state.done = True
+            state.waiting += state.stream.finish() + "\n\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._current < len(self._rows):
+            row = self._rows[self._current]
+            self._write(row.waiting)
+            row.waiting = ""
+            if not row.done:
+                return
+            self._current += 1
+            if self._current < len(self._rows):
+                self._write(self._rows[self._current].heading)
+
+    def _shown(self, text: str, style: str) -> str:
+        text = text.translate(_CONTROLS) if self._terminal else text
+        return painted(text, style) if self._colour else text
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fly_jax.decoding.config import DecodeConfig, from_reference_json, from_toml, load_config
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.rules import Exact, Fly, Sampled
+from fly_jax.decoding.sampling import Sampling
+from fly_jax.errors import FlyJaxError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PUBLISHED: dict[str, Any] = json.loads((CONFIGS / "fly_reference.json").read_text())
+
+
+def sentence(path: Path) -> str:
+    with pytest.raises(FlyJaxError) as error:
+        load_config(path)
+    text = str(error.value)
+    assert str(path) in text
+    assert text.endswith(".")
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("config", "rule", "lookup"),
+    [
+        (DecodeConfig(), Fly(), None),
+        (DecodeConfig(rule="exact"), Exact(), None),
+        (DecodeConfig(rule="exact", prompt_lookup_max=4), Exact(), Lookup(4, 1, 6, "latest")),
+        (DecodeConfig(rule="sampled"), Sampled(), None),
+        (DecodeConfig(rule="sampled", temperature=0.5, top_k=7), Sampled(0.5, 7), None),
+        (DecodeConfig(temperature=1, top_p=0.9), Fly(sampling=Sampling(1, 0, 0.9)), None),
+        (DecodeConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None),
+        (DecodeConfig(rule="autoregressive", temperature=0.7), Sampled(0.7), None),
+        (
+            DecodeConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
+            Fly(0.1, 2, "full", 5),
+            None,
+        ),
+    ],
+)
+def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -> None:
+    assert config.to_rule() == rule
+    assert config.to_lookup() == lookup
+    assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
+
+
+def test_side_by_side() -> None:
+    greedy = [one.to_rule() for one in DecodeConfig(rule="exact", window_size=3).side_by_side()]
+    assert greedy == [Exact(), Exact(), Fly(window_size=3)]
+    drawn = DecodeConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
+    assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
+    assert [one.to_rule().sampling for one in drawn] == [Sampling()] * 3
+    assert [one.num_drafted for one in drawn] == [0, 9, 9]
+
+
+def test_a_window_that_does_not_fit() -> None:
+    with pytest.raises(FlyJaxError, match="window_size=6"):
+        DecodeConfig(num_speculative_tokens=6).to_rule()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_published_toml(path: Path) -> None:
+    config = load_config(path)
+    assert config.to_rule() == Fly(0.3, 6, "top_k", 3)
+    assert config.num_speculative_tokens == (25 if "405b" in path.stem else 15)
+    assert config.to_lookup() == Lookup(4, 1, 6, "latest")
+
+
+def test_published_reference_json() -> None:
+    config = load_config(CONFIGS / "fly_reference.json")
+    assert config.to_rule() == Fly(0.3, 6, "top_k", 3, window="reference")
+    assert config.to_lookup() == Lookup(max_ngram=4, min_ngram=1, num_tokens=6, match="earliest")
+    assert config.num_drafted == 15
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"use_ngram": False}, {"prompt_lookup_max": 0}),
+        ({"abla_no_window": True}, {"window_size": 0, "rule": "fly"}),
+        ({"enable_fly": False}, {"rule": "exact"}),
+        ({"enable_fly": False, "temperature": 1}, {"rule": "sampled", "temperature": 1}),
+        ({"use_sd": False}, {"rule": "autoregressive"}),
+        ({"spd_k": 25, "win_len": 8}, {"num_speculative_tokens": 25, "window_size": 8}),
+        ({"dual_tok": False, "verbose": True, "target_model_path": "x"}, {"rule": "fly"}),
+    ],
+)
+def test_reference_keys(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = dataclasses.asdict(from_reference_json(PUBLISHED | changes))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_reference_defaults() -> None:
+    """Those of the reference's constructor: n-grams of up to 3 tokens, 10 tokens, no gate."""
+    config = from_reference_json({"spd_k": 15, "enable_fly": True, "win_len": 6, "use_ngram": True})
+    assert config.to_lookup() == Lookup(3, 1, 10, "earliest")
+    assert config.to_rule() == Fly(0.0, 6, window="reference")
+    assert from_reference_json({"spd_k": 15}).to_lookup() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.toml", 'rule = "fly"\nwindw_size = 4\n', ["windw_size", "window_size"]),
+        ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]),
+        ("a.toml", "window_size = 4.5\n", ["window_size", "4.5", "whole"]),
+        ("a.toml", "window_size = true\n", ["window_size", "True"]),
+        ("a.toml", 'entropy_threshold = "low"\n', ["entropy_threshold", "low", "number"]),
+        ("a.toml", "num_speculative_tokens = 0\n", ["num_speculative_tokens"]),
+        ("a.toml", "temperature = -1\n", ["-1"]),
+        ("a.toml", "rule = \n", ["TOML"]),
+        ("a.json", "{", ["JSON"]),
+        ("a.json", "[1]", ["object"]),
+        ("a.json", '{"spd_k": 15, "windows": 3}', ["windows", "win_len"]),
+        ("a.json", '{"spd_k": "15"}', ["spd_k", "'15'"]),
+        ("a.json", '{"enable_fly": true}', ["spd_k"]),
+        ("a.json", '{"spd_k": 15, "enable_fly": true}', ["win_len"]),
+        ("a.json", '{"spd_k": 15, "dual_tok": true}', ["dual_tok"]),
+        ("a.yaml", "rule: fly", [".toml"]),
+    ],
+)
+def test_bad_files(tmp_path: Path, name: str, content: str, words: list[str]) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    text = sentence(path)
+    for word in words:
+        assert word in text
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    assert "directory" in sentence(tmp_path / "absent.toml")
+    (tmp_path / "bytes.toml").write_bytes(b'rule = "\xff"')
+    assert "TOML" in sentence(tmp_path / "bytes.toml")
+
+
+def test_from_toml_keeps_the_defaults() -> None:
+    assert from_toml({"window_size": 3}) == DecodeConfig(window_size=3)

@@ -1,0 +1,75 @@
+"""What the README says has been run: every command and every Python block in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fly_jax.models.loading import embedded_pair
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    command.strip()
+    for language, block in BLOCKS
+    if language == "bash"
+    for line in block.splitlines()
+    # CI itself installs the package and runs the tests.
+    for command in line.split("&&")
+    if not command.strip().startswith(("pip install", "pytest"))
+]
+PROMPTS = ["import os\n", "def main():\n", "class Path:\n"]
+
+
+def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a shell command as a reader would, in a folder with the files that the README names."""
+    lines = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    target, draft = embedded_pair()
+    # The embedded pair stands in for weights that cannot be had here.
+    command = command.replace("meta-llama/Llama-3.1-405B-Instruct", str(target))
+    command = command.replace("meta-llama/Llama-3.1-8B-Instruct", str(draft))
+    command = re.sub(r"^python ", f"{sys.executable} ", command)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_readme_has_the_commands_that_are_run_below() -> None:
+    assert "python -m fly_jax.launch" in COMMANDS
+    assert len(COMMANDS) >= 8
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS if " train " not in one])
+def test_command_runs(command: str, tmp_path: Path) -> None:
+    done = _run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    if "answers.jsonl" in command:
+        records = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()]
+        assert [record["prompt"] for record in records] == PROMPTS
+    else:
+        assert done.stdout.strip()
+
+
+def test_the_training_command_trains(tmp_path: Path) -> None:
+    command = next(one for one in COMMANDS if " train " in one)
+    done = _run(f"{command} --model tokenizer", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("tokenizer.model"))
+
+
+def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [block for language, block in BLOCKS if language == "python"]
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

@@ -1,0 +1,161 @@
+"""The command as its users see it, on a tiny random pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fly_jax.launch import generate
+from fly_jax.launch.__main__ import main
+from fly_jax.launch.prompts import Prompt
+from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.training.problems import Problem
+
+KEYS = {
+    "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",
+    "mean_accepted_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens",
+    "tokens_per_second", "why",
+}  # fmt: skip
+PROMPTS = ["Ada has 3 apples", "Boris"]
+SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
+
+
+def given(*prompts: str) -> list[str]:
+    return [f"--prompt={prompt}" for prompt in prompts]
+
+
+def records(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict]:
+    assert main([*arguments, *SIZES, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_json_objects(
+    models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(tiny_pair[0])
+    found = records(capsys, [*models, *given(*PROMPTS)])
+    assert [record["prompt"] for record in found] == PROMPTS
+    for record in found:
+        assert record.keys() == KEYS
+        assert record["rule"] == "fly"
+        assert record["prompt_token_ids"] == tokenizer.encode(record["prompt"])
+        assert record["text"] == tokenizer.decode(record["token_ids"])
+        ends = record["token_ids"][-1] in tokenizer.eos_token_ids
+        assert record["finish_reason"] == ("stop" if ends else "length")
+        assert len(record["token_ids"]) == 20 or ends
+        assert len(record["why"]) == len(record["token_ids"])
+        assert set(record["why"]) <= set("mrcb")
+        assert record["num_rescued_tokens"] >= record["why"].count("r")
+        assert record["num_draft_tokens"] == 4 * record["num_rounds"]
+        mean = len(record["token_ids"]) / record["num_rounds"]
+        assert record["mean_accepted_tokens"] == pytest.approx(mean)
+        assert record["tokens_per_second"] > 0
+    assert "m" in "".join(record["why"] for record in found)
+
+
+def test_exact_gives_the_tokens_of_autoregressive(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = [
+        records(capsys, [*models, *given(*PROMPTS), f"--rule={rule}", *batch])
+        for rule, batch in (("autoregressive", []), ("exact", []), ("exact", ["--batch_size=2"]))
+    ]
+    one, exact, batched = ([record["token_ids"] for record in found] for found in rules)
+    assert one == exact == batched
+    assert all(set(record["why"]) == {"b"} for record in rules[0])
+    assert all(record["num_rounds"] == len(record["token_ids"]) for record in rules[0])
+    assert sum(record["num_rounds"] for record in rules[1]) < sum(map(len, one))
+
+
+def test_text_is_what_json_says(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = records(capsys, [*models, *given(*PROMPTS)])
+    assert main([*models, *given(*PROMPTS), *SIZES]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in found)
+    assert "[2/2]" in captured.err
+    assert "\x1b" not in captured.out + captured.err
+
+
+def test_sampling_is_the_seeds(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*models, *given("Boris"), "--rule=sampled"]
+    first, again, other = (
+        records(capsys, [*arguments, f"--seed={seed}"])[0]["token_ids"] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_comparison_leaves_stdout_to_json(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*models, *given("Boris"), *SIZES, "--compare", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1
+    assert json.loads(captured.out)["prompt"] == "Boris"
+    rules = [line.split()[0] for line in captured.err.splitlines()[-3:]]
+    assert rules == ["autoregressive", "exact", "fly"]
+
+
+def test_without_prompts_and_models(
+    tiny_pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The built-in pair continues built-in prompts, and the table says how many were right."""
+    monkeypatch.setattr("fly_jax.models.loading.embedded_pair", lambda: tiny_pair)
+    monkeypatch.setattr("fly_jax.decoding.pair.embedded_pair", lambda: tiny_pair)
+    problem = Problem("Boris", " buys 3.\nAnswer: 3", "3")
+    prompts = [Prompt(problem.prompt, "A built-in prompt", problem), Prompt("Ada", "Another")]
+    monkeypatch.setattr(generate, "built_in_prompts", lambda: prompts)
+    assert main(SIZES) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Boris")
+    table = [line.split() for line in lines[-5:]]
+    assert [row[0] for row in table[2:]] == ["autoregressive", "exact", "fly"]
+    assert all("0/1" in row for row in table[2:])
+
+
+def test_a_config_is_overridden_by_flags(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "slow.toml"
+    config.write_text('rule = "autoregressive"\n')
+    arguments = [*models, *given("Boris"), f"--config={config}"]
+    assert records(capsys, arguments)[0]["rule"] == "autoregressive"
+    assert records(capsys, [*arguments, "--rule=exact"])[0]["rule"] == "exact"
+
+
+def test_bad_lines_are_skipped_on_request(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = json.dumps({"prompt": "Ada " * 200}).encode()
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(b'{"prompt": "Boris"}\n{"prompt": \n\xff\n' + long + b'\n{"prompt": "Ada"}\n')
+    arguments = [*models, f"--prompts_file={file}", *SIZES, "--json", "--skip_bad_prompts"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    found = [json.loads(line)["prompt"] for line in captured.out.splitlines()]
+    assert found == ["Boris", "Ada"]
+    for number in (2, 3, 4):
+        assert f"line {number}" in captured.err
+
+
+def test_a_mesh_changes_no_token(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own, where four devices have to be simulated."""
+    single = records(capsys, [*models, *given(*PROMPTS)])
+    command = [sys.executable, "-m", "fly_jax.launch", *models, *given(*PROMPTS), *SIZES]
+    finished = subprocess.run(
+        [*command, "--json", "--mesh=2x2"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "4 simulated devices" in finished.stderr.splitlines()[0]
+    sharded = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from fly_jax.launch import generate
+from fly_jax.launch.__main__ import COMMANDS, main
+
+LAUNCH = [sys.executable, "-m", "fly_jax.launch"]
+
+
+def test_an_unknown_command_is_told_which_exist(refused: Callable[..., str]) -> None:
+    sentence = refused("genrate")
+    assert "genrate" in sentence
+    for command in COMMANDS:
+        assert command in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--promt=x"], ["--promt", "--prompt"]),
+        (["--rule=lucky"], ["lucky", "autoregressive", "exact", "sampled", "fly"]),
+        (["--max_new_tokens=many"], ["max_new_tokens", "many"]),
+        (["--batch_size=0"], ["batch_size", "0"]),
+        (["--seed=-1"], ["seed", "-1"]),
+        (["--prompt"], ["--prompt"]),
+        (["--json", "generate"], ["generate"]),
+        (["train", "--mesh=8x8"], ["train", "--mesh"]),
+    ],
+)
+def test_wrong_flags(refused: Callable[..., str], arguments: list[str], words: list[str]) -> None:
+    sentence = refused(*arguments)
+    for word in words:
+        assert word in sentence
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_ours_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "Examples:" in captured.out
+    for foreign in ("--pdb", "--logtostderr", "--flagfile", "absl"):
+        assert foreign not in captured.out
+    assert max(map(len, captured.out.splitlines())) <= 100
+
+
+def test_help_names_every_flag_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    text = capsys.readouterr().out
+    for flag in ("target", "draft", "mesh", "rule", "num_speculative_tokens", "entropy_threshold",
+                 "window_size", "prompt", "prompts_file", "max_new_tokens", "temperature", "seed",
+                 "batch_size", "config", "compare", "json", "dtype"):  # fmt: skip
+        assert f"  --{flag}" in text
+
+
+def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "main", interrupted)
+    assert main([]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+def test_process_refuses_without_a_traceback() -> None:
+    finished = subprocess.run(
+        [*LAUNCH, "--promt=x"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert finished.returncode == 2
+    assert finished.stdout == ""
+    assert finished.stderr == "generate has no flag --promt; did you mean --prompt.\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as pipe:
+        finished = subprocess.run(
+            [*LAUNCH, "--help"], stdout=pipe, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+    assert finished.stderr == b""
+    assert finished.returncode == 141

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.prompts import built_in_prompts, read_prompts
+from fly_jax.training.problems import is_correct, split_of
+
+
+def fail(error: FlyJaxError) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"one\ntwo {x}\n\n three\r\n", ["one", "two {x}", " three"]),
+        (b'{"prompt": "one\\ntwo", "id": 7}\r\n{"prompt": "three"}', ["one\ntwo", "three"]),
+        (b"\xef\xbb\xbfone\n", ["one"]),
+        (b'\xef\xbb\xbf\n{"prompt": "\xc3\xa9"}\n', ["\u00e9"]),
+    ],
+)
+def test_files(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(content)
+    assert [prompt.text for prompt in read_prompts(str(file), fail)] == texts
+
+
+def test_the_name_tells_that_lines_are_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('plain\n{"prompt": "x"}\n')
+    seen: list[FlyJaxError] = []
+    prompts = read_prompts(str(file), seen.append)
+    assert [prompt.source for prompt in prompts] == [f"{file}, line 2"]
+    assert "line 1" in str(seen[0])
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\n\xff\n")))
+    seen: list[FlyJaxError] = []
+    assert [prompt.text for prompt in read_prompts("-", seen.append)] == ["one"]
+    assert "Standard input, line 2" in str(seen[0])
+
+
+def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:
+    prompts = built_in_prompts()
+    assert prompts == built_in_prompts()
+    problems = [prompt.problem for prompt in prompts if prompt.problem is not None]
+    assert len(problems) == 8
+    assert 1 <= len(prompts) - len(problems) <= 2
+    for problem in problems:
+        assert split_of(problem.prompt) == "held_out"
+        assert is_correct(problem, problem.solution)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from fly_jax.decoding.rules import Why
+from fly_jax.launch.view import TextView, legend, wants_colour
+from fly_jax.models.tokenizer import Tokenizer, load_tokenizer
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_pair: tuple[Path, Path]) -> Tokenizer:
+    return load_tokenizer(tiny_pair[0])
+
+
+def test_colours_tell_why(tokenizer: Tokenizer) -> None:
+    out = Terminal()
+    view = TextView(out, tokenizer)
+    view.begin(["x"])
+    ids = tokenizer.encode("0123", add_bos=False)
+    assert len(ids) == 4
+    why = [Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS]
+    view.push(0, ids, why, done=True)
+    pieces = [part.partition("m") for part in out.getvalue().split("\x1b[")]
+    styles = {text: style for style, _, text in pieces if text.strip()}
+    assert styles.keys() == {"x", "0", "1", "2", "3"}
+    assert len(set(styles.values())) == 5
+    for text in "0123":
+        assert f"\x1b[{styles[text]}m" in legend()
+
+
+def test_no_colour_where_none_is_wanted(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert wants_colour(Terminal())
+    assert not wants_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colour(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colour(Terminal())
+
+
+def test_a_terminal_gets_no_control_characters_of_the_models(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    ids = tokenizer.encode("\x1b[2J", add_bos=False)
+    terminal, file = Terminal(), io.StringIO()
+    for out in (terminal, file):
+        view = TextView(out, tokenizer)
+        view.begin(["x\x07\ty"])
+        view.push(0, ids, [Why.BONUS] * len(ids), done=True)
+    assert terminal.getvalue() == "x\ufffd\ty\ufffd[2J\n\n"
+    assert file.getvalue() == "x\x07\ty\x1b[2J\n\n"
+
+
+def test_rows_come_one_after_the_other(tokenizer: Tokenizer) -> None:
+    """The first unfinished row is written as it grows; the others wait."""
+    out = io.StringIO()
+    view = TextView(out, tokenizer)
+    one, two, three = (tokenizer.encode(digit, add_bos=False) for digit in "123")
+    view.begin(["a", "b", "c"])
+    view.push(1, two, [Why.BONUS])
+    assert out.getvalue() == "a"
+    view.push(0, one, [Why.BONUS])
+    assert out.getvalue() == "a1"
+    view.push(2, three, [Why.BONUS], done=True)
+    view.push(0, one, [Why.BONUS], done=True)
+    assert out.getvalue() == "a11\n\nb2"
+    view.push(1, two, [Why.BONUS], done=True)
+    assert out.getvalue() == "a11\n\nb22\n\nc3\n\n"

@@ -1,0 +1,53 @@
+"""A random target, a draft that often agrees with it, and a tokenizer: all made in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import sentencepiece
+
+from fly_jax.models.checkpoint import save_hf
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, parameter_specs
+
+VOCAB_SIZE = 320
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB_SIZE, embed_size=32, ffw_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_size=8, max_context=96, tied_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
+)  # fmt: skip
+
+
+def write_tokenizer(folder: Path) -> None:
+    sentences = [f"{word} {number} apples in a box" for word in ("Ada has", "Boris buys", "Vera's")
+                 for number in range(30)]  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=VOCAB_SIZE,
+        split_digits=True,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        pad_id=3,
+        minloglevel=2,
+    )
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """Writes the pair and returns the target's and the draft's folder."""
+    generator = np.random.default_rng(0)  # and no JAX, which would compile for every shape
+    target, draft = {}, {}
+    for name, spec in parameter_specs(CONFIG).items():
+        scale = 0.0 if name.endswith("norm") else CONFIG.embed_size**-0.5
+        noise = generator.normal(size=(2, *spec.shape)) * scale
+        target[name] = (scale == 0.0) + noise[0]
+        draft[name] = target[name] + 0.15 * noise[1]
+    for name, values in (("target", target), ("draft", draft)):
+        parameters = {key: jnp.asarray(value, jnp.float32) for key, value in values.items()}
+        save_hf(Llama(CONFIG, parameters), folder / name)
+        write_tokenizer(folder / name)
+    return folder / "target", folder / "draft"

@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from fly_jax.decoding.sampling import Sampling as Sampling
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
+    from fly_jax.models.cache import KVCache as KVCache
+    from fly_jax.models.cache import empty_cache as empty_cache
+    from fly_jax.models.tokenizer import TextStream as TextStream
+    from fly_jax.sharding.rules import Layout as Layout
+    from fly_jax.sharding.rules import ShardingRules as ShardingRules
 
 _HOMES = {
     "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
@@ -47,6 +52,9 @@ _HOMES = {
     "decoding.sampling": ("Sampling",),
     "errors": ("FlyJaxError",),
     "evaluation.compare": ("compare",),
+    "models.cache": ("KVCache", "empty_cache"),
+    "models.tokenizer": ("TextStream",),
+    "sharding.rules": ("Layout", "ShardingRules"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -31,6 +31,8 @@ class DecodeConfig:
     Attributes:
       rule: which draft tokens are kept; "autoregressive" drafts none.
       num_speculative_tokens: K, the draft tokens of a round.
+      lossless_speculative_tokens: K of the lossless rule in `side_by_side`, whose best one is
+        smaller than FLy's; None for the same.
       entropy_threshold: see `Fly`.
       window_size: see `Fly`.
       window: see `Fly`.
@@ -51,6 +53,7 @@ class DecodeConfig:
 
     rule: RuleName = "fly"
     num_speculative_tokens: int = 15
+    lossless_speculative_tokens: int | None = None
     entropy_threshold: float = 0.3
     window_size: int = 6
     window: Literal["paper", "reference"] = "paper"
@@ -67,11 +70,13 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), kind)
-        if self.num_speculative_tokens < 1:
-            raise FlyJaxError(
-                f"num_speculative_tokens is {self.num_speculative_tokens}; a round drafts at least "
-                "1 token: give a larger number, or the rule autoregressive to draft none."
-            )
+        for name in ("num_speculative_tokens", "lossless_speculative_tokens"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise FlyJaxError(
+                    f"{name} is {given}; a round drafts at least 1 token: give a larger number, or "
+                    "the rule autoregressive to draft none."
+                )
         if self.prompt_lookup_max < 0:
             raise FlyJaxError(
                 f"prompt_lookup_max is {self.prompt_lookup_max}; it must not be negative: give 0 "
@@ -153,9 +158,15 @@ class DecodeConfig:
     def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
         """One token at a time, the lossless rule, and FLy, with these values."""
         lossless: RuleName = "sampled" if self._temperature > 0 else "exact"
+        own_k = self.lossless_speculative_tokens or self.num_speculative_tokens
         return (
             dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
-            dataclasses.replace(self, rule=lossless, temperature=self._temperature),
+            dataclasses.replace(
+                self,
+                rule=lossless,
+                temperature=self._temperature,
+                num_speculative_tokens=own_k,
+            ),
             dataclasses.replace(self, rule="fly", temperature=self._temperature),
         )
 

@@ -179,4 +179,7 @@ def add_decoding_flags(into: Flags) -> None:
 def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:
     """The decoding flags that were given."""
     names = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in values]
-    return {name: values[name].value for name in names if values[name].value is not None}
+    given = {name: values[name].value for name in names if values[name].value is not None}
+    if "num_speculative_tokens" in given:
+        given["lossless_speculative_tokens"] = None  # a K that is asked for is for every rule
+    return given

@@ -50,8 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    base = load_config(Path(values.config)) if values.config else DecodeConfig()
-    config = dataclasses.replace(base, **decoding_overrides(values))
+    config = dataclasses.replace(_base_config(values), **decoding_overrides(values))
     prompts = _prompts(values)
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
     if not _has_draft(values) and (config.num_drafted or compares):
@@ -66,6 +65,15 @@ def main(arguments: Sequence[str]) -> None:
     _generate(values, config, pair, prompts, ids)
     if compares:
         _compare(values, config, pair, prompts, ids)
+
+
+def _base_config(values: FlagValues) -> DecodeConfig:
+    """What the flags are laid over: the file that is named, or what suits the embedded pair."""
+    if values.config:
+        return load_config(Path(values.config))
+    if values.target is None and values.draft is None:
+        return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
+    return DecodeConfig()
 
 
 def _flags() -> Flags:
@@ -289,7 +297,9 @@ def _compare(
         pair,
         ids,
         {
-            one.rule: pair.spec(one.to_rule(), one.num_drafted, one.to_lookup())
+            f"{one.rule} (K = {one.num_drafted})": pair.spec(
+                one.to_rule(), one.num_drafted, one.to_lookup()
+            )
             for one in config.side_by_side()
         },
         max_new_tokens=values.max_new_tokens,

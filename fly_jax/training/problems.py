@@ -160,7 +160,8 @@ def _loss(rng: random.Random, c: _Cast) -> _Draft:
         (
             f"[first], there are {a} {c.things} [kept] in the {c.container} of {c.name}.",
             f"[next], {b} of the {c.things} are [given] over to {c.other} by {c.name}.",
-            f"[so] {c.name} has {a} - {b} = {a - b} {c.things} [left|now|remaining|still] at the end of the story.",
+            f"[so] {c.name} has {a} - {b} = {a - b} {c.things}"
+            " [left|now|remaining|still] at the end of the story.",
             f"[Check|Indeed|Note|Proof]: {a - b} + {b} = {a}.",
         ),
         a - b,
@@ -191,8 +192,8 @@ def _groups(rng: random.Random, c: _Cast) -> _Draft:
         f"{c.name} [fills|packs|has] {n} {c.containers} with {each} {c.things} [each|in each one]"
         f" at the {c.place}. How many {c.things} [are there|does {c.name} have] [total]?",
         (
-            f"[Each|Every|One|A single] {c.container} of {c.name} has {each} {c.things} [kept] in it"
-            f" for the {c.place}.",
+            f"[Each|Every|One|A single] {c.container} of {c.name} has {each} {c.things} [kept] in"
+            f" it for the {c.place}.",
             f"[Now|Here|Today] there are {n} {c.containers} at the {c.place}.",
             f"[so] {c.name} has {_product(each, n)} {c.things} [total] at the end of the story.",
         ),
@@ -210,8 +211,8 @@ def _groups_and_gain(rng: random.Random, c: _Cast) -> _Draft:
             f"[first], the {n} {c.containers} of {c.name} [hold|contain|have in them]"
             f" {_product(each, n)} {c.things}.",
             f"[next], {b} more {c.things} are [given] over to {c.name} by {c.other}.",
-            f"[so] {c.name} has {each * n} + {b} = {each * n + b} {c.things} [total] at the end of the"
-            " story.",
+            f"[so] {c.name} has {each * n} + {b} = {each * n + b} {c.things} [total] at the end of"
+            " the story.",
         ),
         each * n + b,
     )
@@ -226,11 +227,12 @@ def _groups_and_loss(rng: random.Random, c: _Cast) -> _Draft:
         f" {c.place} and [sells|loses|uses] {b} of the {c.things}. How many {c.things} [remain|are"
         f" left|does {c.name} still have]?",
         (
-            f"[first], {c.name} has {_product(each, n)} {c.things} [ready] at the {c.place} for this"
-            " day.",
+            f"[first], {c.name} has {_product(each, n)} {c.things} [ready] at the {c.place} for"
+            " this day.",
             f"[Of|From|Among] these {c.things}, {b} are [gone|taken|missing] by the end of the"
             " day.",
-            f"[so] {c.name} has {whole} - {b} = {whole - b} {c.things} [left|now|remaining|still] at the end of the story.",
+            f"[so] {c.name} has {whole} - {b} = {whole - b} {c.things}"
+            " [left|now|remaining|still] at the end of the story.",
         ),
         whole - b,
     )
@@ -247,8 +249,8 @@ def _change(rng: random.Random, c: _Cast) -> _Draft:
             f"[first], {n} {c.things} at ${price} each [cost|amount to|come to|are]"
             f" {n} * {price} = {cost} dollars.",
             f"[next], {c.name} has {paid} dollars [ready|there|in hand] to pay for the {c.things}.",
-            f"[so] {c.name} gets {paid} - {cost} = {paid - cost} dollars [back|returned|in change|in coins]"
-            f" from the {c.place} on this day.",
+            f"[so] {c.name} gets {paid} - {cost} = {paid - cost} dollars"
+            f" [back|returned|in change|in coins] from the {c.place} on this day.",
         ),
         paid - cost,
     )
@@ -262,8 +264,8 @@ def _share(rng: random.Random, c: _Cast) -> _Draft:
         f" [shares|splits] the rest equally [among|between] {n} {c.containers}. How many {c.things}"
         f" go into each {c.container}?",
         (
-            f"[first], {c.name} keeps {extra} of the {whole + extra} {c.things} [aside|apart|back|away] and"
-            " leaves the rest for later.",
+            f"[first], {c.name} keeps {extra} of the {whole + extra} {c.things}"
+            " [aside|apart|back|away] and leaves the rest for later.",
             f"This leaves {whole + extra} - {extra} = {whole} {c.things} [meant|ready|set aside]"
             f" for the {n} {c.containers} of {c.name}.",
             f"[so] each {c.container} gets {whole} / {n} = {each} {c.things} [total] at the end of"
@@ -282,9 +284,10 @@ def _compare(rng: random.Random, c: _Cast) -> _Draft:
         f"{c.name} has {a} {c.things}. {c.other} has {b} {word} {c.things} than {c.name}. How many"
         f" {c.things} do they have [[total]|together]?",
         (
-            f"[first], {c.other} has {b} {word} than the {a} {c.things} [kept] in the house of"
-            f" {c.name}.",
-            f"[so] {c.other} has {a} {sign} {b} = {theirs} {c.things} [ready] at the house of {c.other}.",
+            f"[first], {c.other} has {b} {word} than the {a} {c.things} [kept] in the house"
+            f" of {c.name}.",
+            f"[so] {c.other} has {a} {sign} {b} = {theirs} {c.things} [ready] at the house"
+            f" of {c.other}.",
             f"[Together|Combined|Jointly|Counted together], {c.name} and {c.other} have"
             f" {a} + {theirs} = {a + theirs} {c.things} [total] at the end of the story.",
         ),
@@ -299,9 +302,10 @@ def _times(rng: random.Random, c: _Cast) -> _Draft:
         f"At the {c.place}, {c.name} [finds|collects|sees] {each} {c.things} and {c.other}"
         f" {n} times as many. How many more {c.things} does {c.other} have?",
         (
-            f"[first], {c.other} has {n} times the {each} {c.things} [kept] in the house of {c.name}.",
-            f"[so] {c.other} has {_product(each, n)} {c.things} [ready] at the {c.place} for this"
-            " day.",
+            f"[first], {c.other} has {n} times the {each} {c.things} [kept] in the house of"
+            f" {c.name}.",
+            f"[so] {c.other} has {_product(each, n)} {c.things} [ready] at the {c.place} for"
+            " this day.",
             f"[Compared with|Relative to|Next to|Against] {c.name}, this is"
             f" {theirs} - {each} = {theirs - each} {c.things} more.",
         ),
@@ -319,8 +323,8 @@ def _days(rng: random.Random, c: _Cast) -> _Draft:
             f" {c.place}.",
             f"With {b} on Tuesday, this [makes] {a} + {b} = {a + b} {c.things}.",
             f"[next], {d} more {c.things} [follow|come|are added] on Wednesday at the {c.place}.",
-            f"[so] {c.name} has {a + b} + {d} = {a + b + d} {c.things} [total] at the end of the"
-            " story.",
+            f"[so] {c.name} has {a + b} + {d} = {a + b + d} {c.things} [total] at the end of"
+            " the story.",
         ),
         a + b + d,
     )

@@ -1,0 +1,134 @@
+"""How good the embedded pair is: answers, copying, and how often draft and target agree.
+
+    python benchmarks/pair_quality.py
+
+Writes results/pair_quality.json, which docs/model_card.md quotes. Takes two minutes on two cores.
+`--target` and `--draft` measure other folders, such as snapshots of a training run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import machine
+import numpy as np
+from absl import app, flags
+
+from fly_jax.decoding.decoder import Generation, capacity_for
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.decoding.rules import Exact
+from fly_jax.models.llama import Llama
+from fly_jax.training.library_text import documents
+from fly_jax.training.problems import SUBJECTS, Problem, is_correct, problems
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")
+flags.DEFINE_string("draft", None, "folder of a draft; the embedded one if not given")
+flags.DEFINE_integer("num_problems", 600, "held-out problems")
+flags.DEFINE_integer("num_documents", 100, "held-out chunks of library text")
+flags.DEFINE_boolean("save", True, "write the result file")
+
+MAX_NEW_TOKENS = 160
+PROMPT_TOKENS = 40
+BATCH = 16
+
+
+def _greedy(pair: Pair, model: Llama, prompts: list[list[int]]) -> list[Generation]:
+    alone = Pair(model, None, pair.tokenizer)
+    spec = alone.spec(Exact(), 0)
+    capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, model.config.max_context)
+    return alone.decoder(spec, capacity=capacity, batch_size=BATCH).generate(
+        prompts, MAX_NEW_TOKENS
+    )
+
+
+def _agreement(draft: Llama, accounts: list[Generation]) -> float:
+    """Share of the target's tokens that the draft would have chosen in their place."""
+    length = max(len(one.prompt_token_ids) + len(one.token_ids) for one in accounts)
+    parameters = draft.parameters()
+
+    @jax.jit
+    def choices(parameters: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        model = Llama(draft.config, parameters)
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        visible = jnp.broadcast_to(
+            jnp.tril(jnp.ones((length, length), bool)), (BATCH, *2 * (length,))
+        )
+        hidden = model.hidden_uncached(tokens, positions, visible)
+        return jnp.argmax(model.logits(hidden), axis=-1)
+
+    same = total = 0
+    for first in range(0, len(accounts), BATCH):
+        batch = accounts[first : first + BATCH]
+        tokens = np.zeros((BATCH, length), np.int32)
+        for row, one in enumerate(batch):
+            text = [*one.prompt_token_ids, *one.token_ids]
+            tokens[row, : len(text)] = text
+        chosen = np.asarray(choices(parameters, tokens))
+        for row, one in enumerate(batch):
+            start = len(one.prompt_token_ids)
+            end = start + len(one.token_ids)
+            same += int((chosen[row, start - 1 : end - 1] == tokens[row, start:end]).sum())
+            total += end - start
+    return same / total
+
+
+def _copies(problem: Problem, text: str) -> tuple[int, int]:
+    """Names and things in a solution, and how many of them the prompt has."""
+    words = [word for word in re.findall(r"[A-Za-z]+", text) if word in SUBJECTS]
+    known = set(re.findall(r"[A-Za-z]+", problem.prompt))
+    # A singular of the prompt may become a plural, and the other way round.
+    known |= {word + "s" for word in known} | {word + "es" for word in known}
+    known |= {word[:-1] for word in known if word.endswith("s")}
+    return sum(word in known for word in words), len(words)
+
+
+def _measure(
+    pair: Pair, model: Llama, worded: list[Problem]
+) -> tuple[dict[str, float], list[Generation]]:
+    accounts = _greedy(pair, model, [pair.tokenizer.encode(one.prompt) for one in worded])
+    texts = [pair.tokenizer.decode(one.token_ids) for one in accounts]
+    verdicts = [is_correct(one, text) for one, text in zip(worded, texts, strict=True)]
+    copies = np.sum([_copies(one, text) for one, text in zip(worded, texts, strict=True)], axis=0)
+    return {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.parameters())),
+        "solved": float(np.mean(verdicts)),
+        "copied_right": float(copies[0] / copies[1]),
+        "mean_solution_tokens": float(np.mean([len(one.token_ids) for one in accounts])),
+    }, accounts
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+    pair = load_pair(FLAGS.target, FLAGS.draft, dtype="float32")
+    assert pair.draft is not None
+    worded = list(itertools.islice(problems(4, "held_out"), FLAGS.num_problems))
+    of_target, accounts = _measure(pair, pair.target, worded)
+    of_draft, _ = _measure(pair, pair.draft, worded)
+    chunks = [pair.tokenizer.encode(text) for text in documents("held_out")]
+    chunks = [ids[:PROMPT_TOKENS] for ids in chunks if len(ids) >= 2 * PROMPT_TOKENS]
+    stride = max(1, len(chunks) // FLAGS.num_documents)
+    on_library = _greedy(pair, pair.target, chunks[::stride][: FLAGS.num_documents])
+    result = {
+        "command": "python benchmarks/pair_quality.py",
+        "num_problems": len(worded),
+        "target": of_target,
+        "draft": of_draft,
+        "greedy_agreement": {
+            "problems": _agreement(pair.draft, accounts),
+            "library": _agreement(pair.draft, on_library),
+        },
+    }
+    print(result)
+    if FLAGS.save:
+        print(machine.write("pair_quality", result))
+
+
+if __name__ == "__main__":
+    app.run(main)

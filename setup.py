@@ -1,5 +1,7 @@
 """Metadata and dependencies of fly_jax; the build system and the tools are in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 _NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"]
@@ -8,6 +10,8 @@ setup(
     name="fly_jax",
     version="0.1.0",  # the only place: fly_jax asks importlib.metadata, a test reads CHANGELOG.md
     description="FLy, training-free loosely speculative decoding of Llama models, in JAX",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
@@ -44,7 +48,6 @@ setup(
         "notebooks": _NOTEBOOK,
         "test": [
             *_NOTEBOOK,
-            "beartype>=0.19",
             "hypothesis>=6.100",
             "mypy>=2.4",
             "pip>=23.1",

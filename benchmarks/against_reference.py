@@ -34,7 +34,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("prompts_file", None, "JSON lines with prompt_token_ids")
 flags.DEFINE_string("output", None, "JSON lines")
 flags.DEFINE_integer("max_new_tokens", 128, "limit of each continuation")
-flags.DEFINE_integer("best_k", 13, "K of the mode fly-best")
+flags.DEFINE_integer("best_k", 18, "K of the mode fly-best")
 
 REFERENCE_CONFIG = {
     "spd_k": 15,

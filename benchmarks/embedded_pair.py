@@ -31,8 +31,8 @@ flags.DEFINE_integer("num_documents", 60, "held-out chunks of library text")
 flags.DEFINE_integer("batch_size", 1, "rows decoded together")
 flags.DEFINE_string("name", "embedded_pair", "of the result file")
 
-EXACT_K = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-FLY_K = (7, 8, 9, 10, 11, 12, 13, 15, 18, 20, 25)
+EXACT_K = (4, 5, 7, 8, 9, 10, 12, 15, 18, 20)
+FLY_K = (9, 11, 13, 15, 18, 20, 22, 25)
 MAX_NEW_TOKENS = 160
 PROMPT_TOKENS = 40
 

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from absl import logging
+
+logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
 
 RESULTS = Path(__file__).parent / "results"
 

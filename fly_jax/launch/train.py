@@ -75,8 +75,8 @@ def _train(model: str, directory: Path, num_steps: int | None) -> None:
     for name in RECIPES if model == "all" else (model,):
         recipe = RECIPES[name]
         if num_steps is not None:
-            recipe = dataclasses.replace(recipe, num_steps=num_steps)
-        _say(f"Training the {name} for {recipe.num_steps} steps ...")
+            recipe = dataclasses.replace(recipe, num_steps=num_steps, stop_step=None)
+        _say(f"Training the {name} for {recipe.last_step} steps ...")
         folder = train(recipe, tokenizer / _TOKENIZER_FILES[0], directory / name)
         for file in _TOKENIZER_FILES:
             shutil.copy(tokenizer / file, folder / file)

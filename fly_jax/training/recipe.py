@@ -56,12 +56,12 @@ def train(
         )
         tokens_per_step = recipe.batch_size * recipe.row_length
         with tqdm(
-            total=recipe.num_steps * tokens_per_step,
+            total=recipe.last_step * tokens_per_step,
             initial=start * tokens_per_step,
             unit="tok",
             unit_scale=True,
         ) as bar:
-            for step in range(start, recipe.num_steps):
+            for step in range(start, recipe.last_step):
                 batch = next(batches)
                 state, loss = train_step(recipe, state, *batch)
                 if (step + 1) % _STEPS_PER_REPORT == 0:
@@ -70,7 +70,7 @@ def train(
                 manager.save(
                     step + 1,
                     args=ocp.args.StandardSave(state._asdict()),
-                    force=step + 1 == recipe.num_steps,
+                    force=step + 1 == recipe.last_step,
                 )
     return export(recipe, state, directory / "hf")
 
@@ -94,6 +94,6 @@ def _restore(
     step = manager.latest_step() if step is None else step
     if step is None:
         return fresh
-    logging.info("Continuing after step %d of %d.", step, recipe.num_steps)
+    logging.info("Continuing after step %d of %d.", step, recipe.last_step)
     shapes = jax.eval_shape(lambda: fresh._asdict())
     return TrainingState(**manager.restore(step, args=ocp.args.StandardRestore(shapes)))

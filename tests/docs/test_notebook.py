@@ -1,0 +1,108 @@
+"""notebooks/fly_jax_demo.ipynb runs from top to bottom and shows what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+_NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "fly_jax_demo.ipynb"
+_HANGS = 900  # seconds of one cell; a guard, since the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
+    """The notebook after it has run, with this interpreter and one CPU device."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    kernel = folder / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    launch = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    description = {"argv": launch, "display_name": "Python 3", "language": "python"}
+    (kernel / "kernel.json").write_text(json.dumps(description), encoding="utf-8")
+    notebook = nbformat.read(_NOTEBOOK, as_version=4)
+    client = NotebookClient(notebook, timeout=_HANGS, kernel_name="python3")
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "JUPYTER_PATH": str(folder),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "HF_HOME": str(folder / "hub"),  # where no weights are
+        "HF_HUB_OFFLINE": "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        client.execute(cwd=str(folder), env=dict(os.environ))
+    return notebook
+
+
+def _text(notebook: NotebookNode, cell_id: str) -> str:
+    """All that a cell has shown: what it printed, and its HTML; warnings are left out."""
+    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
+    shown = []
+    for output in cell.outputs:
+        if output.output_type != "stream":
+            shown.append(output.data.get("text/html", ""))
+        elif output.name == "stdout":
+            shown.append(output.text)
+    return "".join(shown)
+
+
+def test_every_cell_runs(executed: NotebookNode) -> None:
+    cells = [cell for cell in executed.cells if cell.cell_type == "code"]
+    assert len(cells) > 4
+    for cell in cells:
+        assert cell.execution_count is not None, cell.id
+        assert not [output for output in cell.outputs if output.output_type == "error"], cell.id
+
+
+def test_the_mesh_is_shown(executed: NotebookNode) -> None:
+    assert _text(executed, "mesh") == "1 device (CPU) as mesh 1\n"
+
+
+def test_the_text_is_coloured(executed: NotebookNode) -> None:
+    shown = _text(executed, "colours")
+    legend, text = shown.split("<pre", 1)
+    letters = re.findall(r'class="why-(\w)"', text)
+    assert re.findall(r'class="why-(\w)"', legend) == ["m", "r", "c", "b"]
+    assert letters.count("m") > 10
+    (count,) = re.findall(r"(\d+) tokens in \d+ passes", text)
+    assert len(letters) == int(count)
+    (rescued,) = re.findall(r"(\d+) rescued", text)
+    assert letters.count("r") == int(rescued)
+
+
+def test_the_three_rules_are_compared(executed: NotebookNode) -> None:
+    heading, _, *rows = _text(executed, "compare").splitlines()
+    assert heading.split()[:3] == ["rule", "tokens/s", "speed-up"]
+    assert heading.endswith("retention")
+    cells = [row.split() for row in rows]
+    assert [row[0] for row in cells] == ["autoregressive", "exact", "fly"]
+    rescued, correct = ([row[column] for row in cells] for column in (4, 6))
+    assert rescued[:2] == ["0", "0"]
+    assert int(rescued[2]) > 0
+    assert all(re.fullmatch(r"\d/8", cell) for cell in correct)
+    assert correct[1] == correct[0], "exact decoding is lossless"
+
+
+def test_without_its_weights_the_real_pair_is_one_line(executed: NotebookNode) -> None:
+    shown = _text(executed, "llama")
+    assert shown.count("\n") == 1
+    assert "not on this machine" in shown
+
+
+def test_the_notebook_is_stored_clean() -> None:
+    notebook = nbformat.read(_NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), "ids are names, not random"
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None

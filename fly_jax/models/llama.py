@@ -61,6 +61,9 @@ LAYER_PARAMETERS = (
     "attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down",
 )  # fmt: skip
 
+# What a pass adds to the cache, before it is written: [batch, time, kv_heads, head].
+_NEW_AXES = ("rows", None, "kv_heads", "head")
+
 Attend = Callable[..., Float[Array, "batch time kv_heads group head"]]
 Matmul = Callable[[str, Array, Array], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
@@ -107,8 +110,12 @@ class Llama(nnx.Module):
         The returned cache keeps the old lengths: how many of the fed tokens become valid is the
         caller's decision (`KVCache.with_length`).
         """
+        # Said for every input: otherwise the compiler carries the rows of another model's cache
+        # over to this one, and gathers whole caches to undo it.
+        tokens = self._constrain(tokens, ("rows", None))
+        start = self._constrain(cache.length, ("rows",))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = cache.length[:, None] + steps
+        positions = start[:, None] + steps
         visible = jnp.arange(cache.capacity, dtype=jnp.int32) <= positions[:, :, None]
         turn = rotation(self.config, positions)
 
@@ -119,11 +126,14 @@ class Llama(nnx.Module):
 
             def attend(query: Array, key: Array, value: Array) -> Array:
                 nonlocal keys, values
-                keys = write(keys, index, key, cache.length)
-                values = write(values, index, value, cache.length)
+                key, value = (self._constrain(new, _NEW_AXES) for new in (key, value))
+                keys = self._constrain(write(keys, index, key, start), CACHE_AXES)
+                values = self._constrain(write(values, index, value, start), CACHE_AXES)
                 layer_keys = jax.lax.dynamic_index_in_dim(keys, index, keepdims=False)
                 layer_values = jax.lax.dynamic_index_in_dim(values, index, keepdims=False)
-                return _attention(query, layer_keys, layer_values, visible, _matmul)
+                mixed = _attention(query, layer_keys, layer_values, visible, _matmul)
+                # Back from the cache's rows, so that activations travel and not the next matrix.
+                return self._constrain(mixed, ("rows", None, "kv_heads", None, "head"))
 
             x = self._constrain(_layer(self.config, x, weights, turn, attend, _matmul))
             return x, keys, values
@@ -131,7 +141,6 @@ class Llama(nnx.Module):
         x = self._constrain(self.embedding[...][tokens])
         x, keys, values = self._run_layers(layer, (x, cache.keys, cache.values))
         x = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
-        keys, values = (self._constrain(entries, CACHE_AXES) for entries in (keys, values))
         return x, KVCache(keys, values, cache.length)
 
     def hidden_uncached(

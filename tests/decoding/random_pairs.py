@@ -1,0 +1,126 @@
+"""Tiny random pairs of every agreement, and decoding without a cache or a round as the oracle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
+
+# About one token in ten ends a text.
+EOS = (7, 19, 30, 41)
+CONFIG = LlamaConfig(
+    vocab_size=48,
+    embed_size=32,
+    ffw_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    max_context=96,
+    eos_token_ids=EOS,
+)
+# Every program of these tests has this many cache positions, so that few are compiled.
+CAPACITY = 128
+# Noise of the draft's weights, relative to their own: agreement falls from all to chance.
+NOISES = (0.0, 0.05, 0.2, 10.0)
+MOST_TOKENS = 24
+_UNCACHED, _ROWS = 64, 8
+
+
+@functools.cache
+def random_target(seed: int, config: LlamaConfig = CONFIG, sharpness: float = 4.0) -> Llama:
+    """A random target; `sharpness` scales its logits."""
+    parameters = Llama.random(config, jax.random.key(seed)).parameters()
+    return Llama(config, {**parameters, "unembedding": sharpness * parameters["unembedding"]})
+
+
+@functools.cache
+def random_draft(
+    seed: int, noise: float, config: LlamaConfig = CONFIG, sharpness: float = 4.0
+) -> Llama:
+    """The target of the same seed with noise on its weights; 0 is the target itself."""
+    parameters = random_target(seed, config, sharpness).parameters()
+    for index, (name, value) in enumerate(parameters.items()):
+        if not name.endswith("norm"):
+            key = jax.random.fold_in(jax.random.key(1000 + seed), index)
+            disturbance = noise * jnp.std(value) * jax.random.normal(key, value.shape)
+            # Norms of about the same size keep the logits of a bad draft as sharp as the target's.
+            parameters[name] = (value + disturbance) / (1 + noise**2) ** 0.5
+    return Llama(config, parameters)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    config: LlamaConfig, parameters: dict[str, Array], tokens: Int[Array, "rows time"]
+) -> Float[Array, "rows time vocab"]:
+    model = Llama(config, parameters)
+    time = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), tokens.shape)
+    visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), (tokens.shape[0], time, time))
+    return model.logits(model.hidden_uncached(tokens, positions, visible))
+
+
+def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:
+    """Logits [time, vocab] after each token of one text, from one pass without a cache."""
+    padded = np.zeros((1, _UNCACHED), np.int32)
+    padded[0, : len(text)] = text
+    return np.asarray(_logits(model.config, model.parameters(), padded))[0, : len(text)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _greedy(
+    config: LlamaConfig,
+    parameters: dict[str, Array],
+    tokens: Int[Array, "rows time"],
+    length: Int[Array, " rows"],
+) -> Int[Array, "rows time"]:
+    rows = jnp.arange(tokens.shape[0])
+
+    def step(index: Array, tokens: Array) -> Array:
+        logits = _logits(config, parameters, tokens)
+        end = length + index
+        return tokens.at[rows, end].set(jnp.argmax(logits[rows, end - 1], axis=-1))
+
+    return jax.lax.fori_loop(0, MOST_TOKENS, step, tokens)
+
+
+def greedy(
+    model: Llama, texts: Sequence[Sequence[int]], count: int = MOST_TOKENS
+) -> list[list[int]]:
+    """The next tokens of every text, each from a pass over everything before it."""
+    assert count <= MOST_TOKENS
+    found = []
+    for first in range(0, len(texts), _ROWS):
+        some = texts[first : first + _ROWS]
+        padded = np.zeros((_ROWS, _UNCACHED), np.int32)
+        length = np.ones(_ROWS, np.int32)
+        for row, text in enumerate(some):
+            padded[row, : len(text)] = text
+            length[row] = len(text)
+        tokens = np.asarray(_greedy(model.config, model.parameters(), padded, length))
+        found += [
+            tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
+        ]
+    return found
+
+
+def until_end(tokens: Sequence[int], eos: Sequence[int] = EOS) -> list[int]:
+    """The tokens up to the first end of text, that one included."""
+    for index, token in enumerate(tokens):
+        if token in eos:
+            return list(tokens[: index + 1])
+    return list(tokens)
+
+
+def autoregressive(
+    model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """What greedy decoding of every prompt gives, its end of text included."""
+    return [until_end(tokens) for tokens in greedy(model, prompts, max_new_tokens)]

@@ -1,0 +1,221 @@
+"""The fused loop against the steps it is made of, an oracle of Fly, and its own account."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jaxtyping import Array
+from random_pairs import (
+    CAPACITY,
+    CONFIG,
+    EOS,
+    NOISES,
+    greedy,
+    logits_after,
+    random_draft,
+    random_target,
+    until_end,
+)
+
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.drafting import draft_step
+from fly_jax.decoding.evidence import evidence
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec, verify_step
+from fly_jax.decoding.rules import Acceptance, Exact, Fly, Rule, Sampled, accept
+from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.llama import Llama
+
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
+MAX_NEW_TOKENS = 24
+DRAFTED = 5
+FLY = Fly(entropy_threshold=0.4, window_size=2)
+PROTECTED = np.isin(np.arange(CONFIG.vocab_size), EOS)
+
+draft_alone = jax.jit(draft_step, static_argnames=("num_speculative_tokens", "sampling", "lookup"))
+verify_alone = jax.jit(verify_step)
+evidence_alone = jax.jit(evidence, static_argnames=("entropy", "sampling"))
+accept_alone = jax.jit(accept, static_argnames="rule")
+
+
+@jax.jit
+def prefilled(model: Llama, text: Array) -> KVCache:
+    return model.hidden(text, empty_cache(model.config, *text.shape, jnp.float32))[1]
+
+
+def fused(
+    rule: Rule, *, pair: int, noise: float, lookup: Lookup | None = None, seed: int = 0
+) -> list[Generation]:
+    decoder = Decoder(
+        random_target(pair),
+        random_draft(pair, noise),
+        RoundSpec(rule, DRAFTED, lookup, EOS),
+        capacity=CAPACITY,
+        batch_size=len(PROMPTS),
+    )
+    return decoder.generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
+
+
+def foreign_engine(
+    rule: Rule, *, pair: int, noise: float, lookup: Lookup | None = None, seed: int = 0
+) -> list[tuple[list[int], str]]:
+    """Somebody else's loop: her own text and caches, and the steps called one by one."""
+    target, draft = random_target(pair), random_draft(pair, noise)
+    text = np.zeros((len(PROMPTS), CAPACITY), np.int32)
+    length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        text[row, : len(prompt)] = prompt
+    target_cache, draft_cache = prefilled(target, text), prefilled(draft, text)
+    key = jax.random.key(seed)
+    emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
+    live = set(range(len(PROMPTS)))
+    while live:
+        draft_key = verify_key = key
+        if rule.sampling is not None:
+            key, draft_key, verify_key = jax.random.split(key, 3)
+        proposal, draft_cache = draft_alone(
+            draft, draft_cache, text, length, num_speculative_tokens=DRAFTED,
+            sampling=rule.sampling, lookup=lookup, key=draft_key,
+        )  # fmt: skip
+        logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
+        seen = evidence_alone(
+            logits, proposal.tokens, entropy=rule.entropy_measure, sampling=rule.sampling,
+            draft_logits=proposal.logits, key=verify_key,
+        )  # fmt: skip
+        kept: Acceptance = accept_alone(rule, seen, proposal.tokens, protected=PROTECTED)
+        for row in sorted(live):
+            count = int(kept.num_accepted[row])
+            new = [*np.asarray(proposal.tokens[row, :count]).tolist(), int(kept.next_token[row])]
+            tokens, letters = emitted[row]
+            letters += "".join("mr"[int(why)] for why in np.asarray(kept.why[row, :count]))
+            letters += "cb"[int(count == DRAFTED)]
+            tokens = until_end([*tokens, *new])[:MAX_NEW_TOKENS]
+            emitted[row] = (tokens, letters[: len(tokens)])
+            text[row, length[row] : length[row] + len(new)] = new
+            if tokens[-1] in EOS or len(tokens) == MAX_NEW_TOKENS:
+                live.discard(row)
+            else:
+                length[row] += len(new)
+    return emitted
+
+
+def letters(row: Generation) -> str:
+    return "".join(why.letter for why in row.why)
+
+
+@pytest.mark.parametrize(
+    ("rule", "lookup"), [(Exact(), None), (FLY, Lookup()), (Sampled(0.7, top_p=0.9), None)]
+)
+def test_steps_alone_give_the_same_tokens(rule: Rule, lookup: Lookup | None) -> None:
+    seen = set()
+    for pair, noise in ((0, 0.2), (2, 0.5)):
+        rows = fused(rule, pair=pair, noise=noise, lookup=lookup, seed=pair)
+        expected = foreign_engine(rule, pair=pair, noise=noise, lookup=lookup, seed=pair)
+        assert [(row.token_ids, letters(row)) for row in rows] == expected
+        seen |= set("".join(letters(row) for row in rows))
+    assert seen == set("mrcb" if isinstance(rule, Fly) else "mcb")
+
+
+def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tuple[list[int], str]:
+    """Whole passes without a cache, and the plain loops of the rule's oracle."""
+    target, draft = random_target(pair), random_draft(pair, noise)
+    assert FLY.entropy == "top_k"
+    tokens: list[int] = []
+    why = ""
+    while len(tokens) < MAX_NEW_TOKENS and not (tokens and tokens[-1] in EOS):
+        (drafted,) = greedy(draft, [[*prompt, *tokens]], DRAFTED)
+        logits = logits_after(target, [*prompt, *tokens, *drafted])[-DRAFTED - 1 :]
+        seen = [
+            oracle.greedy_evidence(logits[at], drafted[at], FLY.entropy, FLY.entropy_top_k)
+            for at in range(DRAFTED)
+        ]
+        decided = oracle.fly_row(
+            [position.accepted for position in seen],
+            [position.entropy for position in seen],
+            [
+                token in EOS or position.argmax in EOS
+                for token, position in zip(drafted, seen, strict=True)
+            ],
+            DRAFTED,
+            threshold=FLY.entropy_threshold,
+            window_size=FLY.window_size,
+            reference=False,
+        )
+        kept = decided.num_accepted
+        tokens += [*drafted[:kept], int(np.argmax(logits[kept]))]
+        why += "".join({"MATCHED": "m", "RESCUED": "r"}[name] for name in decided.why[:kept])
+        why += {"CORRECTED": "c", "BONUS": "b"}[decided.next_why]
+        tokens = until_end(tokens)
+    tokens = tokens[:MAX_NEW_TOKENS]
+    return tokens, why[: len(tokens)]
+
+
+@pytest.mark.parametrize("lookup", [None, Lookup()])
+def test_fly_decodes_as_its_oracle(lookup: Lookup | None) -> None:
+    rescued = 0
+    for pair, noise in ((0, 0.2), (3, 0.3)):
+        rows = fused(FLY, pair=pair, noise=noise, lookup=lookup)
+        for row, prompt in zip(rows, PROMPTS, strict=True):
+            assert (row.token_ids, letters(row)) == fly_by_the_oracle(
+                prompt, pair=pair, noise=noise
+            )
+        rescued += sum(row.num_rescued_tokens for row in rows)
+    assert rescued > 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "lookup"), [(Exact(), None), (FLY, Lookup()), (Sampled(0.7, top_p=0.9), None)]
+)
+@pytest.mark.parametrize("noise", NOISES)
+def test_the_account_adds_up(rule: Rule, lookup: Lookup | None, noise: float) -> None:
+    for row in fused(rule, pair=1, noise=noise, lookup=lookup):
+        why = letters(row)
+        assert len(why) == len(row.token_ids)
+        assert row.num_draft_tokens == DRAFTED * row.num_rounds
+        assert row.num_accepted_tokens == why.count("m") + why.count("r")
+        assert row.num_rescued_tokens == why.count("r")
+        # Every round but a last one that was cut short ends in a token of the target's own.
+        own = why.count("c") + why.count("b")
+        assert own == row.num_rounds - (why[-1] in "mr")
+        assert row.mean_accepted_tokens == len(row.token_ids) / row.num_rounds
+        assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
+        assert row.seconds > 0
+        if noise == 0 and isinstance(rule, Exact):
+            assert set(why) == {"m", "b"} or set(why) == {"m"}
+
+
+def test_the_running_account_is_that_of_what_has_settled() -> None:
+    decoder = Decoder(
+        random_target(1),
+        random_draft(1, 0.2),
+        RoundSpec(FLY, DRAFTED, Lookup(), EOS),
+        capacity=CAPACITY,
+        batch_size=len(PROMPTS),
+    )
+    rounds = [0] * len(PROMPTS)
+    text: list[list[int]] = [[] for _ in PROMPTS]
+    for settled, account in decoder.stream(PROMPTS, MAX_NEW_TOKENS):
+        rounds[settled.row] += 1
+        text[settled.row] += settled.token_ids
+        assert account.num_rounds == rounds[settled.row]
+        assert account.token_ids == text[settled.row]
+        assert list(account.prompt_token_ids) == PROMPTS[settled.row]
+        assert tuple(account.why[-len(settled.why) :]) == settled.why
+    assert [row.token_ids for row in decoder.generate(PROMPTS, MAX_NEW_TOKENS)] == text
+
+
+def test_a_round_needs_no_more_room_than_it_says() -> None:
+    """The last position of the text and of the cache may be the last that a round writes."""
+    spec = RoundSpec(Exact(), 12, Lookup(num_tokens=3))
+    prompts = [[1] * 16, [6, 3], [7, 3]]
+    decoder = Decoder(
+        random_target(2), random_draft(2, 0.2), spec, capacity=16 + MAX_NEW_TOKENS + spec.room,
+        batch_size=3,
+    )  # fmt: skip
+    rows = decoder.generate(prompts, MAX_NEW_TOKENS)
+    assert [row.token_ids for row in rows] == greedy(random_target(2), prompts)

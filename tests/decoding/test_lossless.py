@@ -1,0 +1,149 @@
+"""`Exact` is autoregressive decoding: for any draft, batch, K, lookup and dispatch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_pairs import (
+    CAPACITY,
+    CONFIG,
+    EOS,
+    MOST_TOKENS,
+    NOISES,
+    autoregressive,
+    random_draft,
+    random_target,
+)
+
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact, Why
+from fly_jax.errors import FlyJaxError
+
+# Specification and rows; what else changes from case to case is not static.
+PROGRAMS = {
+    "autoregressive": (RoundSpec(Exact(), 0, eos_token_ids=EOS), 3),
+    "one token": (RoundSpec(Exact(), 1, eos_token_ids=EOS), 1),
+    "four tokens": (RoundSpec(Exact(), 4, eos_token_ids=EOS), 3),
+    "lookup, three rounds": (RoundSpec(Exact(), 5, Lookup(), EOS, rounds_per_dispatch=3), 3),
+    "lookup, earliest": (RoundSpec(Exact(), 9, Lookup(match="earliest", num_tokens=3), EOS), 2),
+}
+
+# A small alphabet repeats itself, so that the lookup finds something.
+tokens = st.integers(0, CONFIG.vocab_size - 1) | st.integers(0, 2)
+prompts_lists = st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, max_size=5)
+
+
+def decode(
+    program: str, prompts: list[list[int]], max_new_tokens: int, *, pair: int = 0, noise: float
+) -> list[Generation]:
+    spec, rows = PROGRAMS[program]
+    decoder = Decoder(
+        random_target(pair), random_draft(pair, noise), spec, capacity=CAPACITY, batch_size=rows
+    )
+    return decoder.generate(prompts, max_new_tokens)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    pair=st.integers(0, 3),
+    noise=st.sampled_from(NOISES),
+    prompts=prompts_lists,
+    max_new_tokens=st.integers(1, MOST_TOKENS),
+)
+def test_equals_one_token_at_a_time(
+    program: str, pair: int, noise: float, prompts: list[list[int]], max_new_tokens: int
+) -> None:
+    expected = autoregressive(random_target(pair), prompts, max_new_tokens)
+    generations = decode(program, prompts, max_new_tokens, pair=pair, noise=noise)
+    assert [row.token_ids for row in generations] == expected
+    for row, prompt in zip(generations, prompts, strict=True):
+        assert list(row.prompt_token_ids) == prompt
+        assert row.finish_reason == ("stop" if row.token_ids[-1] in EOS else "length")
+        assert not any(token in EOS for token in row.token_ids[:-1])
+
+
+@pytest.mark.parametrize("program", ["four tokens", "lookup, three rounds"])
+def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
+    """The cases above mean something: drafts from perfect to useless, and text that differs."""
+    prompts = [[token] for token in range(24)]
+    mean = []
+    for noise in NOISES:
+        rows = decode(program, prompts, MOST_TOKENS, noise=noise)
+        mean.append(sum(len(row.token_ids) for row in rows) / sum(row.num_rounds for row in rows))
+        assert len({tuple(row.token_ids) for row in rows}) > 12
+    assert mean == sorted(mean, reverse=True)
+    assert mean[0] > 3
+    assert mean[-1] < 1.3
+    assert {row.finish_reason for row in rows} == {"stop", "length"}
+
+
+def test_end_of_text_inside_a_block_ends_the_row() -> None:
+    prompts = [[token, 3, token] for token in range(24)]
+    spec, _ = PROGRAMS["four tokens"]
+    decoder = Decoder(random_target(1), random_draft(1, 0.0), spec, capacity=CAPACITY, batch_size=3)
+    inside = 0
+    for first in range(0, len(prompts), 3):
+        done = set()
+        for settled, account in decoder.stream(prompts[first : first + 3], MOST_TOKENS):
+            assert settled.row not in done, "a row goes on after its end"
+            assert tuple(account.token_ids[-len(settled.token_ids) :]) == settled.token_ids
+            if settled.finish_reason is None:
+                continue
+            done.add(settled.row)
+            assert settled.finish_reason == account.finish_reason
+            if settled.finish_reason == "stop":
+                assert settled.token_ids[-1] in EOS
+                inside += settled.why[-1] == Why.MATCHED
+            else:
+                assert len(account.token_ids) == MOST_TOKENS
+        assert done == {0, 1, 2}
+    assert inside > 0
+
+
+def test_a_limit_that_cuts_a_block_is_kept() -> None:
+    prompts = [[5], [9, 9], [1, 2, 3]]
+    spec = RoundSpec(Exact(), 4)  # no token ends a text
+    decoder = Decoder(random_target(2), random_draft(2, 0.0), spec, capacity=CAPACITY, batch_size=3)
+    whole = decoder.generate(prompts, 16)
+    assert [row.num_rounds for row in whole] == [4, 4, 4]  # 5 tokens a round, the last one cut
+    for limit in (1, 5, 7):
+        rows = decoder.generate(prompts, limit)
+        assert [row.token_ids for row in rows] == [row.token_ids[:limit] for row in whole]
+        assert {row.finish_reason for row in rows} == {"length"}
+
+
+def test_a_row_ends_where_the_context_does() -> None:
+    context = CONFIG.max_context
+    decoder = Decoder(
+        random_target(2),
+        random_draft(2, 0.0),
+        RoundSpec(Exact(), 4),
+        capacity=CAPACITY,
+        batch_size=3,
+    )
+    prompt = list(range(40)) * 3
+    (row,) = decoder.generate([prompt[: context - 3]], 10)
+    assert len(row.token_ids) == 3
+    assert row.finish_reason == "length"
+    with pytest.raises(FlyJaxError, match="context"):
+        decoder.generate([prompt[:context]], 10)
+
+
+def test_bad_requests_are_refused() -> None:
+    spec, rows = PROGRAMS["four tokens"]
+    target, draft = random_target(0), random_draft(0, 0.0)
+    decoder = Decoder(target, draft, spec, capacity=CAPACITY, batch_size=rows)
+    with pytest.raises(FlyJaxError, match="empty"):
+        decoder.generate([[1], []], 4)
+    with pytest.raises(FlyJaxError, match="max_new_tokens"):
+        decoder.generate([[1]], 0)
+    with pytest.raises(FlyJaxError, match="4 prompts"):
+        list(decoder.stream([[1]] * 4, 4))
+    with pytest.raises(FlyJaxError, match="capacity"):
+        Decoder(target, draft, spec, capacity=16, batch_size=rows).generate([[1]], 40)
+    with pytest.raises(FlyJaxError, match="without a draft"):
+        Decoder(target, None, spec, capacity=CAPACITY)

@@ -1,0 +1,130 @@
+"""On simulated devices: the same tokens as on one, no recompilation, no vocabulary on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+
+import jax
+import numpy as np
+import pytest
+from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
+
+from fly_jax.decoding import decoder as host_loop
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+# A size of the vocabulary that no other dimension has, nor a multiple of one.
+LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
+ROWS = 4
+SPECS = {
+    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
+    "exact": RoundSpec(Exact(), 3, None, EOS),
+    "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
+}
+BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
+MAX_NEW_TOKENS = 12
+# Every rule and every mesh, but not every pair of them: programs for eight devices compile slowly.
+CASES = [
+    ("8x1", "fly"),
+    ("2x4", "autoregressive"),
+    ("2x4", "fly"),
+    ("2x2x2", "exact"),
+    ("2x2x2", "fly"),
+]
+
+
+def placed(model: Llama, layout: Layout) -> Llama:
+    specs = parameter_specs(model.config)
+    return Llama(
+        model.config,
+        {
+            name: jax.device_put(value, layout.sharding(specs[name].axes, specs[name].shape))
+            for name, value in model.parameters().items()
+        },
+        layout,
+    )
+
+
+def pair(config: LlamaConfig = LARGE) -> tuple[Llama, Llama]:
+    return random_target(2, config), random_draft(2, 0.3, config)
+
+
+def decoder_on(mesh: str | None, name: str) -> Decoder:
+    target, draft = pair()
+    if mesh is not None:
+        devices = create_mesh(parse_mesh(mesh))
+        target = placed(target, Layout(devices, RULES["tensor"]))
+        draft = placed(draft, Layout(devices, RULES["replicated"]))
+    return Decoder(target, draft, SPECS[name], capacity=CAPACITY, batch_size=ROWS)
+
+
+@functools.cache
+def on_one_device(name: str) -> list[list[int]]:
+    decoder = decoder_on(None, name)
+    return [row.token_ids for batch in BATCHES for row in decoder.generate(batch, MAX_NEW_TOKENS)]
+
+
+@pytest.mark.parametrize(("mesh", "name"), CASES)
+def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
+    mesh: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = on_one_device(name)
+    decoder = decoder_on(mesh, name)
+    found = []
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for batch in BATCHES:
+            compiled = _compiled(caplog)
+            found += [row.token_ids for row in decoder.generate(batch, MAX_NEW_TOKENS)]
+    assert any("_run" in message for message in compiled), "compilations go uncounted"
+    assert _compiled(caplog) == []
+    assert found == expected
+
+
+def _compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return [message for message in messages if message.startswith("Finished XLA compilation")]
+
+
+COLLECTIVE = re.compile(
+    r"= (?P<result>.*?) (?P<name>all-gather|all-reduce|all-to-all|reduce-scatter"
+    r"|collective-permute|collective-broadcast)(-start)?\("
+)
+
+
+def collectives(hlo: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Kind and shape of everything that a compiled program sends between devices."""
+    return [
+        (found["name"], tuple(int(size) for size in dims.split(",") if size))
+        for found in COLLECTIVE.finditer(hlo)
+        for dims in re.findall(r"\w+\[([0-9,]*)\]", found["result"])
+    ]
+
+
+def test_collectives_carry_activations_and_evidence_only() -> None:
+    """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
+    decoder = decoder_on("2x4", "fly")
+    state = decoder._admit(BATCHES[0], MAX_NEW_TOKENS, 0)
+    models = decoder._models
+    hlo = (
+        host_loop._run.lower(
+            decoder.spec, models._shapes, models._parameters, state, decoder._protected
+        )
+        .compile()
+        .as_text()
+    )
+    sent = collectives(hlo)
+    assert any(name == "all-reduce" for name, _ in sent), "the program has no collectives"
+    block = SPECS["fly"].num_speculative_tokens + 1
+    for name, shape in sent:
+        assert LARGE.vocab_size not in shape, (name, shape)
+        assert CAPACITY not in shape, (name, shape)
+        assert np.prod(shape, dtype=int) <= ROWS * block * LARGE.embed_size, (name, shape)

@@ -1,0 +1,102 @@
+"""Sampling through the whole decoder: what is emitted is distributed as the target says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+from random_pairs import CAPACITY, CONFIG, logits_after, random_draft, random_target
+
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Fly, Rule, Sampled
+from fly_jax.decoding.sampling import Sampling
+
+# A small vocabulary, so that every token is drawn often enough to be counted.
+SMALL = dataclasses.replace(CONFIG, vocab_size=8, eos_token_ids=())
+SHARPNESS = 1.5
+PROMPT = [3, 1, 4, 1]
+ROWS = 16
+DRAWS = 768
+SAMPLING = Sampling(0.9, top_k=6)
+
+
+def decode(
+    rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0
+) -> list[Generation]:
+    decoder = Decoder(
+        random_target(5, SMALL, SHARPNESS),
+        random_draft(5, noise, SMALL, SHARPNESS),
+        RoundSpec(rule, 3, lookup),
+        capacity=CAPACITY,
+        batch_size=ROWS,
+    )
+    return decoder.generate([PROMPT] * draws, count, seed=seed)
+
+
+def probabilities(text: list[int]) -> np.ndarray:
+    """The distribution of the token that follows a text, by the oracle."""
+    logits = logits_after(random_target(5, SMALL, SHARPNESS), text)[-1]
+    return oracle.processed_probs(logits, SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p)
+
+
+def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
+    """The p-value of a chi-square test; tokens that are expected too seldom share a bin."""
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert not np.any(counts[probs == 0])
+    expected = probs * len(tokens)
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 5:
+        observed, expected = observed[expected > 0], expected[expected > 0]
+    return float(scipy.stats.chisquare(observed, expected).pvalue)
+
+
+@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
+def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
+    rule = Sampled(SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p)
+    rows = decode(rule, lookup, noise=1.0, draws=DRAWS, count=3)
+    accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
+    assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"
+    assert goodness_of_fit([row.token_ids[0] for row in rows], probabilities(PROMPT)) > 1e-3
+    # Given what came before, the second and the third one too.
+    for depth in (1, 2):
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row in rows:
+            groups.setdefault(tuple(row.token_ids[:depth]), []).append(row.token_ids[depth])
+        largest = sorted(groups, key=lambda group: len(groups[group]), reverse=True)[:3]
+        assert len(groups[largest[-1]]) > 25
+        for before in largest:
+            probs = probabilities([*PROMPT, *before])
+            assert goodness_of_fit(groups[before], probs) > 1e-4, before
+
+
+def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
+    tokens = np.random.default_rng(0).choice(SMALL.vocab_size, DRAWS, p=probabilities([2, 2]))
+    assert goodness_of_fit(tokens[tokens < 8].tolist(), probabilities([2, 2])) > 1e-3
+    draft = logits_after(random_draft(5, 1.0, SMALL, SHARPNESS), PROMPT)[-1]
+    drawn = np.random.default_rng(0).choice(
+        SMALL.vocab_size, DRAWS, p=oracle.processed_probs(draft, 0.9, 6, 1.0)
+    )
+    target = np.where(probabilities(PROMPT) == 0, 1e-9, probabilities(PROMPT))
+    assert goodness_of_fit(drawn.tolist(), target / target.sum()) < 1e-6
+
+
+@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
+def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
+    rule = Fly(entropy_threshold=0.3, window_size=1, sampling=SAMPLING)
+    rows = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=3)
+    assert sum(row.num_rescued_tokens for row in rows) > 0
+    for row in rows:
+        for index, token in enumerate(row.token_ids):
+            assert probabilities([*PROMPT, *row.token_ids[:index]])[token] > 0
+    again = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=3)
+    assert [row.token_ids for row in again] == [row.token_ids for row in rows]
+    other = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=4)
+    assert [row.token_ids for row in other] != [row.token_ids for row in rows]
+    assert len({tuple(row.token_ids) for row in rows}) > ROWS // 2, "rows share their noise"

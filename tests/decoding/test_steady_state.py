@@ -1,0 +1,134 @@
+"""After warm-up nothing compiles, nothing is copied unasked, and the state is reused in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_pairs import CAPACITY, EOS, random_draft, random_target
+
+from fly_jax.decoding import decoder as host_loop
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact, Fly, Sampled
+
+SPECS = {
+    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
+    "exact": RoundSpec(Exact(), 4, None, EOS),
+    "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
+    "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
+}
+# No other test decodes with so many positions, so the first batch here does compile.
+UNSHARED = CAPACITY + 64
+BATCHES = [
+    ([[1, 2, 3], [4]], 12, 0),
+    ([[9] * 16, [8, 7] * 3], 20, 1),
+    ([[5, 4, 3, 2]], 3, 2),
+]
+
+
+@pytest.fixture
+def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Messages about what has been compiled since the last call."""
+
+    def since() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [message for message in messages if message.startswith("Finished XLA compilation")]
+
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        yield since
+
+
+def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
+    return Decoder(random_target(1), random_draft(1, 0.2), spec, capacity=capacity, batch_size=2)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_later_batches_compile_nothing(name: str, compilations: Callable[[], list[str]]) -> None:
+    decoder = decoder_for(SPECS[name], UNSHARED)
+    for index, (prompts, max_new_tokens, seed) in enumerate(BATCHES):
+        rows = decoder.generate(prompts, max_new_tokens, seed=seed)
+        assert all(row.token_ids for row in rows)
+        compiled = compilations()
+        if index == 0:
+            assert any("_run" in message for message in compiled), "compilations go uncounted"
+        else:
+            assert compiled == []
+
+
+def test_another_pair_of_the_same_shape_compiles_nothing(
+    compilations: Callable[[], list[str]],
+) -> None:
+    prompts, max_new_tokens, seed = BATCHES[0]
+    decoder_for(SPECS["exact"]).generate(prompts, max_new_tokens, seed=seed)
+    other = Decoder(
+        random_target(2), random_draft(2, 0.2), SPECS["exact"], capacity=CAPACITY, batch_size=2
+    )
+    compilations()
+    other.generate(prompts, max_new_tokens, seed=seed)
+    assert compilations() == []
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rounds_copy_nothing_unasked(name: str) -> None:
+    decoder = decoder_for(SPECS[name], UNSHARED)
+    prompts, max_new_tokens, seed = BATCHES[0]
+    expected = decoder.generate(prompts, max_new_tokens, seed=seed)  # compiles
+    stream = decoder.stream(prompts, max_new_tokens, seed=seed)
+    accounts = dict([_row(next(stream))])  # admits the prompts
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(Exception, match="isallowed host-to-device"):
+            jax.jit(jnp.negative)(np.ones(3))  # the guard is up
+        accounts |= dict(_row(item) for item in stream)
+    assert [accounts[row] for row in range(len(prompts))] == [row.token_ids for row in expected]
+
+
+def _row(item: tuple[host_loop.Settled, host_loop.Generation]) -> tuple[int, list[int]]:
+    return item[0].row, item[1].token_ids
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are large: a round that copied them would need twice their memory."""
+    states = []
+    run = host_loop._run
+
+    def spy(*arguments: object) -> object:
+        states.append(arguments[3])
+        return run(*arguments)
+
+    monkeypatch.setattr(host_loop, "_run", spy)
+    (prompts, max_new_tokens, seed), *_ = BATCHES
+    decoder_for(SPECS[name], UNSHARED).generate(prompts, max_new_tokens, seed=seed)
+    assert len(states) > 2
+    for state in states:
+        caches = [state.target] + ([state.draft] if state.draft else [])
+        assert state.tokens.is_deleted()
+        assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
+
+
+def test_a_dispatch_in_which_all_have_finished_does_nothing() -> None:
+    """The host is one dispatch behind; what it dispatched too much must not cost a round."""
+    decoder = decoder_for(SPECS["exact"])
+    prompts, max_new_tokens, seed = BATCHES[0]
+    models = decoder._models
+    state = decoder._admit(prompts, max_new_tokens, seed)
+    count = 1
+    while count:
+        state, output = models.run(decoder.spec, state, decoder._protected)
+        count = int(output.count.sum())
+    before = jax.device_get(state)
+    state, output = models.run(decoder.spec, state, decoder._protected)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
+    jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
+
+
+def _numbers(state: object) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(state)
+    return [leaf for leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]

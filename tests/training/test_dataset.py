@@ -75,7 +75,8 @@ def test_weights_of_a_problem(tokenizer_path: Path) -> None:
             solution = text.index("Solution") + 2
             answer = text.index("Answer") + 2
             assert set(weights[:solution].tolist()) == {np.float32(0.3)}
-            assert weights[-1] == 1.0 and text[-1] == "</s>"
+            assert weights[-1] == 1.0
+            assert text[-1] == "</s>"
             assert all(piece.isdigit() for piece in text[answer + 1 : -1])
             assert (weights[answer + 1 : -1] == 3.0).all()
             for piece, weight in zip(text[solution:answer], weights[solution:answer], strict=True):
@@ -99,7 +100,8 @@ def test_no_problem_is_cut(tokenizer_path: Path) -> None:
         assert worded[0]
         for is_problem, text, document in zip(worded, texts, documents, strict=True):
             if is_problem:
-                assert document[-1] == END and extract_answer(text) is not None
+                assert document[-1] == END
+                assert extract_answer(text) is not None
 
 
 def test_library_splits_share_no_document() -> None:

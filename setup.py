@@ -34,7 +34,7 @@ setup(
         "ml-dtypes>=0.5",
         "numpy>=2.0",
         "optax>=0.2.6",
-        "orbax-checkpoint>=0.11.30",
+        "orbax-checkpoint>=0.11.30,<0.13",
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "tokenizers>=0.22.1",
@@ -49,7 +49,7 @@ setup(
         "test": [
             *_NOTEBOOK,
             "hypothesis>=6.100",
-            "mypy>=2.4",
+            "mypy==2.*",
             "pip>=23.1",
             "pytest>=8.2",
             "ruff==0.17.*",  # its formatting changes from minor to minor version

@@ -31,8 +31,8 @@ class DecodeConfig:
     Attributes:
       rule: which draft tokens are kept; "autoregressive" drafts none.
       num_speculative_tokens: K, the draft tokens of a round.
-      lossless_speculative_tokens: K of the lossless rule in `side_by_side`, whose best one is
-        smaller than FLy's; None for the same.
+      lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
+        FLy's; None for the same.
       entropy_threshold: see `Fly`.
       window_size: see `Fly`.
       window: see `Fly`.
@@ -111,7 +111,11 @@ class DecodeConfig:
     @property
     def num_drafted(self) -> int:
         """K as the round takes it: 0 without speculation."""
-        return 0 if self.rule == "autoregressive" else self.num_speculative_tokens
+        if self.rule == "autoregressive":
+            return 0
+        if self.rule in ("exact", "sampled") and self.lossless_speculative_tokens is not None:
+            return self.lossless_speculative_tokens
+        return self.num_speculative_tokens
 
     def to_rule(self) -> Rule:
         """The acceptance rule.
@@ -158,15 +162,9 @@ class DecodeConfig:
     def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
         """One token at a time, the lossless rule, and FLy, with these values."""
         lossless: RuleName = "sampled" if self._temperature > 0 else "exact"
-        own_k = self.lossless_speculative_tokens or self.num_speculative_tokens
         return (
             dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
-            dataclasses.replace(
-                self,
-                rule=lossless,
-                temperature=self._temperature,
-                num_speculative_tokens=own_k,
-            ),
+            dataclasses.replace(self, rule=lossless, temperature=self._temperature),
             dataclasses.replace(self, rule="fly", temperature=self._temperature),
         )
 
@@ -189,7 +187,7 @@ def load_config(path: Path) -> DecodeConfig:
         raise FlyJaxError(
             f"The config {path} cannot be read ({error.strerror}); correct the path."
         ) from error
-    except ValueError as error:  # of both parsers, and of text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # of both parsers, and of text that is not UTF-8
         reason = " ".join(str(error).split()).rstrip(".")
         raise FlyJaxError(
             f"The config {path} is not valid {path.suffix[1:].upper()} ({reason}); correct it."

@@ -198,12 +198,12 @@ class Decoder:
             raise FlyJaxError(
                 f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
             )
-        context = self._models.max_context
+        context = self._models.config.max_context
         lengths = np.ones(self.batch_size, np.int32)
         limits = np.ones(self.batch_size, np.int32)
         text = np.zeros((self.batch_size, self.capacity), np.int32)
         for row, prompt in enumerate(prompts):
-            check_prompt(prompt, context, name=f"Prompt {row + 1}")
+            check_prompt(prompt, self._models.config, name=f"Prompt {row + 1}")
             lengths[row] = len(prompt)
             limits[row] = min(len(prompt) + max_new_tokens, context)
             text[row, : len(prompt)] = prompt
@@ -242,14 +242,25 @@ class Decoder:
                 yield Settled(row, tokens, why, reason)
 
 
-def check_prompt(prompt: Sequence[int], max_context: int, *, name: str = "The prompt") -> None:
-    """Raises FlyJaxError where a prompt is empty or leaves no room in the context."""
+def check_prompt(prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt") -> None:
+    """Raises FlyJaxError where the model cannot continue a prompt.
+
+    It is empty, leaves no room in the context, or has ids beyond the vocabulary (which an array
+    lookup would silently take for other tokens).
+    """
+    max_context = config.max_context
     if not prompt:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
     if len(prompt) >= max_context:
         raise FlyJaxError(
             f"{name} has {len(prompt)} tokens and the model's context is {max_context}; at least "
             "one position must be left for new text: shorten the prompt."
+        )
+
+    if not all(0 <= token < config.vocab_size for token in prompt):
+        raise FlyJaxError(
+            f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
+            "tokenise it with the model's own tokenizer."
         )
 
 
@@ -283,8 +294,8 @@ class _Models:
         )
 
     @property
-    def max_context(self) -> int:
-        return self._shapes.target.max_context
+    def config(self) -> LlamaConfig:
+        return self._shapes.target
 
     def place(self, value: np.ndarray | Array, axes: tuple[str | None, ...]) -> Array:
         """Puts a host array where the programs expect it: said in words, never implicitly."""

@@ -14,11 +14,12 @@ from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.loading import check_pair, embedded_pair, resolve
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh
+from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.rules import RULES, Layout
 
 DEFAULT_SPECULATIVE_TOKENS = 15
@@ -111,6 +112,8 @@ def load_pair(
     if draft_folder is not None:
         check_pair(target_config, check_checkpoint(draft_folder))
         check_same_vocabulary(tokenizer, load_tokenizer(draft_folder))
+    if spec.num_devices > 1:
+        prepare_devices(spec)  # has no effect once something else has started JAX's backend
     devices = create_mesh(spec)
     width = jnp.dtype(dtype)
     target_layout = draft_layout = None
@@ -165,9 +168,14 @@ def generate(
       seed: of the draws, where the rule samples.
 
     Raises:
-      FlyJaxError: an empty prompt, one longer than the context, or K that leaves no room for
-        FLy's window.
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or K
+        that leaves no room for FLy's window.
     """
+    if isinstance(prompts, str) or not prompts or batch_size < 1:
+        raise FlyJaxError(
+            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
+            "[text] for a single text."
+        )
     if pair.draft is None:
         num_speculative_tokens = 0
         rule = Exact() if rule is None else rule

@@ -14,6 +14,7 @@ from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
 from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
 
@@ -35,6 +36,14 @@ class RoundSpec:
     lookup: Lookup | None = None
     eos_token_ids: tuple[int, ...] = ()
     rounds_per_dispatch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 0 or self.rounds_per_dispatch < 1:
+            raise FlyJaxError(
+                f"A round was asked for with num_speculative_tokens={self.num_speculative_tokens} "
+                f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
+                "1: correct them."
+            )
 
     @property
     def room(self) -> int:

@@ -289,6 +289,7 @@ class Fly:
         followers = self.window_size
         if self.window == "reference":
             followers = max(followers - 1, 0)
+        followers = min(followers, num_draft)
         # Mismatches among the followers: the count up to the last follower less that up to here.
         count = jnp.cumsum(~accepted & present, axis=1)
         later = jnp.pad(count, ((0, 0), (0, followers)), mode="edge")[:, followers:]

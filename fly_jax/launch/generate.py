@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # JAX is imported only when the flags, the config and the pro
 
     from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
+    from fly_jax.models.config import LlamaConfig
     from fly_jax.models.tokenizer import Tokenizer
 
 _HELP = """\
@@ -154,9 +155,9 @@ def _load(
     from fly_jax.models.tokenizer import load_tokenizer
 
     folder = embedded_pair()[0] if values.target is None else resolve(values.target)
-    context = check_checkpoint(folder).max_context
-    _check_sizes(config, context)
-    fitting, ids = _encode(values, prompts, load_tokenizer(folder), context)
+    model = check_checkpoint(folder)
+    _check_sizes(config, model.max_context)
+    fitting, ids = _encode(values, prompts, load_tokenizer(folder), model)
     if mesh.num_devices > 1:
         _say(describe(create_mesh(mesh)))
     pair = load_pair(
@@ -177,7 +178,7 @@ def _check_sizes(config: DecodeConfig, context: int) -> None:
 
 
 def _encode(
-    values: FlagValues, prompts: list[Prompt], tokenizer: Tokenizer, context: int
+    values: FlagValues, prompts: list[Prompt], tokenizer: Tokenizer, model: LlamaConfig
 ) -> tuple[list[Prompt], list[list[int]]]:
     from fly_jax.decoding.decoder import check_prompt
 
@@ -185,7 +186,7 @@ def _encode(
     for prompt in prompts:
         ids = tokenizer.encode(prompt.text)
         try:
-            check_prompt(ids, context, name=prompt.source)
+            check_prompt(ids, model, name=prompt.source)
         except FlyJaxError as error:
             _refuse(values, error)
         else:

@@ -114,10 +114,11 @@ def _decoded(line: bytes, source: str) -> str:
 
 
 def _prompt_of(line: bytes, source: str) -> str:
+    text = _decoded(line, source)
     try:
-        value = json.loads(_decoded(line, source))
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too deep"
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "too deep, or too long a number")
         raise FlyJaxError(
             f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
         ) from error

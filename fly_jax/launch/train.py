@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _train(values.model, Path(values.directory), values.num_steps)
     except KeyboardInterrupt as interrupt:
-        again = " ".join(["python -m fly_jax.launch train", *arguments])
+        again = shlex.join(["python", "-m", "fly_jax.launch", "train", *arguments])
         raise KeyboardInterrupt(f"Go on from the newest checkpoint with: {again}") from interrupt
 
 

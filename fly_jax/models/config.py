@@ -26,6 +26,12 @@ class RopeScaling:
     original_context: int
 
 
+_SIZES = (
+    "vocab_size", "embed_size", "ffw_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
+    "max_context",
+)  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
     """Everything about a Llama that is static under `jit`; hashable.
@@ -63,6 +69,18 @@ class LlamaConfig:
     eos_token_ids: tuple[int, ...] = (2,)
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise FlyJaxError(
+                    f"The configuration has {name}={getattr(self, name)}; it must be at least 1: "
+                    "correct config.json."
+                )
+        begin = () if self.bos_token_id is None else (self.bos_token_id,)
+        if not all(isinstance(token, int) and token >= 0 for token in begin + self.eos_token_ids):
+            raise FlyJaxError(
+                f"The configuration has bos_token_id={self.bos_token_id} and eos_token_ids="
+                f"{self.eos_token_ids}; token ids are numbers of at least 0: correct config.json."
+            )
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(
                 f"The configuration has {self.num_heads} query heads and {self.num_kv_heads} "
@@ -123,7 +141,7 @@ class LlamaConfig:
                 f"{source} lacks the field {error}; a Llama checkpoint needs it: "
                 "download the file again or add the field."
             ) from error
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
             if isinstance(error, FlyJaxError):
                 raise
             raise FlyJaxError(
@@ -216,7 +234,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} does not exist; a checkpoint folder needs it: give the folder of a Hugging "
             "Face Llama checkpoint, or a hub id."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FlyJaxError(
             f"{path} is not valid JSON ({error}); download the file again."
         ) from error

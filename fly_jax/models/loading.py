@@ -23,10 +23,16 @@ def resolve(name_or_path: str) -> Path:
     Raises:
       FlyJaxError: it is neither, or the hub is out of reach or refuses.
     """
-    path = Path(name_or_path).expanduser()
-    if name_or_path and path.is_dir():
+    try:
+        path = Path(name_or_path).expanduser()
+        is_folder, is_file = bool(name_or_path) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FlyJaxError(
+            f"'{name_or_path}' cannot be looked up ({error}); give the folder of a checkpoint."
+        ) from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise FlyJaxError(
             f"'{name_or_path}' is a file; fly_jax needs the folder of a checkpoint: give "
             f"'{path.parent}'."
@@ -76,7 +82,7 @@ def _download(repository: str) -> Path:
             f"'{repository}' is neither a folder that exists nor a model on the hub; correct the "
             "name, or log in with `hf auth login` if the model is private."
         ) from error
-    except (OSError, ValueError) as error:  # network errors, and ids that the hub refuses
+    except Exception as error:  # the hub's HTTP library has errors of its own
         raise FlyJaxError(
             f"'{repository}' is no folder that exists, and the hub could not give it "
             f"({type(error).__name__}); connect to the network, or give a local folder."

@@ -189,7 +189,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FlyJaxError(
             f"{path} is not valid JSON ({error}); download the file again."
         ) from error

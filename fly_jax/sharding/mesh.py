@@ -65,6 +65,10 @@ def parse_mesh(text: str) -> MeshSpec:
     return MeshSpec(tuple((name, int(size)) for name, _, size in parts))
 
 
+# More than this and starting the CPU backend takes minutes and all memory.
+MOST_SIMULATED = 1024
+
+
 def prepare_devices(spec: MeshSpec) -> None:
     """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
 
@@ -72,7 +76,7 @@ def prepare_devices(spec: MeshSpec) -> None:
     says whether the devices suffice.
     """
     with contextlib.suppress(RuntimeError):  # a backend is up
-        jax.config.update("jax_num_cpu_devices", spec.num_devices)
+        jax.config.update("jax_num_cpu_devices", min(spec.num_devices, MOST_SIMULATED))
 
 
 def create_mesh(spec: MeshSpec) -> Mesh:
@@ -87,6 +91,11 @@ def create_mesh(spec: MeshSpec) -> Mesh:
     """
     devices, needed = jax.devices(), spec.num_devices
     kind = devices[0].platform
+    if kind == "cpu" and needed > MOST_SIMULATED:
+        raise FlyJaxError(
+            f"The mesh {spec} needs {needed} devices and a CPU simulates at most {MOST_SIMULATED}; "
+            "ask for a smaller mesh."
+        )
     if kind == "cpu" and len(devices) < needed:
         raise FlyJaxError(
             f"The mesh {spec} needs {needed} devices and JAX has started with {len(devices)} "

@@ -51,6 +51,15 @@ def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -
     assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
 
 
+def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
+    config = load_config(CONFIGS / "embedded_pair.toml")
+    assert config.to_rule() == Fly()
+    _, lossless, fly = config.side_by_side()
+    assert (lossless.num_drafted, fly.num_drafted) == (15, 18)
+    alone = dataclasses.replace(config, rule="exact")
+    assert alone.num_drafted == 15
+
+
 def test_side_by_side() -> None:
     greedy = [one.to_rule() for one in DecodeConfig(rule="exact", window_size=3).side_by_side()]
     assert greedy == [Exact(), Exact(), Fly(window_size=3)]
@@ -65,7 +74,7 @@ def test_a_window_that_does_not_fit() -> None:
         DecodeConfig(num_speculative_tokens=6).to_rule()
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("fly_llama3_*.toml")), ids=lambda path: path.stem)
 def test_published_toml(path: Path) -> None:
     config = load_config(path)
     assert config.to_rule() == Fly(0.3, 6, "top_k", 3)

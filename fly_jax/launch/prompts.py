@@ -14,10 +14,7 @@ from fly_jax.training.problems import Problem, problems
 
 _BUILT_IN_PROBLEMS = 8
 _BUILT_IN_SEED = 2511
-_BUILT_IN_TEXTS = (
-    '"""Read and write temporary files."""\n\nimport os\nimport sys\n\n',
-    "class Queue:\n    def __init__(self, maxsize=0):\n",
-)
+_BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +33,10 @@ class Prompt:
 
 
 def built_in_prompts() -> list[Prompt]:
-    """Word problems that no model of the embedded pair was trained on, and two bits of code."""
+    """Word problems that no model of the embedded pair was trained on, and a bit of code."""
     drawn = itertools.islice(problems(_BUILT_IN_SEED, "held_out"), _BUILT_IN_PROBLEMS)
     worded = [Prompt(problem.prompt, "A built-in prompt", problem) for problem in drawn]
-    return worded + [Prompt(text, "A built-in prompt") for text in _BUILT_IN_TEXTS]
+    return [*worded, Prompt(_BUILT_IN_TEXT, "A built-in prompt")]
 
 
 def prompts_from_flags(texts: list[str]) -> list[Prompt]:

@@ -74,7 +74,9 @@ def test_a_window_that_does_not_fit() -> None:
         DecodeConfig(num_speculative_tokens=6).to_rule()
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("fly_llama3_*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("fly_llama3_*.toml")), ids=lambda path: path.stem
+)
 def test_published_toml(path: Path) -> None:
     config = load_config(path)
     assert config.to_rule() == Fly(0.3, 6, "top_k", 3)

@@ -6,6 +6,7 @@ python benchmarks/picture.py
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
         key=lambda both: both[0].num_rescued_tokens,
     )
     texts = pair.tokenizer.piece_texts(account.token_ids)
-    pieces = [(prompt, PROMPT_COLOUR)]
+    pieces = [(word, PROMPT_COLOUR) for word in re.findall(r"\s*\S+", prompt)]
     pieces += [
         (text, COLOURS[why][0])
         for text, why, token in zip(texts, account.why, account.token_ids, strict=True)

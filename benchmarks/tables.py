@@ -77,10 +77,15 @@ def _reference_table(result: dict[str, Any]) -> list[str]:
         their = "" if their_mode is None else f"{theirs[their_mode]['median']:.0f}"
         lines.append(f"| {label} | {their} | {ours[our_mode]['median']:.0f} |")
     same = result["same_tokens"]["fly"]
+    least = result["smallest_ratio_of_a_turn"]
+    turns = len(theirs["fly"]["runs"])
     return [
         *lines,
         "",
-        f"With the reference's config the tokens are the same on {same['same_tokens']} of "
+        f"Medians of {turns} turns, between which the machine's speed varied; the smallest ratio "
+        f"in a turn is {least['fly-best / fly']:.1f} to the reference as published and "
+        f"{least['fly-best / fly-nongram']:.1f} to its fastest configuration. With the "
+        f"reference's config the tokens are the same on {same['same_tokens']} of "
         f"{same['prompts']} prompts.",
     ]
 

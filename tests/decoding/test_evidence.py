@@ -65,7 +65,10 @@ def test_greedy_evidence_is_the_oracles(seed: int, num_draft: int, entropy: Entr
             assert bool(seen.accepted[at]) == expected.accepted
             assert float(seen.argmax_logit[at]) == expected.argmax_logit
             assert float(seen.draft_logit[at]) == expected.draft_logit
-            assert float(seen.log_sum_exp[at]) == pytest.approx(expected.log_sum_exp, rel=1e-5)
+            # Where the largest logit and the rest cancel, float32's spacing at the logits counts.
+            assert float(seen.log_sum_exp[at]) == pytest.approx(
+                expected.log_sum_exp, rel=1e-5, abs=1e-6
+            )
             assert float(seen.entropy[at]) == pytest.approx(expected.entropy, rel=1e-4, abs=1e-6)
             assert float(seen.draft_log_prob[at]) == pytest.approx(
                 expected.draft_logit - expected.log_sum_exp, rel=1e-4, abs=1e-5

@@ -56,7 +56,8 @@ def test_command_runs(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     if "answers.jsonl" in command:
-        records = [json.loads(line) for line in (tmp_path / "answers.jsonl").open()]
+        lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
         assert [record["prompt"] for record in records] == PROMPTS
     else:
         assert done.stdout.strip()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
     from fly_jax.models.cache import empty_cache as empty_cache
+    from fly_jax.models.presets import preset as preset
     from fly_jax.models.tokenizer import TextStream as TextStream
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
@@ -51,6 +52,7 @@ _HOMES = {
     "decoding.rules": ("Acceptance", "Exact", "Fly", "Sampled", "Why", "accept", "entropy_gate"),
     "decoding.sampling": ("Sampling",),
     "errors": ("FlyJaxError",),
+    "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),
     "models.tokenizer": ("TextStream",),

@@ -40,6 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status: 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away.
     """
+    with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         _run_command(list(arguments))
         sys.stdout.flush()

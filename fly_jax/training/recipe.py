@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from tqdm import tqdm
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.training import dataset
@@ -24,7 +25,6 @@ def train(
     directory: Path,
     *,
     steps_per_checkpoint: int = 100,
-    keep_period: int | None = None,
 ) -> Path:
     """Trains one model of the pair, from the newest checkpoint in `directory` if there is one.
 
@@ -36,14 +36,14 @@ def train(
       tokenizer_model: the SentencePiece file of the pair.
       directory: takes `checkpoints/` and, at the end, `hf/`.
       steps_per_checkpoint: steps from one checkpoint to the next.
-      keep_period: also keeps every checkpoint whose step is a multiple of this.
 
     Returns:
       The folder of the finished Hugging Face checkpoint, weights in bfloat16.
+
+    Raises:
+      FlyJaxError: the newest checkpoint is beyond the run's last step.
     """
-    options = ocp.CheckpointManagerOptions(
-        save_interval_steps=steps_per_checkpoint, max_to_keep=2, keep_period=keep_period
-    )
+    options = ocp.CheckpointManagerOptions(save_interval_steps=steps_per_checkpoint, max_to_keep=2)
     with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as manager:
         state = _restore(manager, recipe)
         start = int(state.step)
@@ -81,19 +81,16 @@ def export(recipe: Recipe, state: TrainingState, folder: Path) -> Path:
     return folder
 
 
-def restore(recipe: Recipe, directory: Path, step: int | None = None) -> TrainingState:
-    """The state of one checkpoint of a run, the newest unless a step is named."""
-    with ocp.CheckpointManager((directory / "checkpoints").absolute()) as manager:
-        return _restore(manager, recipe, step)
-
-
-def _restore(
-    manager: ocp.CheckpointManager, recipe: Recipe, step: int | None = None
-) -> TrainingState:
+def _restore(manager: ocp.CheckpointManager, recipe: Recipe) -> TrainingState:
     fresh = initial_state(recipe)
-    step = manager.latest_step() if step is None else step
+    step = manager.latest_step()
     if step is None:
         return fresh
+    if step > recipe.last_step:
+        raise FlyJaxError(
+            f"{manager.directory} holds a checkpoint of step {step} and a run of "
+            f"{recipe.last_step} steps was asked for; give another directory, or more steps."
+        )
     logging.info("Continuing after step %d of %d.", step, recipe.last_step)
     shapes = jax.eval_shape(lambda: fresh._asdict())
     return TrainingState(**manager.restore(step, args=ocp.args.StandardRestore(shapes)))

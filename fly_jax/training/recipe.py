@@ -66,7 +66,7 @@ def train(
                 state, loss = train_step(recipe, state, *batch)
                 if (step + 1) % _STEPS_PER_REPORT == 0:
                     bar.set_postfix(step=step + 1, loss=f"{float(loss):.3f}", refresh=False)
-                    bar.update(_STEPS_PER_REPORT * tokens_per_step)
+                bar.update(tokens_per_step)
                 manager.save(
                     step + 1,
                     args=ocp.args.StandardSave(state._asdict()),

@@ -128,13 +128,8 @@ def entropy_gate(evidence: TargetEvidence, threshold: float) -> Bool[Array, "row
     return (evidence.entropy >= threshold) | (threshold <= GATE_OFF)
 
 
-@dataclasses.dataclass(frozen=True)
-class Exact:
-    """Keeps a draft token only if it is the target's most probable one: lossless and greedy."""
-
-    @property
-    def sampling(self) -> None:
-        """Greedy."""
+class _Lossless:
+    """What the rules share that keep nothing but what the evidence says is accepted."""
 
     @property
     def entropy_measure(self) -> None:
@@ -148,12 +143,21 @@ class Exact:
         protected: Bool[Array, " vocab"] | None = None,
         num_drafted: Int[Array, " rows"] | None = None,
     ) -> Acceptance:
-        """Keeps the matching prefix; nothing is rescued, so `protected` changes nothing."""
+        """Keeps the accepted prefix; nothing is rescued, so `protected` changes nothing."""
         return _lossless(evidence, draft_tokens, num_drafted)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
+class Exact(_Lossless):
+    """Keeps a draft token only if it is the target's most probable one: lossless and greedy."""
+
+    @property
+    def sampling(self) -> None:
+        """Greedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(_Lossless):
     """Rejection sampling: what is emitted has exactly the target's processed distribution.
 
     Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318. The draws are made with the
@@ -179,21 +183,6 @@ class Sampled:
     def sampling(self) -> Sampling:
         """The three values as they are handed to evidence and draft."""
         return Sampling(self.temperature, self.top_k, self.top_p)
-
-    @property
-    def entropy_measure(self) -> None:
-        """None needed."""
-
-    def accept(
-        self,
-        evidence: TargetEvidence,
-        draft_tokens: Int[Array, "rows draft"],
-        *,
-        protected: Bool[Array, " vocab"] | None = None,
-        num_drafted: Int[Array, " rows"] | None = None,
-    ) -> Acceptance:
-        """Keeps the accepted prefix; nothing is rescued, so `protected` changes nothing."""
-        return _lossless(evidence, draft_tokens, num_drafted)
 
 
 @dataclasses.dataclass(frozen=True)

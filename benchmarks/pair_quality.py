@@ -23,8 +23,10 @@ from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.rules import Exact
 from fly_jax.models.llama import Llama
+from fly_jax.models.loading import embedded_pair
+from fly_jax.training.dataset import token_rows
 from fly_jax.training.library_text import documents
-from fly_jax.training.problems import SUBJECTS, Problem, is_correct, problems
+from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct, problems
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")
@@ -78,6 +80,19 @@ def _agreement(draft: Llama, accounts: list[Generation]) -> float:
     return same / total
 
 
+def _problem_share(pair: Pair, num_rows: int = 200) -> float:
+    """Share of the word problems among the tokens that the target was trained on."""
+    rows = itertools.islice(token_rows(embedded_pair()[0] / "tokenizer.model", seed=0), num_rows)
+    of_problems = total = 0
+    for row in rows:
+        for segment in range(1, row.segments.max() + 1):
+            tokens = row.tokens[row.segments == segment]
+            if pair.tokenizer.decode(tokens[1:5].tolist()).startswith(PROMPT_PREFIX.strip()):
+                of_problems += len(tokens)
+            total += len(tokens)
+    return of_problems / total
+
+
 def _copies(problem: Problem, text: str) -> tuple[int, int]:
     """Names and things in a solution, and how many of them the prompt has."""
     words = [word for word in re.findall(r"[A-Za-z]+", text) if word in SUBJECTS]
@@ -115,14 +130,20 @@ def main(argv: Sequence[str]) -> None:
     chunks = [ids[:PROMPT_TOKENS] for ids in chunks if len(ids) >= 2 * PROMPT_TOKENS]
     stride = max(1, len(chunks) // FLAGS.num_documents)
     on_library = _greedy(pair, pair.target, chunks[::stride][: FLAGS.num_documents])
+    agreement = {
+        "problems": _agreement(pair.draft, accounts),
+        "library": _agreement(pair.draft, on_library),
+    }
+    share = _problem_share(pair)
     result = {
         "command": "python benchmarks/pair_quality.py",
         "num_problems": len(worded),
         "target": of_target,
         "draft": of_draft,
-        "greedy_agreement": {
-            "problems": _agreement(pair.draft, accounts),
-            "library": _agreement(pair.draft, on_library),
+        "greedy_agreement": agreement
+        | {
+            "problem_share_of_the_training_mixture": share,
+            "mixture": share * agreement["problems"] + (1 - share) * agreement["library"],
         },
     }
     print(result)

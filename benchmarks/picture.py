@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from absl import app
+from absl import app, logging
 
 from fly_jax.decoding.pair import generate, load_pair
 from fly_jax.decoding.rules import Why
@@ -58,6 +58,7 @@ def _svg(lines: Sequence[Sequence[tuple[str, str]]]) -> str:
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
+    logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
     pair = load_pair()
     prompts = [problem.prompt for problem in itertools.islice(problems(4, "held_out"), 20)]
     # The one of the first few with the most rescues shows best what FLy does.

@@ -54,7 +54,12 @@ def _pair_table(result: dict[str, Any]) -> list[str]:
         f"{name} {row['speed_up']:.2f}x ({row['mean_accepted_tokens']:.2f} tokens a pass)"
         for name, row in list(result["library"].items())[1:]
     )
-    return [*lines, "", f"On held-out library text, where nothing can be checked: {library}."]
+    return [
+        *lines,
+        "",
+        f"On held-out library text, where nothing can be checked, each with its best K there: "
+        f"{library}.",
+    ]
 
 
 def _reference_table(result: dict[str, Any]) -> list[str]:
@@ -82,8 +87,8 @@ def _reference_table(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Medians of {turns} turns, between which the machine's speed varied; the smallest ratio "
-        f"in a turn is {least['fly-best / fly']:.1f} to the reference as published and "
+        f"Medians of {turns} turns; the smallest ratio of a turn is "
+        f"{least['fly-best / fly']:.1f} to the reference as published and "
         f"{least['fly-best / fly-nongram']:.1f} to its fastest configuration. With the "
         f"reference's config the tokens are the same on {same['same_tokens']} of "
         f"{same['prompts']} prompts.",

@@ -107,12 +107,12 @@ def _pack(documents: Iterable[Document], row_length: int) -> Row:
 
 
 def _whole_problems(
-    encoder: _Encoder, rng: random.Random, split: Split, room: int
+    encoder: _Encoder, rng: random.Random, split: Split, room: int, taste: int | None
 ) -> list[Document]:
     """Problems until one does not fit: a solution that is cut would not teach how it ends."""
     fitting: list[Document] = []
     while True:
-        document = encoder.problem(draw_problem(rng, split))
+        document = encoder.problem(draw_problem(rng, split, taste))
         room -= len(document[0])
         if room < 0:
             return fitting
@@ -126,11 +126,12 @@ def token_rows(
     problem_share: float = PROBLEM_SHARE,
     split: Split = "train",
     start_row: int = 0,
+    taste: int | None = None,
 ) -> Iterator[Row]:
     """The endless rows of ``split`` from ``start_row`` on.
 
     A row starts with whole problems, with probability ``problem_share``, and library text fills
-    the rest of it.
+    the rest of it. ``taste`` is the style of the solutions (see ``generate_problem``).
     """
     encoder = _Encoder(tokenizer_path)
     library = library_text.documents(split)
@@ -138,7 +139,7 @@ def token_rows(
         rng = random.Random(f"{seed}/{index}")
         worded: list[Document] = []
         if rng.random() < problem_share:
-            worded = _whole_problems(encoder, rng, split, row_length + 1)
+            worded = _whole_problems(encoder, rng, split, row_length + 1, taste)
         rest = (encoder.library(rng.choice(library)) for _ in itertools.count())
         yield _pack(itertools.chain(worded, rest), row_length)
 
@@ -151,10 +152,11 @@ def batches(
     row_length: int = ROW_LENGTH,
     problem_share: float = PROBLEM_SHARE,
     split: Split = "train",
+    taste: int | None = None,
 ) -> Iterator[Row]:
     """The rows by the batch, from batch ``start_step`` on; every array has a leading batch axis."""
     rows = token_rows(
-        tokenizer_path, seed, row_length, problem_share, split, start_row=start_step * batch_size
+        tokenizer_path, seed, row_length, problem_share, split, start_step * batch_size, taste
     )
     while True:
         batch = list(itertools.islice(rows, batch_size))

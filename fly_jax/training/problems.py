@@ -363,13 +363,18 @@ _FAMILIES: tuple[Callable[[random.Random, _Cast], _Draft], ...] = (
 )
 
 _SLOT = re.compile(r"\[([^\[\]]+)\]")
+# How likely a taste's favourite is, its second, and so on, before they are made to sum to 1.
+_PREFERENCES = tuple(0.5**rank for rank in range(12))
 
 
-def _worded(rng: random.Random, template: str) -> str:
+def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
     """``template`` with an alternative drawn for every slot, the innermost slots first."""
 
     def draw(slot: re.Match[str]) -> str:
-        return rng.choice(_WORDINGS.get(slot[1], slot[1]).split("|"))
+        alternatives = _WORDINGS.get(slot[1], slot[1]).split("|")
+        if taste is None:
+            return rng.choice(alternatives)
+        return rng.choices(_by_taste(alternatives, taste), _PREFERENCES[: len(alternatives)])[0]
 
     filled = template
     while _SLOT.search(filled):
@@ -377,8 +382,17 @@ def _worded(rng: random.Random, template: str) -> str:
     return filled
 
 
-def generate_problem(rng: random.Random) -> Problem:
-    """A problem and one of the many wordings of its solution, of any split."""
+def _by_taste(alternatives: list[str], taste: int) -> list[str]:
+    """``alternatives`` from the favourite of ``taste`` to the one it likes least."""
+    return sorted(alternatives, key=lambda wording: zlib.crc32(f"{taste}/{wording}".encode()))
+
+
+def generate_problem(rng: random.Random, taste: int | None = None) -> Problem:
+    """A problem and one of the many wordings of its solution, of any split.
+
+    ``taste`` names a style in which some wordings of a solution are preferred to others; without
+    one they are all as likely.
+    """
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(_SINGULARS)
     container = rng.choice(_CONTAINERS)
@@ -395,7 +409,8 @@ def generate_problem(rng: random.Random) -> Problem:
     steps = (*draft.steps, f"[final], the answer to the problem [is] {draft.answer}.")
     return Problem(
         prompt=PROMPT_PREFIX + _worded(rng, draft.question) + PROMPT_SUFFIX,
-        solution=_worded(rng, "".join(f" {step}" for step in steps)) + f"\nAnswer: {draft.answer}",
+        solution=_worded(rng, "".join(f" {step}" for step in steps), taste)
+        + f"\nAnswer: {draft.answer}",
         answer=str(draft.answer),
     )
 
@@ -408,9 +423,9 @@ def split_of(key: str) -> Split:
     return "development" if bucket < _HELD_OUT_PERCENT + _DEVELOPMENT_PERCENT else "train"
 
 
-def draw_problem(rng: random.Random, split: Split) -> Problem:
+def draw_problem(rng: random.Random, split: Split, taste: int | None = None) -> Problem:
     """The next problem of ``split``: no prompt of one split ever occurs in another."""
-    while split_of((problem := generate_problem(rng)).prompt) != split:
+    while split_of((problem := generate_problem(rng, taste)).prompt) != split:
         pass
     return problem
 

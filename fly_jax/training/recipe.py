@@ -53,6 +53,8 @@ def train(
             recipe.batch_size,
             start_step=start,
             row_length=recipe.row_length,
+            problem_share=recipe.problem_share,
+            taste=recipe.taste,
         )
         tokens_per_step = recipe.batch_size * recipe.row_length
         with tqdm(

@@ -94,3 +94,16 @@ def test_openings_of_sentences_are_drawn_evenly() -> None:
     )
     assert len(openings) >= 5
     assert max(openings.values()) < 3 * min(openings.values())
+
+
+def test_a_taste_prefers_some_wordings_and_changes_no_number() -> None:
+    plain = [generate_problem(random.Random(seed)) for seed in range(400)]
+    styled = [generate_problem(random.Random(seed), taste=7) for seed in range(400)]
+    assert [one.prompt for one in plain] == [one.prompt for one in styled]
+    assert [one.answer for one in plain] == [one.answer for one in styled]
+
+    def favourite_share(drawn: list[Problem]) -> float:
+        openings = Counter(one.solution.split(".")[-2].split(",")[0] for one in drawn)
+        return openings.most_common(1)[0][1] / len(drawn)
+
+    assert favourite_share(styled) > 0.4 > 0.25 > favourite_share(plain)

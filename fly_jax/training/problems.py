@@ -363,8 +363,6 @@ _FAMILIES: tuple[Callable[[random.Random, _Cast], _Draft], ...] = (
 )
 
 _SLOT = re.compile(r"\[([^\[\]]+)\]")
-# How likely a taste's favourite is, its second, and so on, before they are made to sum to 1.
-_PREFERENCES = tuple(0.5**rank for rank in range(12))
 
 
 def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
@@ -374,7 +372,8 @@ def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
         alternatives = _WORDINGS.get(slot[1], slot[1]).split("|")
         if taste is None:
             return rng.choice(alternatives)
-        return rng.choices(_by_taste(alternatives, taste), _PREFERENCES[: len(alternatives)])[0]
+        ranked = sorted(alternatives, key=lambda each: zlib.crc32(f"{taste}/{each}".encode()))
+        return rng.choices(ranked, [0.5**rank for rank in range(len(ranked))])[0]
 
     filled = template
     while _SLOT.search(filled):
@@ -382,16 +381,11 @@ def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
     return filled
 
 
-def _by_taste(alternatives: list[str], taste: int) -> list[str]:
-    """``alternatives`` from the favourite of ``taste`` to the one it likes least."""
-    return sorted(alternatives, key=lambda wording: zlib.crc32(f"{taste}/{wording}".encode()))
-
-
 def generate_problem(rng: random.Random, taste: int | None = None) -> Problem:
     """A problem and one of the many wordings of its solution, of any split.
 
-    ``taste`` names a style in which some wordings of a solution are preferred to others; without
-    one they are all as likely.
+    ``taste`` names a style in which some wordings of a solution are preferred to others, each twice
+    as likely as the next; without one they are all as likely.
     """
     name, other = rng.sample(NAMES, 2)
     thing = rng.choice(_SINGULARS)

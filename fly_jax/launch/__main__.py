@@ -52,11 +52,24 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return _EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader; Python would complain about it at exit.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _EXIT_BROKEN_PIPE
+    except OSError as error:
+        _drop_output()
+        place = error.filename or "standard output"
+        print(
+            f"{place} could not be read or written ({error.strerror}); check the disk's space and "
+            "the path's permissions, then start again.",
+            file=sys.stderr,
+        )
+        return _EXIT_WRONG_INPUT
     return 0
+
+
+def _drop_output() -> None:
+    """What is still buffered cannot be written; Python would complain about it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run_command(arguments: list[str]) -> None:

@@ -86,3 +86,14 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         )
     assert finished.stderr == b""
     assert finished.returncode == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_a_full_disk_is_said_in_one_sentence() -> None:
+    with open("/dev/full", "wb") as full:
+        finished = subprocess.run(
+            [*LAUNCH, "--help"], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
+        )
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(b"standard output could not be read or written (No space")
+    assert finished.stderr.count(b"\n") == 1

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float32, Int
 
+from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.round import RoundSpec, decode_rounds
 from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput
@@ -23,6 +24,7 @@ from fly_jax.sharding.rules import Layout
 
 _SMALLEST_BUCKET = 16
 _CAPACITY_STEP = 64
+_TIMINGS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +146,7 @@ class Decoder:
         ids = [*protected_token_ids, *spec.eos_token_ids]
         protected[[token for token in ids if token < vocab]] = True
         self._protected = self._models.place(protected, (None,))
+        self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
@@ -157,7 +160,9 @@ class Decoder:
           FlyJaxError: no prompt, too many, an empty one, one longer than the context, or no new
             token asked for.
         """
-        state = self._admit(prompts, max_new_tokens, seed)
+        if self.spec.depths and self._seconds is None:
+            self._seconds = self._measure(prompts)
+        state = self._admit(prompts, max_new_tokens, seed, self._seconds)
         accounts = [Generation(tuple(prompt)) for prompt in prompts]
         live = set(range(len(prompts)))
         jax.block_until_ready(state.target.keys)
@@ -186,8 +191,30 @@ class Decoder:
             finished += accounts
         return finished
 
+    def _measure(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Seconds of a round of each depth, on these prompts; the program is compiled before."""
+        seconds = np.zeros(len(self.spec.depths), np.float32)
+        for repeat in range(1 + _TIMINGS):
+            for depth in range(len(seconds)):
+                only_this = np.full(len(seconds), np.inf, np.float32)
+                only_this[depth] = 1.0
+                room = self.capacity - self.spec.room - max(map(len, prompts))
+                state = self._admit(prompts, max(room, 1), 0, only_this)
+                jax.block_until_ready(state.target.keys)
+                start = time.perf_counter()
+                _, output = self._models.run(self.spec, state, self._protected)
+                rounds = np.sum(np.any(jax.device_get(output.count), axis=1))
+                taken = (time.perf_counter() - start) / max(rounds, 1)
+                if repeat:
+                    seconds[depth] = min(seconds[depth], taken) if repeat > 1 else taken
+        return seconds
+
     def _admit(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        seed: int,
+        seconds: np.ndarray | None = None,
     ) -> DecodeState:
         if not 1 <= len(prompts) <= self.batch_size:
             raise FlyJaxError(
@@ -214,7 +241,7 @@ class Decoder:
                 f"{self.capacity}; make it with a larger capacity (see capacity_for)."
             )
         # Rows without a prompt are finished from the start.
-        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed))
+        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed), seconds)
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -303,7 +330,13 @@ class _Models:
         return jax.device_put(value, layout.sharding(axes, value.shape) if layout else None)
 
     def admit(
-        self, text: np.ndarray, lengths: np.ndarray, limits: np.ndarray, bucket: int, key: Array
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        bucket: int,
+        key: Array,
+        seconds: np.ndarray | None,
     ) -> DecodeState:
         return _admit(
             self._shapes,
@@ -313,6 +346,7 @@ class _Models:
             self.place(lengths, (None,)),
             self.place(limits, (None,)),
             self.place(key, ()),
+            None if seconds is None else self.place(seconds, (None,)),
         )
 
     def run(
@@ -349,6 +383,7 @@ def _admit(
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
     key: Array,
+    seconds: Float32[Array, " depths"] | None,
 ) -> DecodeState:
     """Runs the prompts through both models; no logits are needed before the first round."""
     rows, capacity = text.shape
@@ -361,7 +396,8 @@ def _admit(
 
     target, draft = (prefill(model) for model in shapes.models(parameters))
     assert target is not None
-    return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key)
+    pace = None if seconds is None else initial_pace(rows, seconds)
+    return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key, pace)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))

@@ -59,6 +59,7 @@ def draft_step(
     sampling: Sampling | None = None,
     lookup: Lookup | None = None,
     key: Key[Array, ""],
+    depth: Int[Array, ""] | None = None,
 ) -> tuple[Draft, KVCache]:
     """Proposes K tokens after each row's text.
 
@@ -76,8 +77,10 @@ def draft_step(
       sampling: how to draw from the draft model; None takes its most probable token.
       lookup: the level below; None for none.
       key: random state.
+      depth: tokens that are drafted this time, at most K, the rest being of no meaning; None for K.
     """
     rows = text.shape[0]
+    wanted = num_speculative_tokens if depth is None else depth
     # A row that has its K tokens while others go on writes its logits after those of the K.
     room = num_speculative_tokens + (lookup.num_tokens + 1 if lookup else 0)
     logits = None
@@ -100,13 +103,13 @@ def draft_step(
 
     if lookup is None:
         progress = jax.lax.fori_loop(
-            1, num_speculative_tokens, lambda _, progress: advance(progress, None), progress
+            1, wanted, lambda _, progress: advance(progress, None), progress
         )
     else:
 
         def look_and_advance(progress: _Progress) -> _Progress:
             tokens, found = look_up(lookup, progress.text, length + progress.count)
-            found = jnp.where(progress.count < num_speculative_tokens, found, 0)
+            found = jnp.where(progress.count < wanted, found, 0)
             after = jax.lax.cond(
                 jnp.any(found > 0),
                 lambda progress: advance(progress, (tokens, found)),
@@ -114,11 +117,11 @@ def draft_step(
                 progress,
             )
             # A row that has its K tokens waits for the others, so that it needs no more room.
-            waits = progress.count >= num_speculative_tokens
+            waits = progress.count >= wanted
             return dataclasses.replace(after, count=jnp.where(waits, progress.count, after.count))
 
         progress = jax.lax.while_loop(
-            lambda progress: jnp.any(progress.count < num_speculative_tokens),
+            lambda progress: jnp.any(progress.count < wanted),
             look_and_advance,
             progress,
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fly_jax.decoding.depth import choose_depth, drafted_of, observe
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
 from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
+from fly_jax.decoding.rules import Acceptance, Fly, Rule, Why, accept
 from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
@@ -25,7 +27,9 @@ class RoundSpec:
 
     Attributes:
       rule: which draft tokens are kept.
-      num_speculative_tokens: K; 0 decodes one token at a time.
+      num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
+      depths: what K is chosen from, round by round, in ascending order and ending with
+        `num_speculative_tokens`; empty for the same K in all rounds.
       lookup: the level below the draft model, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
@@ -36,14 +40,29 @@ class RoundSpec:
     lookup: Lookup | None = None
     eos_token_ids: tuple[int, ...] = ()
     rounds_per_dispatch: int = 1
+    depths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.depths and not (
+            self.depths == tuple(sorted(set(self.depths)))
+            and self.depths[0] >= 1
+            and self.depths[-1] == self.num_speculative_tokens
+        ):
+            raise FlyJaxError(
+                f"The depths to choose from are {self.depths}; they must be positive, ascend and "
+                f"end with num_speculative_tokens={self.num_speculative_tokens}: correct them."
+            )
         if self.num_speculative_tokens < 0 or self.rounds_per_dispatch < 1:
             raise FlyJaxError(
                 f"A round was asked for with num_speculative_tokens={self.num_speculative_tokens} "
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
+
+    @property
+    def strict_tail(self) -> int:
+        """Last positions of a block in which the rule keeps no mismatch."""
+        return self.rule.window_size if isinstance(self.rule, Fly) else 0
 
     @property
     def room(self) -> int:
@@ -135,13 +154,24 @@ def decode_round(
       The next state, and this round's output with a leading axis of one round.
     """
     key, draft_key, verify_key = _split(spec, state.key)
-    state = dataclasses.replace(state, key=key)
-    proposal, state = _propose(spec, draft, state, draft_key)
-    logits, cache = verify_step(target, state.target, state.tokens, state.length, proposal.tokens)
-    state = dataclasses.replace(state, target=cache)
-    seen = gather_evidence(spec, target, logits, proposal, verify_key)
-    acceptance = accept(spec.rule, seen, proposal.tokens, protected=protected)
     live = ~state.finished
+    depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
+    if state.pace is not None:
+        depth = choose_depth(state.pace, live, spec.depths, spec.strict_tail)
+        drafted = drafted_of(depth, spec.depths)
+    state = dataclasses.replace(state, key=key)
+    proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
+    seen, cache = _verify(spec, target, state, proposal, verify_key, depth)
+    state = dataclasses.replace(state, target=cache)
+    acceptance = accept(
+        spec.rule,
+        seen,
+        proposal.tokens,
+        protected=protected,
+        num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
+    )
+    if state.pace is not None:
+        state = dataclasses.replace(state, pace=observe(state.pace, acceptance, live))
     state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
     # What an end of text or the limit cuts off is counted nowhere.
     rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
@@ -149,13 +179,44 @@ def decode_round(
         tokens=tokens[None],
         why=why[None],
         count=count[None],
-        num_drafted=jnp.where(live, proposal.tokens.shape[1], 0)[None],
+        num_drafted=jnp.where(live, drafted, 0)[None],
         num_accepted=jnp.minimum(acceptance.num_accepted, count)[None],
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32)[None],
         num_draft_passes=proposal.num_passes[None],
         finished=state.finished[None],
     )
     return state, output
+
+
+def _verify(
+    spec: RoundSpec,
+    target: Llama,
+    state: DecodeState,
+    proposal: Draft,
+    key: Key[Array, ""],
+    depth: Int[Array, ""] | None,
+) -> tuple[TargetEvidence, KVCache]:
+    """The target's pass, as wide as the chosen depth, and what it says about the draft."""
+
+    def at(width: int) -> Callable[[KVCache], tuple[TargetEvidence, KVCache]]:
+        part = Draft(
+            proposal.tokens[:, :width],
+            None if proposal.logits is None else proposal.logits[:, :width],
+            proposal.num_passes,
+        )
+
+        def run(cache: KVCache) -> tuple[TargetEvidence, KVCache]:
+            logits, cache = verify_step(target, cache, state.tokens, state.length, part.tokens)
+            seen = gather_evidence(spec, target, logits, part, key)
+            missing = proposal.tokens.shape[1] - width
+            padded = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, missing))), seen)
+            return padded, cache
+
+        return run
+
+    if depth is None:
+        return at(spec.num_speculative_tokens)(state.target)
+    return jax.lax.switch(depth, [at(k) for k in spec.depths], state.target)
 
 
 def gather_evidence(
@@ -184,7 +245,11 @@ def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
 
 
 def _propose(
-    spec: RoundSpec, draft: Llama | None, state: DecodeState, key: Key[Array, ""]
+    spec: RoundSpec,
+    draft: Llama | None,
+    state: DecodeState,
+    key: Key[Array, ""],
+    depth: Int[Array, ""] | None,
 ) -> tuple[Draft, DecodeState]:
     if draft is None or state.draft is None:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
@@ -198,6 +263,7 @@ def _propose(
         sampling=spec.rule.sampling,
         lookup=spec.lookup,
         key=key,
+        depth=depth,
     )
     return proposal, dataclasses.replace(state, draft=cache)
 

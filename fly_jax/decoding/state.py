@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Bool, Int, Key
 
+from fly_jax.decoding.depth import Pace
 from fly_jax.models.cache import KVCache
 
 
@@ -23,6 +24,7 @@ class DecodeState:
       target: the target's cache.
       draft: the draft model's cache, if there is a draft model.
       key: random state.
+      pace: what the next K is chosen by; None where K is fixed.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -32,6 +34,7 @@ class DecodeState:
     target: KVCache
     draft: KVCache | None
     key: Key[Array, ""]
+    pace: Pace | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -29,6 +29,8 @@ PROGRAMS = {
     "four tokens": (RoundSpec(Exact(), 4, eos_token_ids=EOS), 3),
     "lookup, three rounds": (RoundSpec(Exact(), 5, Lookup(), EOS, rounds_per_dispatch=3), 3),
     "lookup, earliest": (RoundSpec(Exact(), 9, Lookup(match="earliest", num_tokens=3), EOS), 2),
+    "depths": (RoundSpec(Exact(), 6, eos_token_ids=EOS, depths=(1, 3, 6)), 3),
+    "depths, lookup": (RoundSpec(Exact(), 6, Lookup(num_tokens=3), EOS, depths=(2, 6)), 2),
 }
 
 # A small alphabet repeats itself, so that the lookup finds something.

@@ -22,6 +22,7 @@ SPECS = {
     "exact": RoundSpec(Exact(), 4, None, EOS),
     "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
+    "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
 }
 # No other test decodes with so many positions, so the first batch here does compile.
 UNSHARED = CAPACITY + 64

@@ -1,0 +1,109 @@
+"""How many tokens to draft: K of each round, from what was accepted and what a round costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int32
+
+from fly_jax.decoding.rules import Acceptance, Why
+
+# What a round has seen counts half after this many rounds: text changes as it goes on.
+_HALF_LIFE = 16.0
+# Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
+_PRIOR_TOKENS = 4.0
+_PRIOR_STRICT_RATE = 0.9
+_PRIOR_LOOSE_RATE = 0.95
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """What is known of a row's draft, and of the machine, when the next K is chosen.
+
+    The counts fade from round to round.
+
+    Attributes:
+      matched: [rows], draft tokens that the lossless rule took.
+      rescued: [rows], mismatches that were kept.
+      refused: [rows], mismatches that ended a block.
+      cut: [rows], mismatches that ended a block only because their window did not fit into it.
+      seconds: [depths], what a round of each depth takes.
+    """
+
+    matched: Float32[Array, " rows"]
+    rescued: Float32[Array, " rows"]
+    refused: Float32[Array, " rows"]
+    cut: Float32[Array, " rows"]
+    seconds: Float32[Array, " depths"]
+
+
+def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
+    """A guess that a few rounds overrule."""
+    mismatches = _PRIOR_TOKENS * (1 - _PRIOR_STRICT_RATE)
+    refused = _PRIOR_TOKENS * (1 - _PRIOR_LOOSE_RATE)
+    full = jnp.full((rows,), 1.0, jnp.float32)
+    return Pace(
+        matched=full * _PRIOR_TOKENS * _PRIOR_STRICT_RATE,
+        rescued=full * (mismatches - refused),
+        refused=full * refused,
+        cut=full * 0.0,
+        seconds=seconds,
+    )
+
+
+def observe(pace: Pace, acceptance: Acceptance, live: Bool[Array, " rows"]) -> Pace:
+    """Counts what became of a round's draft; a row that is not live stays as it is."""
+    why = acceptance.why
+
+    def count(kept: Bool[Array, "rows draft"], before: Float32[Array, " rows"]) -> Array:
+        faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)
+        return jnp.where(live, faded, before)
+
+    matched, rescued = why == Why.MATCHED, why == Why.RESCUED
+    cut = why == Why.REFUSED_BOUNDARY
+    refused = ~matched & ~rescued & ~cut & (why != Why.DROPPED)
+    return dataclasses.replace(
+        pace,
+        matched=count(matched, pace.matched),
+        rescued=count(rescued, pace.rescued),
+        refused=count(refused, pace.refused),
+        cut=count(cut, pace.cut),
+    )
+
+
+def expected_tokens(pace: Pace, depth: int, strict_tail: int) -> Float32[Array, " rows"]:
+    """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
+
+    Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
+    equation 1), with one rate where a mismatch may be rescued and a lower one in the block's last
+    positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
+
+    Args:
+      pace: the rows' counts.
+      depth: K.
+      strict_tail: last positions of a block in which no mismatch is kept.
+    """
+    kept = pace.matched + pace.rescued
+    strict = pace.matched / (kept + pace.refused + pace.cut)
+    loose = kept / (kept + pace.refused)
+    position = jnp.arange(1, depth + 1)
+    rate = jnp.where(position <= depth - strict_tail, loose[:, None], strict[:, None])
+    return 1 + jnp.sum(jnp.cumprod(rate, axis=1), axis=1)
+
+
+def choose_depth(
+    pace: Pace, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: int
+) -> Int32[Array, ""]:
+    """Index of the depth from which all live rows together expect most tokens a second."""
+    totals = jnp.stack(
+        [jnp.sum(jnp.where(live, expected_tokens(pace, k, strict_tail), 0)) for k in depths]
+    )
+    return jnp.argmax(totals / pace.seconds).astype(jnp.int32)
+
+
+def drafted_of(depth: Int[Array, ""], depths: tuple[int, ...]) -> Int32[Array, ""]:
+    """K of the chosen depth."""
+    return jnp.asarray(depths, jnp.int32)[depth]

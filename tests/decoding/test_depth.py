@@ -1,0 +1,127 @@
+"""K is chosen as the estimate says, and a chosen K decodes as the same fixed K does."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_pairs import CAPACITY, EOS, random_draft, random_target
+
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Acceptance, Exact, Fly, Sampled, Why
+from fly_jax.errors import FlyJaxError
+
+counts = st.floats(0.5, 50, width=32)
+
+
+def pace_of(matched: float, rescued: float, refused: float, cut: float) -> Pace:
+    one = [jnp.asarray([value], jnp.float32) for value in (matched, rescued, refused, cut)]
+    return Pace(*one, seconds=jnp.ones(1))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(counts, counts, counts, counts, st.sampled_from((1, 4, 9)), st.sampled_from((0, 3, 20)))
+def test_expected_tokens(
+    matched: float, rescued: float, refused: float, cut: float, depth: int, tail: int
+) -> None:
+    strict = matched / (matched + rescued + refused + cut)
+    loose = (matched + rescued) / (matched + rescued + refused)
+    expected, survives = 1.0, 1.0
+    for position in range(1, depth + 1):
+        survives *= loose if position + tail <= depth else strict
+        expected += survives
+    found = expected_tokens(pace_of(matched, rescued, refused, cut), depth, tail)
+    np.testing.assert_allclose(found, [expected], rtol=1e-4)
+
+
+def test_observe_counts_what_ended_the_block() -> None:
+    why = np.full((4, 5), Why.DROPPED, np.int8)
+    why[0, :3] = Why.MATCHED, Why.RESCUED, Why.REFUSED_GATE
+    why[1, :2] = Why.MATCHED, Why.REFUSED_BOUNDARY
+    why[2] = Why.MATCHED
+    why[3] = Why.MATCHED
+    zeros = jnp.zeros(4, jnp.int32)
+    acceptance = Acceptance(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(why), zeros)
+    before = Pace(*(jnp.zeros(4) for _ in range(4)), seconds=jnp.ones(2))
+    after = observe(before, acceptance, jnp.array([True, True, True, False]))
+    np.testing.assert_array_equal(after.matched, [1, 1, 5, 0])
+    np.testing.assert_array_equal(after.rescued, [1, 0, 0, 0])
+    np.testing.assert_array_equal(after.refused, [1, 0, 0, 0])
+    np.testing.assert_array_equal(after.cut, [0, 1, 0, 0])
+    again = observe(after, acceptance, jnp.array([True, True, True, False]))
+    assert 1 < float(again.matched[1]) < 2, "counts fade"
+
+
+@pytest.mark.parametrize(
+    ("matched", "refused", "seconds", "chosen"),
+    [(50.0, 0.5, (1, 1.2, 1.5), 2), (1.0, 9.0, (1, 1.2, 1.5), 0), (50.0, 0.5, (1, 9, 9), 0)],
+)
+def test_the_depth_of_most_tokens_a_second(
+    matched: float, refused: float, seconds: tuple[float, ...], chosen: int
+) -> None:
+    pace = pace_of(matched, 0.0, refused, 0.0)
+    pace = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, jnp.asarray(seconds))
+    assert int(choose_depth(pace, jnp.array([True]), (2, 6, 12), 0)) == chosen
+
+
+def test_finished_rows_have_no_say() -> None:
+    good, bad = pace_of(90.0, 0.0, 0.1, 0.0), pace_of(0.1, 0.0, 9.0, 0.0)
+    both = Pace(
+        *(
+            jnp.concatenate((getattr(good, name), getattr(bad, name)))
+            for name in ("matched", "rescued", "refused", "cut")
+        ),
+        seconds=jnp.asarray([1.0, 1.5]),
+    )
+    assert int(choose_depth(both, jnp.array([True, False]), (1, 9), 0)) == 1
+    assert int(choose_depth(both, jnp.array([False, True]), (1, 9), 0)) == 0
+
+
+def test_the_first_guess_is_a_rate_between_0_and_1() -> None:
+    pace = initial_pace(3, jnp.ones(2))
+    assert pace.matched.shape == (3,)
+    assert all(float(jnp.min(value)) >= 0 for value in (pace.rescued, pace.refused, pace.cut))
+
+
+@pytest.mark.parametrize("rule", [Exact(), Fly(window_size=2), Sampled(0.8)])
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_forced_depth_is_that_fixed_k(
+    rule: Exact | Fly | Sampled, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depths = (1, 3, 6)
+    seconds = np.full(3, np.inf, np.float32)
+    seconds[index] = 1.0
+    monkeypatch.setattr(Decoder, "_measure", lambda *_: seconds)
+    target, draft = random_target(0), random_draft(0, 0.2)
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+
+    def decode(spec: RoundSpec) -> list[tuple[list[int], list[Why], int]]:
+        decoder = Decoder(target, draft, spec, capacity=CAPACITY, batch_size=3)
+        rows = decoder.generate(prompts, 20, seed=3)
+        return [(row.token_ids, row.why, row.num_draft_tokens) for row in rows]
+
+    chosen = decode(RoundSpec(rule, 6, None, EOS, depths=depths))
+    fixed = decode(RoundSpec(rule, depths[index], None, EOS))
+    if isinstance(rule, Sampled):  # the draws are others where fewer logits are kept
+        assert chosen[0][2] % depths[index] == 0
+    else:
+        assert chosen == fixed
+
+
+def test_every_depth_is_measured() -> None:
+    spec = RoundSpec(Exact(), 6, None, EOS, depths=(1, 3, 6))
+    decoder = Decoder(random_target(0), random_draft(0, 0.2), spec, capacity=CAPACITY, batch_size=2)
+    seconds = decoder._measure([[1, 2, 3]])
+    assert seconds.shape == (3,)
+    assert np.all(np.isfinite(seconds))
+    assert np.all(seconds > 0)
+
+
+@pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (0, 6), (2, 4)])
+def test_wrong_depths(depths: tuple[int, ...]) -> None:
+    with pytest.raises(FlyJaxError, match="depths"):
+        RoundSpec(Exact(), 6, depths=depths)

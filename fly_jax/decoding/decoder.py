@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float32, Int
 
+from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec, decode_rounds
-from fly_jax.decoding.rules import Why
-from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.decoding.rules import RuleState, Why
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
@@ -57,6 +58,7 @@ class Generation:
       num_rescued_tokens: mismatches kept.
       num_draft_passes: passes of the draft model while the row was live.
       seconds: from the first round's dispatch to the arrival of the row's last token.
+      regret: what the rescues took from the row's risk budget, in nats; None without a budget.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -69,6 +71,7 @@ class Generation:
     num_rescued_tokens: int = 0
     num_draft_passes: int = 0
     seconds: float = 0.0
+    regret: float | None = None
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -108,6 +111,7 @@ class Decoder:
         batch_size: int = 1,
         protected_token_ids: Sequence[int] = (),
         cache_dtype: jnp.dtype | None = None,
+        memory: CorrectionMemory | None = None,
     ) -> None:
         """Checks the pair against the rule.
 
@@ -119,9 +123,12 @@ class Decoder:
           batch_size: rows decoded together.
           protected_token_ids: control tokens, never rescued; the ends of text are added.
           cache_dtype: type of the caches; that of the parameters if not given.
+          memory: what a rule with `uses_memory` looks up; with `spec.reports_mismatches` it learns
+            while decoding.
 
         Raises:
-          FlyJaxError: K without a draft model, or vocabularies of different sizes.
+          FlyJaxError: K without a draft model, vocabularies of different sizes, or no memory where
+            one is needed.
         """
         if draft is None and spec.num_speculative_tokens:
             raise FlyJaxError(
@@ -134,7 +141,13 @@ class Decoder:
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft model "
                 "of the target's family."
             )
+        if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
+            raise FlyJaxError(
+                "This rule looks mismatches up in a memory, or is to teach one, and none was "
+                "given; pass memory=CorrectionMemory(…), empty or filled."
+            )
         self.spec = spec
+        self.memory = memory
         self.capacity = capacity
         self.batch_size = batch_size
         speculates = spec.num_speculative_tokens > 0
@@ -143,7 +156,8 @@ class Decoder:
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
         protected[[token for token in ids if token < vocab]] = True
-        self._protected = self._models.place(protected, (None,))
+        self._inputs = RuleInputs(self._models.place(protected, (None,)))
+        self._known: tuple[CorrectionMemory, int] | None = None
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
@@ -164,11 +178,15 @@ class Decoder:
         start = time.perf_counter()
         pending: RoundOutput | None = None
         while live:
-            state, output = self._models.run(self.spec, state, self._protected)
+            self._refresh()
+            state, output = self._models.run(self.spec, state, self._inputs)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
             if pending is not None:
-                for settled in self._read(jax.device_get(pending), accounts, live):
+                pending = jax.device_get(pending)
+                if self.memory is not None and self.spec.reports_mismatches:
+                    self.memory.add(corrections(pending))
+                for settled in self._read(pending, accounts, live):
                     accounts[settled.row].seconds = time.perf_counter() - start
                     yield settled, accounts[settled.row]
             pending = output
@@ -185,6 +203,26 @@ class Decoder:
                 accounts[settled.row] = account
             finished += accounts
         return finished
+
+    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Compiles what decoding these prompts needs; the memory learns nothing from it."""
+        memory = self.memory
+        if memory is not None:
+            self.memory = memory.copy()
+        try:
+            self.generate(prompts, 1)
+        finally:
+            self.memory = memory
+
+    def _refresh(self) -> None:
+        """Puts the memory's keys where the next round finds them, if they are others by now."""
+        if self.memory is None or not self.spec.rule.uses_memory:
+            return
+        known = (self.memory, self.memory.version)
+        if known != self._known:
+            keys = self._models.place(self.memory.keys(), (None, None))
+            self._inputs = dataclasses.replace(self._inputs, memory=keys)
+            self._known = known
 
     def _admit(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int
@@ -214,7 +252,10 @@ class Decoder:
                 f"{self.capacity}; make it with a larger capacity (see capacity_for)."
             )
         # Rows without a prompt are finished from the start.
-        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed))
+        budget = None
+        if self.spec.rule.budget is not None:
+            budget = np.full(self.batch_size, self.spec.rule.budget, np.float32)
+        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed), budget)
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -234,6 +275,8 @@ class Decoder:
                 account.num_accepted_tokens += int(output.num_accepted[index, row])
                 account.num_rescued_tokens += int(output.num_rescued[index, row])
                 account.num_draft_passes += int(output.num_draft_passes[index])
+                if output.budget is not None and self.spec.rule.budget is not None:
+                    account.regret = self.spec.rule.budget - float(output.budget[index, row])
                 reason = None
                 if output.finished[index, row]:
                     stopped = tokens[-1] in self.spec.eos_token_ids
@@ -303,7 +346,13 @@ class _Models:
         return jax.device_put(value, layout.sharding(axes, value.shape) if layout else None)
 
     def admit(
-        self, text: np.ndarray, lengths: np.ndarray, limits: np.ndarray, bucket: int, key: Array
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        bucket: int,
+        key: Array,
+        budget: np.ndarray | None,
     ) -> DecodeState:
         return _admit(
             self._shapes,
@@ -313,12 +362,13 @@ class _Models:
             self.place(lengths, (None,)),
             self.place(limits, (None,)),
             self.place(key, ()),
+            None if budget is None else self.place(budget, (None,)),
         )
 
     def run(
-        self, spec: RoundSpec, state: DecodeState, protected: Bool[Array, " vocab"]
+        self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
     ) -> tuple[DecodeState, RoundOutput]:
-        return _run(spec, self._shapes, self._parameters, state, protected)
+        return _run(spec, self._shapes, self._parameters, state, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,6 +399,7 @@ def _admit(
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
     key: Array,
+    budget: Float32[Array, " rows"] | None,
 ) -> DecodeState:
     """Runs the prompts through both models; no logits are needed before the first round."""
     rows, capacity = text.shape
@@ -361,7 +412,8 @@ def _admit(
 
     target, draft = (prefill(model) for model in shapes.models(parameters))
     assert target is not None
-    return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key)
+    rule = RuleState(budget)
+    return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key, rule)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
@@ -370,7 +422,7 @@ def _run(
     shapes: _Shapes,
     parameters: tuple[dict[str, Array], dict[str, Array] | None],
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     target, draft = shapes.models(parameters)
-    return decode_rounds(spec, target, draft, state, protected)
+    return decode_rounds(spec, target, draft, state, inputs)

@@ -13,7 +13,7 @@ from fly_jax.decoding.drafting import Draft, draft_room, draft_step
 from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
-from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -29,6 +29,7 @@ class RoundSpec:
       lookup: the level below the draft model, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
+      reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
     """
 
     rule: Rule
@@ -36,6 +37,7 @@ class RoundSpec:
     lookup: Lookup | None = None
     eos_token_ids: tuple[int, ...] = ()
     rounds_per_dispatch: int = 1
+    reports_mismatches: bool = False
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0 or self.rounds_per_dispatch < 1:
@@ -120,7 +122,7 @@ def decode_round(
     target: Llama,
     draft: Llama | None,
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Drafts K tokens, verifies them and accepts a prefix.
 
@@ -129,7 +131,7 @@ def decode_round(
       target: the target.
       draft: the draft model; None where K is 0.
       state: the rows; rows that are finished stay as they are.
-      protected: tokens that are never rescued.
+      inputs: what the rule reads besides the evidence.
 
     Returns:
       The next state, and this round's output with a leading axis of one round.
@@ -140,9 +142,17 @@ def decode_round(
     logits, cache = verify_step(target, state.target, state.tokens, state.length, proposal.tokens)
     state = dataclasses.replace(state, target=cache)
     seen = gather_evidence(spec, target, logits, proposal, verify_key)
-    acceptance = accept(spec.rule, seen, proposal.tokens, protected=protected)
+    acceptance = accept(
+        spec.rule,
+        seen,
+        proposal.tokens,
+        protected=inputs.protected,
+        memory=inputs.memory,
+        state=state.rule,
+    )
     live = ~state.finished
     state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
+    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
     # What an end of text or the limit cuts off is counted nowhere.
     rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
     output = RoundOutput(
@@ -154,6 +164,8 @@ def decode_round(
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32)[None],
         num_draft_passes=proposal.num_passes[None],
         finished=state.finished[None],
+        other=_other(proposal.tokens, seen, why)[None] if spec.reports_mismatches else None,
+        budget=None if state.rule.budget is None else state.rule.budget[None],
     )
     return state, output
 
@@ -174,7 +186,17 @@ def gather_evidence(
         draft_logits=proposal.logits,
         key=key,
         layout=target.layout,
+        extra=spec.rule.extra,
     )
+
+
+def _other(
+    draft_tokens: Int[Array, "rows draft"], seen: TargetEvidence, why: Int[Array, "rows block"]
+) -> Int[Array, "rows block"]:
+    """Where draft and target disagreed, the token that does not stand there; else -1."""
+    drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
+    conditions = [why == Why.RESCUED.value, why == Why.CORRECTED.value]
+    return jnp.select(conditions, [seen.argmax, drafted], -1).astype(jnp.int32)
 
 
 def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
@@ -207,14 +229,14 @@ def decode_rounds(
     target: Llama,
     draft: Llama | None,
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
     The host dispatches one round ahead of what it has read, so the dispatch after the last one
     finds nothing to do and costs nothing.
     """
-    one_round = functools.partial(decode_round, spec, target, draft, protected=protected)
+    one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
     shapes = jax.eval_shape(one_round, state)[1]
     empty = jax.tree.map(
         lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes

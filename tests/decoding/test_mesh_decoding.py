@@ -116,7 +116,7 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     models = decoder._models
     hlo = (
         host_loop._run.lower(
-            decoder.spec, models._shapes, models._parameters, state, decoder._protected
+            decoder.spec, models._shapes, models._parameters, state, decoder._inputs
         )
         .compile()
         .as_text()

@@ -121,10 +121,10 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing() -> None:
     state = decoder._admit(prompts, max_new_tokens, seed)
     count = 1
     while count:
-        state, output = models.run(decoder.spec, state, decoder._protected)
+        state, output = models.run(decoder.spec, state, decoder._inputs)
         count = int(output.count.sum())
     before = jax.device_get(state)
-    state, output = models.run(decoder.spec, state, decoder._protected)
+    state, output = models.run(decoder.spec, state, decoder._inputs)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
     jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
 

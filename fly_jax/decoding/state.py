@@ -92,9 +92,10 @@ def corrections(output: RoundOutput) -> list[tuple[int, int]]:
     Args:
       output: on the host, with `other`.
     """
+    other = np.asarray(output.other)
     emitted = np.arange(output.why.shape[2]) < output.count[..., None]
     rescued = emitted & (output.why == Why.RESCUED)
     differs = rescued | (emitted & (output.why == Why.CORRECTED))
-    drafted = np.where(rescued, output.tokens, output.other)[differs]
-    chosen = np.where(rescued, output.other, output.tokens)[differs]
+    drafted = np.where(rescued, output.tokens, other)[differs]
+    chosen = np.where(rescued, other, output.tokens)[differs]
     return list(zip(drafted.tolist(), chosen.tolist(), strict=True))

@@ -6,6 +6,7 @@ at the first refused token of a round and at every rescue before it, once each, 
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -213,15 +214,15 @@ def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> C
       FlyJaxError: a file that cannot be read, is damaged or no memory, or of another vocabulary.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            stored = {name: file[name] for name in file.files}
-        memory = _restored(stored, min_count)
+        data = path.read_bytes()
     except OSError as error:
-        reason = error.strerror or "it is no memory"
         raise FlyJaxError(
-            f"The memory {path} cannot be read ({reason}); correct the path, or fill one with the "
-            "command calibrate."
+            f"The memory {path} cannot be read ({error.strerror}); correct the path, or fill one "
+            "with the command calibrate."
         ) from error
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            memory = _restored({name: file[name] for name in file.files}, min_count)
     except Exception as error:  # whatever NumPy, zipfile and zlib make of damaged bytes
         raise FlyJaxError(
             f"The memory {path} is damaged or no memory; fill a new one with the command calibrate."

@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from fly_jax.decoding.drafting import Draft as Draft
     from fly_jax.decoding.drafting import draft_step as draft_step
     from fly_jax.decoding.evidence import Entropy as Entropy
+    from fly_jax.decoding.evidence import Extra as Extra
     from fly_jax.decoding.evidence import TargetEvidence as TargetEvidence
     from fly_jax.decoding.evidence import evidence as evidence
     from fly_jax.decoding.lookup import Lookup as Lookup
+    from fly_jax.decoding.memory import CorrectionMemory as CorrectionMemory
+    from fly_jax.decoding.memory import load_memory as load_memory
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.round import RoundSpec as RoundSpec
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.decoding.rules import Acceptance as Acceptance
+    from fly_jax.decoding.rules import Budget as Budget
+    from fly_jax.decoding.rules import Csd as Csd
     from fly_jax.decoding.rules import Exact as Exact
     from fly_jax.decoding.rules import Fly as Fly
+    from fly_jax.decoding.rules import Lenience as Lenience
+    from fly_jax.decoding.rules import Lossy as Lossy
+    from fly_jax.decoding.rules import Margin as Margin
+    from fly_jax.decoding.rules import RuleState as RuleState
     from fly_jax.decoding.rules import Sampled as Sampled
+    from fly_jax.decoding.rules import Typical as Typical
     from fly_jax.decoding.rules import Why as Why
     from fly_jax.decoding.rules import accept as accept
     from fly_jax.decoding.rules import entropy_gate as entropy_gate
+    from fly_jax.decoding.rules import initial_state as initial_state
     from fly_jax.decoding.sampling import Sampling as Sampling
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
@@ -45,11 +56,28 @@ if TYPE_CHECKING:
 _HOMES = {
     "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
     "decoding.drafting": ("Draft", "draft_step"),
-    "decoding.evidence": ("Entropy", "TargetEvidence", "evidence"),
+    "decoding.evidence": ("Entropy", "Extra", "TargetEvidence", "evidence"),
     "decoding.lookup": ("Lookup",),
+    "decoding.memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("Pair", "generate", "load_pair"),
     "decoding.round": ("RoundSpec", "verify_step"),
-    "decoding.rules": ("Acceptance", "Exact", "Fly", "Sampled", "Why", "accept", "entropy_gate"),
+    "decoding.rules": (
+        "Acceptance",
+        "Budget",
+        "Csd",
+        "Exact",
+        "Fly",
+        "Lenience",
+        "Lossy",
+        "Margin",
+        "RuleState",
+        "Sampled",
+        "Typical",
+        "Why",
+        "accept",
+        "entropy_gate",
+        "initial_state",
+    ),
     "decoding.sampling": ("Sampling",),
     "errors": ("FlyJaxError",),
     "models.presets": ("preset",),

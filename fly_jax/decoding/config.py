@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fly_jax.decoding.expression import LOSSLESS_RULES, combined, rule_names
+from fly_jax.decoding.protection import compile_patterns
 from fly_jax.errors import FlyJaxError
 
 if TYPE_CHECKING:  # the values are checked before JAX is imported
     from fly_jax.decoding.lookup import Lookup
-    from fly_jax.decoding.rules import Rule
-
-RuleName = Literal["autoregressive", "exact", "sampled", "fly"]
+    from fly_jax.decoding.rules import Loose, Rule
+    from fly_jax.decoding.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class DecodeConfig:
     command line's flags.
 
     Attributes:
-      rule: which draft tokens are kept; "autoregressive" drafts none.
+      rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
+        or one or several of "fly", "csd", "lossy", "lenience", "typical" and "margin", joined by &
+        (rescues what both would), | (what either would) and parentheses.
       num_speculative_tokens: K, the draft tokens of a round.
       lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
         FLy's; None for the same.
@@ -38,6 +41,24 @@ class DecodeConfig:
       window: see `Fly`.
       entropy: see `Fly`.
       entropy_top_k: see `Fly`.
+      window_mismatches: see `Fly`.
+      csd_consistency: see `Csd`; 0 leaves this half out.
+      csd_memory: see `Csd`; false leaves that half out.
+      csd_min_count: see `CorrectionMemory.min_count`.
+      csd_online: the memory also counts what is corrected while decoding.
+      memory: file of a `CorrectionMemory` to begin with.
+      lossy_threshold: see `Lossy`.
+      lenience: see `Lenience`.
+      typical_epsilon: see `Typical`.
+      typical_delta: see `Typical`.
+      margin: see `Margin.kind`.
+      margin_gap: see `Margin`.
+      margin_ratio: see `Margin`.
+      risk_budget: see `Budget.total`; None for no budget, and none of the two limits that follow.
+      risk_per_token: see `Budget`.
+      risk_per_block: see `Budget`.
+      protect: tokens whose text one of these regular expressions is found in are never rescued,
+        nor replaced by a rescue.
       prompt_lookup_max: longest n-gram of the drafting level below the draft model; 0 for no such
         level.
       prompt_lookup_min: shortest n-gram.
@@ -51,7 +72,7 @@ class DecodeConfig:
       FlyJaxError: values of which no rule can be made.
     """
 
-    rule: RuleName = "fly"
+    rule: str = "fly"
     num_speculative_tokens: int = 15
     lossless_speculative_tokens: int | None = None
     entropy_threshold: float = 0.3
@@ -59,6 +80,23 @@ class DecodeConfig:
     window: Literal["paper", "reference"] = "paper"
     entropy: Literal["top_k", "full", "normalized"] = "top_k"
     entropy_top_k: int = 3
+    window_mismatches: int = 0
+    csd_consistency: float = 0.01
+    csd_memory: bool = True
+    csd_min_count: int = 6
+    csd_online: bool = True
+    memory: str | None = None
+    lossy_threshold: float = 0.3
+    lenience: float = 0.5
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    margin: Literal["gap", "runner_up"] = "gap"
+    margin_gap: float = 0.3
+    margin_ratio: float = 0.9
+    risk_budget: float | None = None
+    risk_per_token: float | None = None
+    risk_per_block: int | None = None
+    protect: tuple[str, ...] = ()
     prompt_lookup_max: int = 0
     prompt_lookup_min: int = 1
     prompt_lookup_tokens: int = 6
@@ -70,6 +108,10 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
             _check_type(name, getattr(self, name), kind)
+        names = rule_names(self.rule)
+        if len(names) == 1:
+            object.__setattr__(self, "rule", names[0])  # without spaces or parentheses
+        compile_patterns(self.protect)
         for name in ("num_speculative_tokens", "lossless_speculative_tokens"):
             given = getattr(self, name)
             if given is not None and given < 1:
@@ -97,6 +139,20 @@ class DecodeConfig:
                 "The rule sampled needs a temperature above 0 and was given 0; give a temperature, "
                 "or the rule exact for greedy decoding."
             )
+        if "csd" in names and self._temperature > 0:
+            raise FlyJaxError(
+                f"The rule csd is greedy and the temperature is {self.temperature}; give "
+                "temperature 0, or a rule without csd."
+            )
+        if self.csd_min_count < 0:
+            raise FlyJaxError(
+                f"csd_min_count is {self.csd_min_count}; it must not be negative: 6 is usual."
+            )
+        if self.risk_budget is None and (self.risk_per_token, self.risk_per_block) != (None, None):
+            raise FlyJaxError(
+                "risk_per_token or risk_per_block was given without risk_budget, of which they are "
+                "limits; give risk_budget as well."
+            )
         if self._temperature == 0 and (self.top_k != 0 or self.top_p != 1):
             raise FlyJaxError(
                 f"top_k={self.top_k} and top_p={self.top_p} were given with greedy decoding, which "
@@ -107,6 +163,11 @@ class DecodeConfig:
     def _temperature(self) -> float:
         default = 1.0 if self.rule == "sampled" else 0.0
         return default if self.temperature is None else self.temperature
+
+    @property
+    def is_loosened(self) -> bool:
+        """The rule may keep mismatches."""
+        return self.rule not in LOSSLESS_RULES
 
     @property
     def num_drafted(self) -> int:
@@ -123,24 +184,45 @@ class DecodeConfig:
         Raises:
           FlyJaxError: a value outside its range, or K that leaves no room for FLy's window.
         """
-        from fly_jax.decoding.rules import Exact, Fly, Sampled
+        from fly_jax.decoding.rules import Budget, Exact, Sampled
         from fly_jax.decoding.sampling import Sampling
 
         sampling = None
         if self._temperature > 0:
             sampling = Sampling(self._temperature, self.top_k, self.top_p)
-        if self.rule == "fly":
-            fly = Fly(
-                self.entropy_threshold,
-                self.window_size,
-                self.entropy,
-                self.entropy_top_k,
-                self.window,
-                sampling,
-            )
-            fly.check(self.num_speculative_tokens)
-            return fly
-        return Exact() if sampling is None else Sampled(self._temperature, self.top_k, self.top_p)
+        if not self.is_loosened:
+            if sampling is None:
+                return Exact()
+            return Sampled(self._temperature, self.top_k, self.top_p)
+        rule = combined(self.rule, lambda name: self._loosened(name, sampling))
+        if self.risk_budget is not None:
+            rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
+        rule.check(self.num_speculative_tokens)
+        return rule
+
+    def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
+        """One of the rules that `rule` is made of."""
+        from fly_jax.decoding.rules import Csd, Fly, Lenience, Lossy, Margin, Typical
+
+        if name == "csd":
+            return Csd(self.csd_consistency or None, self.csd_memory)
+        if name == "lossy":
+            return Lossy(self.lossy_threshold, sampling)
+        if name == "lenience":
+            return Lenience(self.lenience, sampling)
+        if name == "typical":
+            return Typical(self.typical_epsilon, self.typical_delta, sampling)
+        if name == "margin":
+            return Margin(self.margin, self.margin_gap, self.margin_ratio, sampling)
+        return Fly(
+            self.entropy_threshold,
+            self.window_size,
+            self.entropy,
+            self.entropy_top_k,
+            self.window,
+            sampling,
+            self.window_mismatches,
+        )
 
     def to_lookup(self) -> Lookup | None:
         """The drafting level below the draft model, if there is one.
@@ -160,12 +242,16 @@ class DecodeConfig:
         )
 
     def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
-        """One token at a time, the lossless rule, and FLy, with these values."""
-        lossless: RuleName = "sampled" if self._temperature > 0 else "exact"
+        """One token at a time, the lossless rule, and the loosened one, with these values.
+
+        That is FLy unless another one is chosen.
+        """
+        lossless = "sampled" if self._temperature > 0 else "exact"
+        loosened = self.rule if self.is_loosened else "fly"
         return (
             dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
             dataclasses.replace(self, rule=lossless, temperature=self._temperature),
-            dataclasses.replace(self, rule="fly", temperature=self._temperature),
+            dataclasses.replace(self, rule=loosened, temperature=self._temperature),
         )
 
 
@@ -205,7 +291,8 @@ def from_toml(values: Mapping[str, Any]) -> DecodeConfig:
       FlyJaxError: an unknown key, or a value of no use.
     """
     _check_keys(values, {field.name for field in dataclasses.fields(DecodeConfig)})
-    return DecodeConfig(**values)
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return DecodeConfig(**{**values, **lists})
 
 
 def from_reference_json(values: Any) -> DecodeConfig:
@@ -235,7 +322,7 @@ def from_reference_json(values: Any) -> DecodeConfig:
     if "spd_k" not in values:
         raise FlyJaxError("spd_k is missing; give the number of draft tokens of a round.")
     temperature = values.get("temperature", 0.0)
-    rule: RuleName = "sampled" if temperature > 0 else "exact"
+    rule = "sampled" if temperature > 0 else "exact"
     window_size = 0
     if values.get("enable_fly", False):
         rule = "fly"
@@ -293,6 +380,9 @@ def _check_type(name: str, value: object, kind: Any) -> None:
         if typing.get_origin(one) is Literal:
             if value in typing.get_args(one):
                 return
+        elif typing.get_origin(one) is tuple:
+            if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
+                return
         elif one is float:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return
@@ -301,7 +391,13 @@ def _check_type(name: str, value: object, kind: Any) -> None:
     raise FlyJaxError(f"{name} is {value!r}; it must be {_described(kinds)}.")
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple[str, ...]: "a list of texts",
+}
 
 
 def _described(kinds: tuple[Any, ...]) -> str:

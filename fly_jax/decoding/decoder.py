@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from fly_jax.decoding.depth import initial_pace
+from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec, decode_rounds
-from fly_jax.decoding.rules import Why
-from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.decoding.rules import RuleState, Why
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
@@ -59,6 +60,7 @@ class Generation:
       num_rescued_tokens: mismatches kept.
       num_draft_passes: passes of the draft model while the row was live.
       seconds: from the first round's dispatch to the arrival of the row's last token.
+      regret: what the rescues took from the row's risk budget, in nats; None without a budget.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class Generation:
     num_rescued_tokens: int = 0
     num_draft_passes: int = 0
     seconds: float = 0.0
+    regret: float | None = None
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -110,6 +113,7 @@ class Decoder:
         batch_size: int = 1,
         protected_token_ids: Sequence[int] = (),
         cache_dtype: jnp.dtype | None = None,
+        memory: CorrectionMemory | None = None,
     ) -> None:
         """Checks the pair against the rule.
 
@@ -121,9 +125,12 @@ class Decoder:
           batch_size: rows decoded together.
           protected_token_ids: control tokens, never rescued; the ends of text are added.
           cache_dtype: type of the caches; that of the parameters if not given.
+          memory: what a rule with `uses_memory` looks up; with `spec.reports_mismatches` it learns
+            while decoding.
 
         Raises:
-          FlyJaxError: K without a draft model, or vocabularies of different sizes.
+          FlyJaxError: K without a draft model, vocabularies of different sizes, or no memory where
+            one is needed.
         """
         if draft is None and spec.num_speculative_tokens:
             raise FlyJaxError(
@@ -136,7 +143,13 @@ class Decoder:
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft model "
                 "of the target's family."
             )
+        if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
+            raise FlyJaxError(
+                "This rule looks mismatches up in a memory, or is to teach one, and none was "
+                "given; pass memory=CorrectionMemory(…), empty or filled."
+            )
         self.spec = spec
+        self.memory = memory
         self.capacity = capacity
         self.batch_size = batch_size
         speculates = spec.num_speculative_tokens > 0
@@ -145,7 +158,8 @@ class Decoder:
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
         protected[[token for token in ids if token < vocab]] = True
-        self._protected = self._models.place(protected, (None,))
+        self._inputs = RuleInputs(self._models.place(protected, (None,)))
+        self._known: tuple[CorrectionMemory, int] | None = None
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
 
     def stream(
@@ -169,11 +183,15 @@ class Decoder:
         start = time.perf_counter()
         pending: RoundOutput | None = None
         while live:
-            state, output = self._models.run(self.spec, state, self._protected)
+            self._refresh()
+            state, output = self._models.run(self.spec, state, self._inputs)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
             if pending is not None:
-                for settled in self._read(jax.device_get(pending), accounts, live):
+                pending = jax.device_get(pending)
+                if self.memory is not None and self.spec.reports_mismatches:
+                    self.memory.add(corrections(pending))
+                for settled in self._read(pending, accounts, live):
                     accounts[settled.row].seconds = time.perf_counter() - start
                     yield settled, accounts[settled.row]
             pending = output
@@ -191,6 +209,26 @@ class Decoder:
             finished += accounts
         return finished
 
+    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Compiles what decoding these prompts needs; the memory learns nothing from it."""
+        memory = self.memory
+        if memory is not None:
+            self.memory = memory.copy()
+        try:
+            self.generate(prompts, 1)
+        finally:
+            self.memory = memory
+
+    def _refresh(self) -> None:
+        """Puts the memory's keys where the next round finds them, if they are others by now."""
+        if self.memory is None or not self.spec.rule.uses_memory:
+            return
+        known = (self.memory, self.memory.version)
+        if known != self._known:
+            keys = self._models.place(self.memory.keys(), (None, None))
+            self._inputs = dataclasses.replace(self._inputs, memory=keys)
+            self._known = known
+
     def _measure(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Seconds of a round of each depth, on these prompts; the program is compiled before."""
         seconds = np.zeros(len(self.spec.depths), np.float32)
@@ -202,7 +240,7 @@ class Decoder:
                 state = self._admit(prompts, max(room, 1), 0, only_this)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()
-                _, output = self._models.run(self.spec, state, self._protected)
+                _, output = self._models.run(self.spec, state, self._inputs)
                 rounds = np.sum(np.any(jax.device_get(output.count), axis=1))
                 taken = (time.perf_counter() - start) / max(rounds, 1)
                 if repeat:
@@ -241,7 +279,11 @@ class Decoder:
                 f"{self.capacity}; make it with a larger capacity (see capacity_for)."
             )
         # Rows without a prompt are finished from the start.
-        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed), seconds)
+        budget = None
+        if self.spec.rule.budget is not None:
+            budget = np.full(self.batch_size, self.spec.rule.budget, np.float32)
+        key = jax.random.key(seed)
+        return self._models.admit(text, lengths, limits, bucket, key, budget, seconds)
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -261,6 +303,8 @@ class Decoder:
                 account.num_accepted_tokens += int(output.num_accepted[index, row])
                 account.num_rescued_tokens += int(output.num_rescued[index, row])
                 account.num_draft_passes += int(output.num_draft_passes[index])
+                if output.budget is not None and self.spec.rule.budget is not None:
+                    account.regret = self.spec.rule.budget - float(output.budget[index, row])
                 reason = None
                 if output.finished[index, row]:
                     stopped = tokens[-1] in self.spec.eos_token_ids
@@ -336,6 +380,7 @@ class _Models:
         limits: np.ndarray,
         bucket: int,
         key: Array,
+        budget: np.ndarray | None,
         seconds: np.ndarray | None,
     ) -> DecodeState:
         return _admit(
@@ -346,13 +391,14 @@ class _Models:
             self.place(lengths, (None,)),
             self.place(limits, (None,)),
             self.place(key, ()),
+            None if budget is None else self.place(budget, (None,)),
             None if seconds is None else self.place(seconds, (None,)),
         )
 
     def run(
-        self, spec: RoundSpec, state: DecodeState, protected: Bool[Array, " vocab"]
+        self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
     ) -> tuple[DecodeState, RoundOutput]:
-        return _run(spec, self._shapes, self._parameters, state, protected)
+        return _run(spec, self._shapes, self._parameters, state, inputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,6 +429,7 @@ def _admit(
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
     key: Array,
+    budget: Float32[Array, " rows"] | None,
     seconds: Float32[Array, " depths"] | None,
 ) -> DecodeState:
     """Runs the prompts through both models; no logits are needed before the first round."""
@@ -396,8 +443,10 @@ def _admit(
 
     target, draft = (prefill(model) for model in shapes.models(parameters))
     assert target is not None
+    rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
-    return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key, pace)
+    finished = lengths >= limits
+    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
@@ -406,7 +455,7 @@ def _run(
     shapes: _Shapes,
     parameters: tuple[dict[str, Array], dict[str, Array] | None],
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     target, draft = shapes.models(parameters)
-    return decode_rounds(spec, target, draft, state, protected)
+    return decode_rounds(spec, target, draft, state, inputs)

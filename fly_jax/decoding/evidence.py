@@ -67,6 +67,48 @@ class Entropy:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Extra:
+    """Numbers that only some rules ask for; what is not asked for is not computed.
+
+    Attributes:
+      full_entropy: the entropy over the whole vocabulary, in nats, besides any other.
+      runner_up: the logit of the target's second choice.
+      lenience: when sampling, accept in `lenient` with so much less of the draft's probability.
+
+    Raises:
+      FlyJaxError: a lenience that is no share.
+    """
+
+    full_entropy: bool = False
+    runner_up: bool = False
+    lenience: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lenience is not None and not 0 < self.lenience <= 1:
+            raise FlyJaxError(
+                f"The lenience is {self.lenience}; it must be above 0 and at most 1: give 1 for "
+                "none, and less for more."
+            )
+
+    def __or__(self, other: Extra) -> Extra:
+        """What either of two asks for.
+
+        Raises:
+          FlyJaxError: two leniences.
+        """
+        if None not in (self.lenience, other.lenience) and self.lenience != other.lenience:
+            raise FlyJaxError(
+                f"Two leniences are asked for at once, {self.lenience} and {other.lenience}; give "
+                "one."
+            )
+        return Extra(
+            self.full_entropy or other.full_entropy,
+            self.runner_up or other.runner_up,
+            self.lenience if other.lenience is None else other.lenience,
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetEvidence:
@@ -87,6 +129,9 @@ class TargetEvidence:
       accepted: the lossless rule takes this draft token, considered on its own.
       replacement: the token that follows if the block ends here. Greedy: the argmax. Sampled: a
         draw from the residual, or from the target where there is no draft token (the bonus token).
+      full_entropy: over the whole vocabulary, in nats; None unless asked for in `Extra`, as below.
+      runner_up_logit: the second largest raw logit, equal to the first where two tokens tie.
+      lenient: the draws accept this draft token with `Extra.lenience`; None also when greedy.
     """
 
     argmax: Int32[Array, "rows positions"]
@@ -97,6 +142,9 @@ class TargetEvidence:
     draft_log_prob: Float32[Array, "rows positions"]
     accepted: Bool[Array, "rows positions"]
     replacement: Int32[Array, "rows positions"]
+    full_entropy: Float32[Array, "rows positions"] | None = None
+    runner_up_logit: Float32[Array, "rows positions"] | None = None
+    lenient: Bool[Array, "rows positions"] | None = None
 
 
 def evidence(
@@ -109,6 +157,7 @@ def evidence(
     key: jax.Array | None = None,
     num_drafted: Int[Array, " rows"] | None = None,
     layout: Layout | None = None,
+    extra: Extra | None = None,
 ) -> TargetEvidence:
     """Reduces the target's logits to what acceptance needs. Pure; call it under `jit`.
 
@@ -129,6 +178,7 @@ def evidence(
       layout: where the logits are sharded: its mesh, and its mapping of the logical axes "rows"
         and "vocab"; None on one device. Numbers are the same but for the rounding of
         sums in another order, and draws use the same noise.
+      extra: numbers beyond those that every rule reads; None for none.
 
     Raises:
       FlyJaxError: if shapes do not fit together, or sampling lacks a key.
@@ -165,7 +215,11 @@ def evidence(
 
     inputs = _Inputs(logits, draft, draft_logits, noise)
     reduce = functools.partial(
-        _reduce, entropy=entropy, sampling=sampling, vocab_size=logits.shape[2]
+        _reduce,
+        entropy=entropy,
+        extra=Extra() if extra is None else extra,
+        sampling=sampling,
+        vocab_size=logits.shape[2],
     )
     return reduce(inputs, axis_names=()) if layout is None else _sharded(reduce, inputs, layout)
 
@@ -217,6 +271,7 @@ def _reduce(
     inputs: _Inputs,
     *,
     entropy: Entropy | None,
+    extra: Extra,
     sampling: Sampling | None,
     vocab_size: int,
     axis_names: AxisNames,
@@ -230,15 +285,21 @@ def _reduce(
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
     draft_logit = vocab_pick(logits, inputs.draft, -jnp.inf, axis_names)
+    lenient = None
     if sampling is None or inputs.noise is None:
         draft_log_prob = draft_logit - largest - log_mass
         accepted, replacement = inputs.draft == argmax, argmax
     else:
         log_probs = processed_log_probs(logits, sampling, axis_names)
         draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
-        accepted, replacement = _rejection_sample(
-            inputs, inputs.noise, log_probs, draft_log_prob, sampling, axis_names
+        accepted, lenient, replacement = _rejection_sample(
+            inputs, inputs.noise, log_probs, draft_log_prob, sampling, extra.lenience, axis_names
         )
+    full_entropy = runner_up_logit = None
+    if extra.full_entropy:
+        full_entropy = _entropy(centred, log_mass, Entropy("full"), vocab_size, axis_names)
+    if extra.runner_up:
+        runner_up_logit = vocab_top(logits, 2, axis_names)[..., -1]
     return TargetEvidence(
         argmax=argmax,
         argmax_logit=argmax_logit,
@@ -248,6 +309,9 @@ def _reduce(
         draft_log_prob=draft_log_prob,
         accepted=accepted,
         replacement=replacement,
+        full_entropy=full_entropy,
+        runner_up_logit=runner_up_logit,
+        lenient=lenient,
     )
 
 
@@ -279,9 +343,18 @@ def _rejection_sample(
     log_probs: Float32[Array, "rows positions local"],
     draft_log_prob: Float32[Array, "rows positions"],
     sampling: Sampling,
+    lenience: float | None,
     axis_names: AxisNames,
-) -> tuple[Bool[Array, "rows positions"], Int32[Array, "rows positions"]]:
-    """Whether each draft token is accepted, and what replaces it (arXiv 2211.17192, Algorithm 1).
+) -> tuple[
+    Bool[Array, "rows positions"],
+    Bool[Array, "rows positions"] | None,
+    Int32[Array, "rows positions"],
+]:
+    """Whether each draft token is accepted, strictly and with lenience, and what replaces it.
+
+    arXiv 2211.17192, Algorithm 1 and, for lenience, its appendix: q is multiplied by the lenience
+    before it is compared with p, by the same draw, so that what is accepted strictly is accepted
+    leniently too.
 
     Where there is no draft token q is zero everywhere, so that the residual is p itself: that is
     the bonus token.
@@ -295,10 +368,12 @@ def _rejection_sample(
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
     draft_prob = vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
-    accepted = noise.uniform * draft_prob < jnp.exp(draft_log_prob)
+    asked, given = noise.uniform * draft_prob, jnp.exp(draft_log_prob)
+    accepted = asked < given
+    lenient = None if lenience is None else lenience * asked < given
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
     # Where rounding leaves p <= q everywhere the two are equal, and the token is accepted.
     has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
-    return accepted, gumbel_argmax(weights, noise.gumbel, axis_names)
+    return accepted, lenient, gumbel_argmax(weights, noise.gumbel, axis_names)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
 from fly_jax.errors import FlyJaxError
@@ -47,6 +49,8 @@ class Pair:
         num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
         lookup: Lookup | None = None,
         rounds_per_dispatch: int | None = None,
+        *,
+        learns: bool = True,
     ) -> RoundSpec:
         """The static part of decoding with this pair.
 
@@ -56,12 +60,13 @@ class Pair:
           lookup: the drafting level below the draft model.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
+          learns: a rule with a memory adds to it while decoding; False leaves it as it is.
 
         Raises:
           FlyJaxError: K leaves no room for FLy's window.
         """
         rule = Fly() if rule is None else rule
-        if num_speculative_tokens and isinstance(rule, Fly):
+        if num_speculative_tokens:
             rule.check(num_speculative_tokens)
         return RoundSpec(
             rule=rule,
@@ -69,17 +74,46 @@ class Pair:
             lookup=lookup,
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
+            reports_mismatches=learns and rule.uses_memory,
         )
 
-    def decoder(self, spec: RoundSpec, *, capacity: int, batch_size: int = 1) -> Decoder:
-        """A decoder of this pair; see `Decoder`."""
+    def decoder(
+        self,
+        spec: RoundSpec,
+        *,
+        capacity: int,
+        batch_size: int = 1,
+        protect: Sequence[str] = (),
+        memory: CorrectionMemory | None = None,
+    ) -> Decoder:
+        """A decoder of this pair; see `Decoder`.
+
+        Args:
+          spec: from `spec`.
+          capacity: see `capacity_for`.
+          batch_size: rows decoded together.
+          protect: regular expressions; tokens in whose text one is found are never rescued, nor
+            replaced by a rescue. Control tokens never are.
+          memory: of corrections; None for an empty one, if the rule uses one.
+
+        Raises:
+          FlyJaxError: a pattern that is no regular expression, or a memory of another vocabulary.
+        """
+        if memory is not None:
+            memory.check_vocabulary(self.tokenizer.digest, "The memory")
+        elif spec.rule.uses_memory or spec.reports_mismatches:
+            memory = CorrectionMemory(self.tokenizer.digest)
         return Decoder(
             self.target,
             self.draft,
             spec,
             capacity=capacity,
             batch_size=batch_size,
-            protected_token_ids=self.tokenizer.control_token_ids,
+            protected_token_ids=(
+                *self.tokenizer.control_token_ids,
+                *matching_tokens(self.tokenizer, protect),
+            ),
+            memory=memory,
         )
 
 
@@ -153,6 +187,8 @@ def generate(
     max_new_tokens: int = 128,
     batch_size: int = 1,
     seed: int = 0,
+    protect: Sequence[str] = (),
+    memory: CorrectionMemory | None = None,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -166,10 +202,12 @@ def generate(
       max_new_tokens: limit of each prompt's continuation.
       batch_size: prompts decoded together.
       seed: of the draws, where the rule samples.
+      protect: see `Pair.decoder`.
+      memory: see `Pair.decoder`; it learns.
 
     Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or K
-        that leaves no room for FLy's window.
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
+        leaves no room for FLy's window, or what `Pair.decoder` refuses.
     """
     if isinstance(prompts, str) or not prompts or batch_size < 1:
         raise FlyJaxError(
@@ -185,5 +223,11 @@ def generate(
         for prompt in prompts
     ]
     capacity = capacity_for(spec, ids, max_new_tokens, pair.target.config.max_context)
-    decoder = pair.decoder(spec, capacity=capacity, batch_size=min(batch_size, len(ids)))
+    decoder = pair.decoder(
+        spec,
+        capacity=capacity,
+        batch_size=min(batch_size, len(ids)),
+        protect=protect,
+        memory=memory,
+    )
     return decoder.generate(ids, max_new_tokens, seed=seed)

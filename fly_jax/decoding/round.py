@@ -14,8 +14,8 @@ from fly_jax.decoding.depth import choose_depth, drafted_of, observe
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
 from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Acceptance, Fly, Rule, Why, accept
-from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -33,6 +33,7 @@ class RoundSpec:
       lookup: the level below the draft model, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
+      reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
     """
 
     rule: Rule
@@ -41,6 +42,7 @@ class RoundSpec:
     eos_token_ids: tuple[int, ...] = ()
     rounds_per_dispatch: int = 1
     depths: tuple[int, ...] = ()
+    reports_mismatches: bool = False
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -58,11 +60,6 @@ class RoundSpec:
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
-
-    @property
-    def strict_tail(self) -> int:
-        """Last positions of a block in which the rule keeps no mismatch."""
-        return self.rule.window_size if isinstance(self.rule, Fly) else 0
 
     @property
     def room(self) -> int:
@@ -139,7 +136,7 @@ def decode_round(
     target: Llama,
     draft: Llama | None,
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Drafts K tokens, verifies them and accepts a prefix.
 
@@ -148,7 +145,7 @@ def decode_round(
       target: the target.
       draft: the draft model; None where K is 0.
       state: the rows; rows that are finished stay as they are.
-      protected: tokens that are never rescued.
+      inputs: what the rule reads besides the evidence.
 
     Returns:
       The next state, and this round's output with a leading axis of one round.
@@ -157,7 +154,7 @@ def decode_round(
     live = ~state.finished
     depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
     if state.pace is not None:
-        depth = choose_depth(state.pace, live, spec.depths, spec.strict_tail)
+        depth = choose_depth(state.pace, live, spec.depths, spec.rule.strict_tail)
         drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
     proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
@@ -167,12 +164,15 @@ def decode_round(
         spec.rule,
         seen,
         proposal.tokens,
-        protected=protected,
+        protected=inputs.protected,
+        memory=inputs.memory,
+        state=state.rule,
         num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
     )
     if state.pace is not None:
         state = dataclasses.replace(state, pace=observe(state.pace, acceptance, live))
     state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
+    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
     # What an end of text or the limit cuts off is counted nowhere.
     rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
     output = RoundOutput(
@@ -184,6 +184,8 @@ def decode_round(
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32)[None],
         num_draft_passes=proposal.num_passes[None],
         finished=state.finished[None],
+        other=_other(proposal.tokens, seen, why)[None] if spec.reports_mismatches else None,
+        budget=None if state.rule.budget is None else state.rule.budget[None],
     )
     return state, output
 
@@ -235,7 +237,17 @@ def gather_evidence(
         draft_logits=proposal.logits,
         key=key,
         layout=target.layout,
+        extra=spec.rule.extra,
     )
+
+
+def _other(
+    draft_tokens: Int[Array, "rows draft"], seen: TargetEvidence, why: Int[Array, "rows block"]
+) -> Int[Array, "rows block"]:
+    """Where draft and target disagreed, the token that does not stand there; else -1."""
+    drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
+    conditions = [why == Why.RESCUED.value, why == Why.CORRECTED.value]
+    return jnp.select(conditions, [seen.argmax, drafted], -1).astype(jnp.int32)
 
 
 def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
@@ -273,14 +285,14 @@ def decode_rounds(
     target: Llama,
     draft: Llama | None,
     state: DecodeState,
-    protected: Bool[Array, " vocab"],
+    inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
     The host dispatches one round ahead of what it has read, so the dispatch after the last one
     finds nothing to do and costs nothing.
     """
-    one_round = functools.partial(decode_round, spec, target, draft, protected=protected)
+    one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
     shapes = jax.eval_shape(one_round, state)[1]
     empty = jax.tree.map(
         lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes

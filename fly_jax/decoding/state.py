@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jaxtyping import Array, Bool, Int, Key
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
 from fly_jax.decoding.depth import Pace
+from fly_jax.decoding.rules import RuleState, Why
 from fly_jax.models.cache import KVCache
 
 
@@ -24,6 +26,7 @@ class DecodeState:
       target: the target's cache.
       draft: the draft model's cache, if there is a draft model.
       key: random state.
+      rule: what the rule knows of each row.
       pace: what the next K is chosen by; None where K is fixed.
     """
 
@@ -34,7 +37,22 @@ class DecodeState:
     target: KVCache
     draft: KVCache | None
     key: Key[Array, ""]
+    rule: RuleState
     pace: Pace | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RuleInputs:
+    """What the host may exchange between two rounds without compiling anew.
+
+    Attributes:
+      protected: tokens that are never rescued.
+      memory: `CorrectionMemory.keys`; None for a rule that does not use one.
+    """
+
+    protected: Bool[Array, " vocab"]
+    memory: Int32[Array, "pairs 2"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +71,10 @@ class RoundOutput:
       num_rescued: [rounds, rows], mismatches kept.
       num_draft_passes: [rounds], passes of the draft model.
       finished: [rounds, rows], after the round.
+      other: [rounds, rows, K + 1], of what draft and target disagreed on, the token that does not
+        stand there: the target's choice at a rescue, the draft's at a correction, else -1; None
+        unless the round is asked to report it.
+      budget: [rounds, rows], risk budget that is left after the round; None without one.
     """
 
     tokens: Int[Array, "rounds rows block"]
@@ -63,3 +85,20 @@ class RoundOutput:
     num_rescued: Int[Array, "rounds rows"]
     num_draft_passes: Int[Array, " rounds"]
     finished: Bool[Array, "rounds rows"]
+    other: Int[Array, "rounds rows block"] | None = None
+    budget: Float32[Array, "rounds rows"] | None = None
+
+
+def corrections(output: RoundOutput) -> list[tuple[int, int]]:
+    """What exact verification would have corrected: pairs of draft token and target's choice.
+
+    Args:
+      output: on the host, with `other`.
+    """
+    other = np.asarray(output.other)
+    emitted = np.arange(output.why.shape[2]) < output.count[..., None]
+    rescued = emitted & (output.why == Why.RESCUED)
+    differs = rescued | (emitted & (output.why == Why.CORRECTED))
+    drafted = np.where(rescued, output.tokens, other)[differs]
+    chosen = np.where(rescued, other, output.tokens)[differs]
+    return list(zip(drafted.tolist(), chosen.tolist(), strict=True))

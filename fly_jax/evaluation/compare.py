@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact, Fly
@@ -161,6 +162,8 @@ def compare(
     batch_size: int = 1,
     seed: int = 0,
     check: Callable[[int, str], bool | None] | None = None,
+    protect: Sequence[str] = (),
+    memory: CorrectionMemory | None = None,
 ) -> Comparison:
     """Decodes the same prompts with every rule, in turns, batch by batch.
 
@@ -175,6 +178,8 @@ def compare(
       seed: of the draws, where a rule samples.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
+      protect: see `Pair.decoder`.
+      memory: what every rule that uses one begins with; it is copied.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, or no draft model.
@@ -190,10 +195,17 @@ def compare(
     capacity = max(capacity_for(spec, ids, max_new_tokens, context) for spec in specs.values())
     rows = min(batch_size, len(ids))
     decoders = {
-        name: pair.decoder(spec, capacity=capacity, batch_size=rows) for name, spec in specs.items()
+        name: pair.decoder(
+            spec,
+            capacity=capacity,
+            batch_size=rows,
+            protect=protect,
+            memory=memory.copy() if memory is not None and spec.rule.uses_memory else None,
+        )
+        for name, spec in specs.items()
     }
     for decoder in decoders.values():
-        decoder.generate(ids, 1)  # every prompt, since each length may have its own prefill
+        decoder.warm_up(ids)  # every prompt, since each length may have its own prefill
     accounts: dict[str, list[Generation]] = {name: [] for name in decoders}
     seconds = dict.fromkeys(decoders, 0.0)
     for first in range(0, len(ids), rows):

@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import textwrap
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from absl import flags
 
-from fly_jax.decoding.config import DecodeConfig, RuleName
+from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.expression import LOOSENED_RULES, LOSSLESS_RULES
 from fly_jax.errors import FlyJaxError
 
 _WIDTH = 96
@@ -46,6 +47,10 @@ class Flags:
     def boolean(self, group: str, name: str, text: str) -> None:
         """Adds a flag that is off unless given."""
         self._add(group, flags.BooleanFlag(name, False, text), text)
+
+    def switch(self, group: str, name: str, text: str) -> None:
+        """Adds a flag that is neither on nor off unless given."""
+        self._add(group, flags.BooleanFlag(name, None, text), text)
 
     def integer(
         self,
@@ -122,14 +127,17 @@ def _shown(flag: flags.Flag) -> str:
 def add_decoding_flags(into: Flags) -> None:
     """Adds a flag for every field of `DecodeConfig` that has one; None is 'not given'."""
     default, group = DecodeConfig(), "Decoding"
+    lossless, loosened = ", ".join(LOSSLESS_RULES), ", ".join(LOOSENED_RULES)
     into.string(
         group, "config", None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
     )  # fmt: skip
-    into.choice(
-        group, "rule", None, get_args(RuleName),
-        f"which draft tokens are kept; {default.rule} if not given",
+    into.string(
+        group, "rule", None,
+        f"which draft tokens are kept: {lossless}; or {loosened}, "
+        "several joined by & (both keep it), | (either does) and parentheses, such as "
+        f"'fly & margin'; {default.rule} if not given",
     )  # fmt: skip
     into.integer(
         group, "num_speculative_tokens", None,
@@ -166,6 +174,7 @@ def add_decoding_flags(into: Flags) -> None:
         group, "prompt_lookup_tokens", None,
         f"tokens that the lookup proposes; {default.prompt_lookup_tokens} if not given",
     )  # fmt: skip
+    _add_rule_flags(into, default)
     group = "Sampling"
     into.number(
         group, "temperature", None,
@@ -176,10 +185,92 @@ def add_decoding_flags(into: Flags) -> None:
     into.integer(group, "seed", 0, "seed of the draws", lower_bound=0, upper_bound=2**31 - 1)
 
 
+def _add_rule_flags(into: Flags, default: DecodeConfig) -> None:
+    """The flags of the loosened rules besides FLy's published ones, and of what goes around."""
+    group = "Loosened rules"
+    into.integer(
+        group, "window_mismatches", None,
+        "fly: mismatches that a window may hold, if each passes the gate; "
+        f"{default.window_mismatches} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "csd_consistency", None,
+        "csd: least probability of the draft's token, as a share of that of the target's choice; "
+        f"{default.csd_consistency} if not given, 0 for no such demand",
+    )  # fmt: skip
+    into.switch(
+        group, "csd_memory",
+        "csd: keep only what the memory knows to be corrected often; --nocsd_memory for no such "
+        "demand",
+    )  # fmt: skip
+    into.switch(
+        group, "csd_online",
+        "csd: the memory learns while decoding; --nocsd_online for one that stays as it is",
+    )  # fmt: skip
+    into.integer(
+        group, "csd_min_count", None,
+        "csd: the memory knows what it has counted more often than this; "
+        f"{default.csd_min_count} if not given",
+    )  # fmt: skip
+    into.string(group, "memory", None, "csd: file of the command calibrate to begin with")
+    into.number(
+        group, "lossy_threshold", None,
+        "lossy: least probability of the draft's token; "
+        f"{default.lossy_threshold} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "lenience", None,
+        "lenience: by how much less the draft's token has to be probable; "
+        f"{default.lenience} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "typical_epsilon", None,
+        f"typical: probability that is enough anywhere; {default.typical_epsilon} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "typical_delta", None,
+        "typical: probability that is enough where the target is sure; "
+        f"{default.typical_delta} if not given",
+    )  # fmt: skip
+    into.choice(
+        group, "margin", None, ("gap", "runner_up"),
+        f"margin: what is compared; {default.margin} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "margin_gap", None,
+        "margin: most nats that the draft's token may be less probable than the target's choice; "
+        f"{default.margin_gap} if not given",
+    )  # fmt: skip
+    into.number(
+        group, "margin_ratio", None,
+        "margin, runner_up: the second choice's logit over the first's must be above this; "
+        f"{default.margin_ratio} if not given",
+    )  # fmt: skip
+    group = "Limits of loosened rules"
+    into.number(
+        group, "risk_budget", None,
+        "nats that all rescues of a prompt may cost; 0 is lossless, no limit if not given",
+    )  # fmt: skip
+    into.number(
+        group, "risk_per_token", None,
+        "nats that a rescue may cost for each draft token from it on; no limit if not given",
+    )  # fmt: skip
+    into.integer(group, "risk_per_block", None, "rescues of a round; no limit if not given")
+    into.strings(
+        group, "protect",
+        r"never rescue tokens in whose text this regular expression is found, such as '\d'; may be "
+        "given several times",
+    )  # fmt: skip
+
+
 def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:
     """The decoding flags that were given."""
     names = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in values]
-    given = {name: values[name].value for name in names if values[name].value is not None}
+    given: dict[str, Any] = {
+        name: values[name].value for name in names if values[name].value not in (None, [])
+    }
+    if "protect" in given:
+        given["protect"] = tuple(given["protect"])
     if "num_speculative_tokens" in given:
         given["lossless_speculative_tokens"] = None  # a K that is asked for is for every rule
     return given

@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # JAX is imported only when the flags, the config and the pro
     from absl.flags import FlagValues
 
     from fly_jax.decoding.decoder import Decoder, Generation
+    from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
+    from fly_jax.decoding.round import RoundSpec
     from fly_jax.models.config import LlamaConfig
     from fly_jax.models.tokenizer import Tokenizer
 
@@ -62,10 +64,10 @@ def main(arguments: Sequence[str]) -> None:
         )
     for one in config.side_by_side() if compares else (config,):
         one.to_rule(), one.to_lookup()
-    pair, prompts, ids = _load(values, config, prompts)
-    _generate(values, config, pair, prompts, ids)
+    pair, memory, prompts, ids = _load(values, config, prompts)
+    _generate(values, config, pair, memory, prompts, ids)
     if compares:
-        _compare(values, config, pair, prompts, ids)
+        _compare(values, config, pair, memory, prompts, ids)
 
 
 def _base_config(values: FlagValues) -> DecodeConfig:
@@ -142,8 +144,8 @@ def _prompts(values: FlagValues) -> list[Prompt]:
 
 def _load(
     values: FlagValues, config: DecodeConfig, prompts: list[Prompt]
-) -> tuple[Pair, list[Prompt], list[list[int]]]:
-    """The pair, and the prompts that fit its context with their tokens."""
+) -> tuple[Pair, CorrectionMemory | None, list[Prompt], list[list[int]]]:
+    """The pair, the rule's memory, and the prompts that fit the context with their tokens."""
     from fly_jax.sharding.mesh import create_mesh, describe, parse_mesh, prepare_devices
 
     mesh = parse_mesh(values.mesh)
@@ -157,7 +159,9 @@ def _load(
     folder = embedded_pair()[0] if values.target is None else resolve(values.target)
     model = check_checkpoint(folder)
     _check_sizes(config, model.max_context)
-    fitting, ids = _encode(values, prompts, load_tokenizer(folder), model)
+    tokenizer = load_tokenizer(folder)
+    memory = _memory(config, tokenizer)
+    fitting, ids = _encode(values, prompts, tokenizer, model)
     if mesh.num_devices > 1:
         _say(describe(create_mesh(mesh)))
     pair = load_pair(
@@ -165,7 +169,18 @@ def _load(
     )
     for line in pair.replicated:
         _say(line)
-    return pair, fitting, ids
+    return pair, memory, fitting, ids
+
+
+def _memory(config: DecodeConfig, tokenizer: Tokenizer) -> CorrectionMemory | None:
+    """What the rule begins with: the file that is named, or nothing counted yet."""
+    from fly_jax.decoding.memory import CorrectionMemory, load_memory
+
+    if not config.to_rule().uses_memory:
+        return None
+    if config.memory is None:
+        return CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
+    return load_memory(Path(config.memory), tokenizer.digest, min_count=config.csd_min_count)
 
 
 def _check_sizes(config: DecodeConfig, context: int) -> None:
@@ -200,6 +215,7 @@ def _generate(
     values: FlagValues,
     config: DecodeConfig,
     pair: Pair,
+    memory: CorrectionMemory | None,
     prompts: list[Prompt],
     ids: list[list[int]],
 ) -> None:
@@ -207,10 +223,16 @@ def _generate(
     from fly_jax.decoding.decoder import capacity_for
     from fly_jax.launch.view import TextView, legend, wants_colour
 
-    spec = pair.spec(config.to_rule(), config.num_drafted, config.to_lookup())
+    spec = _spec(pair, config)
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
-    decoder = pair.decoder(spec, capacity=capacity, batch_size=min(values.batch_size, len(ids)))
-    decoder.generate(ids[:1], 1)  # compiles, so that no prompt's speed has that in it
+    decoder = pair.decoder(
+        spec,
+        capacity=capacity,
+        batch_size=min(values.batch_size, len(ids)),
+        protect=config.protect,
+        memory=None if memory is None else memory.copy(),
+    )
+    decoder.warm_up(ids[:1])  # so that no prompt's speed has the compilation in it
     if values.json:
         for index, account in enumerate(_in_order(values, decoder, ids)):
             record = _record(pair, config, prompts[index].text, account)
@@ -233,6 +255,12 @@ def _generate(
             _say(_summary(first + row + 1, len(ids), finished[row]))
 
 
+def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
+    return pair.spec(
+        config.to_rule(), config.num_drafted, config.to_lookup(), learns=config.csd_online
+    )
+
+
 def _in_order(values: FlagValues, decoder: Decoder, ids: list[list[int]]) -> Iterator[Generation]:
     """Each prompt's account as soon as it and those before it are done."""
     for first in range(0, len(ids), decoder.batch_size):
@@ -252,6 +280,7 @@ def _in_order(values: FlagValues, decoder: Decoder, ids: list[list[int]]) -> Ite
 def _record(
     pair: Pair, config: DecodeConfig, prompt: str, account: Generation
 ) -> dict[str, object]:
+    risk = {} if account.regret is None else {"regret": account.regret}
     return {
         "prompt": prompt,
         "prompt_token_ids": list(account.prompt_token_ids),
@@ -266,14 +295,16 @@ def _record(
         "num_rescued_tokens": account.num_rescued_tokens,
         "tokens_per_second": account.tokens_per_second,
         "why": "".join(why.letter for why in account.why),
+        **risk,
     }
 
 
 def _summary(number: int, total: int, account: Generation) -> str:
+    risk = "" if account.regret is None else f", regret {account.regret:.2f} nats"
     return (
         f"[{number}/{total}] {len(account.token_ids)} tokens in {account.num_rounds} rounds "
         f"({account.finish_reason}): {account.mean_accepted_tokens:.2f} mean accepted tokens, "
-        f"{account.num_rescued_tokens} rescued, {account.tokens_per_second:.0f} tokens/s"
+        f"{account.num_rescued_tokens} rescued{risk}, {account.tokens_per_second:.0f} tokens/s"
     )
 
 
@@ -281,6 +312,7 @@ def _compare(
     values: FlagValues,
     config: DecodeConfig,
     pair: Pair,
+    memory: CorrectionMemory | None,
     prompts: list[Prompt],
     ids: list[list[int]],
 ) -> None:
@@ -297,15 +329,12 @@ def _compare(
     comparison = compare(
         pair,
         ids,
-        {
-            f"{one.rule} (K = {one.num_drafted})": pair.spec(
-                one.to_rule(), one.num_drafted, one.to_lookup()
-            )
-            for one in config.side_by_side()
-        },
+        {f"{one.rule} (K = {one.num_drafted})": _spec(pair, one) for one in config.side_by_side()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,
         check=check,
+        protect=config.protect,
+        memory=memory,
     )
     print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

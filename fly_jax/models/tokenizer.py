@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,15 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id; the model's embedding may have more rows."""
         return len(self.vocabulary.names)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what the ids mean; control tokens count by their place, not by their name."""
+        controls = set(self.control_token_ids)
+        names = [
+            "" if index in controls else name for index, name in enumerate(self.vocabulary.names)
+        ]
+        return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """The text's tokens, after the token that begins a text if the model has one."""

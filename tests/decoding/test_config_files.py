@@ -9,7 +9,17 @@ import pytest
 
 from fly_jax.decoding.config import DecodeConfig, from_reference_json, from_toml, load_config
 from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Exact, Fly, Sampled
+from fly_jax.decoding.rules import (
+    Budget,
+    Csd,
+    Exact,
+    Fly,
+    Lenience,
+    Lossy,
+    Margin,
+    Sampled,
+    Typical,
+)
 from fly_jax.decoding.sampling import Sampling
 from fly_jax.errors import FlyJaxError
 
@@ -49,6 +59,36 @@ def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -
     assert config.to_rule() == rule
     assert config.to_lookup() == lookup
     assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        ({"rule": "csd"}, Csd()),
+        ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False)),
+        ({"rule": "csd", "csd_consistency": 0}, Csd(None)),
+        ({"rule": "lossy", "lossy_threshold": 0.2}, Lossy(0.2)),
+        ({"rule": "lenience", "lenience": 0.7}, Lenience(0.7)),
+        ({"rule": "lenience", "temperature": 1}, Lenience(0.5, Sampling(1))),
+        ({"rule": "typical", "typical_epsilon": 0.1, "typical_delta": 0.2}, Typical(0.1, 0.2)),
+        ({"rule": "margin", "margin_gap": 1}, Margin("gap", 1)),
+        (
+            {"rule": "margin", "margin": "runner_up", "margin_ratio": 0.8},
+            Margin("runner_up", 0.3, 0.8),
+        ),
+        ({"rule": " ( fly)"}, Fly()),
+        ({"rule": "fly", "window_mismatches": 2}, Fly(window_mismatches=2)),
+        ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd()),
+        ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd())),
+        (
+            {"rule": "fly | csd", "risk_budget": 8, "risk_per_token": 0.25, "risk_per_block": 2},
+            Budget(Fly() | Csd(), 8, 0.25, 2),
+        ),
+        ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact()),
+    ],
+)
+def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
+    assert from_toml(values).to_rule() == rule
 
 
 def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
@@ -123,6 +163,12 @@ def test_reference_defaults() -> None:
     [
         ("a.toml", 'rule = "fly"\nwindw_size = 4\n', ["windw_size", "window_size"]),
         ("a.toml", 'rule = "lucky"\n', ["lucky", "autoregressive", "fly"]),
+        ("a.toml", 'rule = "exact | fly"\n', ["exact | fly", "lossless"]),
+        ("a.toml", 'protect = "a"\n', ["protect", "a list of texts"]),
+        ("a.toml", "protect = [3]\n", ["protect", "a list of texts"]),
+        ("a.toml", 'protect = ["["]\n', ["protect", "regular expression"]),
+        ("a.toml", "memory = 3\n", ["memory", "text"]),
+        ("a.toml", "risk_per_token = 3\n", ["risk_budget"]),
         ("a.toml", "window_size = 4.5\n", ["window_size", "4.5", "whole"]),
         ("a.toml", "window_size = true\n", ["window_size", "True"]),
         ("a.toml", 'entropy_threshold = "low"\n', ["entropy_threshold", "low", "number"]),

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence, evidence
 from fly_jax.decoding.rules import Fly, accept
 from fly_jax.decoding.sampling import Sampling, sample
 from fly_jax.errors import FlyJaxError
@@ -25,7 +25,7 @@ from fly_jax.sharding.rules import Layout, ShardingRules
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]
 
-compiled = jax.jit(evidence, static_argnames=("entropy", "sampling", "layout"))
+compiled = jax.jit(evidence, static_argnames=("entropy", "sampling", "layout", "extra"))
 
 
 def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -183,13 +183,17 @@ def collective_operands(hlo: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "case"),
+    ("name", "case", "extra"),
     [
-        *(("vocabulary over x and y", case) for case in CASES),
-        *((name, "sampled, top-k and top-p") for name in list(LAYOUTS)[1:]),
+        *(("vocabulary over x and y", case, None) for case in CASES),
+        *((name, "sampled, top-k and top-p", None) for name in list(LAYOUTS)[1:]),
+        ("vocabulary over x and y", "greedy, top-k", Extra(full_entropy=True, runner_up=True)),
+        ("vocabulary over x and y", "sampled, top-k and top-p", Extra(True, True, 0.3)),
     ],
 )
-def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: str) -> None:
+def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
+    name: str, case: str, extra: Extra | None
+) -> None:
     entropy, sampling = CASES[case]
     layout = layout_of(name)
     logits, draft, draft_logits, num_drafted = sharded_inputs()
@@ -197,7 +201,7 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: s
         jax.device_put, device=layout.sharding(("rows", None, "vocab"), logits.shape)
     )
     keywords = {"num_drafted": num_drafted, "key": jax.random.key(4)}
-    statics = {"entropy": entropy, "sampling": sampling}
+    statics = {"entropy": entropy, "sampling": sampling, "extra": extra}
     expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
     lowered = compiled.lower(
         place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics
@@ -207,7 +211,9 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: s
 
     for field in dataclasses.fields(TargetEvidence):
         one, other = getattr(got, field.name), getattr(expected, field.name)
-        if one.dtype == jnp.float32:
+        if other is None:
+            assert one is None
+        elif one.dtype == jnp.float32:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=field.name)
         else:
             np.testing.assert_array_equal(one, other, err_msg=field.name)
@@ -216,6 +222,8 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(name: str, case: s
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
     if shards > 1:
         assert collectives, "a sharded vocabulary must be merged somehow"
+    if extra is not None:
+        assert (expected.lenient is not None) == (sampling is not None)
     positions = SHARDED_ROWS * (DRAFTED + 1)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
     numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1

@@ -14,8 +14,9 @@ from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
 
 from fly_jax.decoding import decoder as host_loop
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Margin, Typical
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -28,6 +29,13 @@ SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 3, None, EOS),
     "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
+    "all": RoundSpec(
+        Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin("runner_up")), 2.0, 9.0, 2),
+        3,
+        None,
+        EOS,
+        reports_mismatches=True,
+    ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
@@ -38,6 +46,7 @@ CASES = [
     ("2x4", "fly"),
     ("2x2x2", "exact"),
     ("2x2x2", "fly"),
+    ("2x2x2", "all"),
 ]
 
 
@@ -63,7 +72,14 @@ def decoder_on(mesh: str | None, name: str) -> Decoder:
         devices = create_mesh(parse_mesh(mesh))
         target = placed(target, Layout(devices, RULES["tensor"]))
         draft = placed(draft, Layout(devices, RULES["replicated"]))
-    return Decoder(target, draft, SPECS[name], capacity=CAPACITY, batch_size=ROWS)
+    return Decoder(
+        target,
+        draft,
+        SPECS[name],
+        capacity=CAPACITY,
+        batch_size=ROWS,
+        memory=CorrectionMemory("v", min_count=0) if name == "all" else None,
+    )
 
 
 @functools.cache
@@ -116,7 +132,7 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     models = decoder._models
     hlo = (
         host_loop._run.lower(
-            decoder.spec, models._shapes, models._parameters, state, decoder._protected
+            decoder.spec, models._shapes, models._parameters, state, decoder._inputs
         )
         .compile()
         .as_text()

@@ -14,8 +14,9 @@ from random_pairs import CAPACITY, EOS, random_draft, random_target
 from fly_jax.decoding import decoder as host_loop
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly, Sampled
+from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Sampled
 
 SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
@@ -23,6 +24,8 @@ SPECS = {
     "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
+    # The memory learns, so that its keys are exchanged while rows are being decoded.
+    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
 }
 # No other test decodes with so many positions, so the first batch here does compile.
 UNSHARED = CAPACITY + 64
@@ -47,7 +50,15 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list
 
 
 def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
-    return Decoder(random_target(1), random_draft(1, 0.2), spec, capacity=capacity, batch_size=2)
+    memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
+    return Decoder(
+        random_target(1),
+        random_draft(1, 0.2),
+        spec,
+        capacity=capacity,
+        batch_size=2,
+        memory=memory,
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -81,6 +92,9 @@ def test_rounds_copy_nothing_unasked(name: str) -> None:
     decoder = decoder_for(SPECS[name], UNSHARED)
     prompts, max_new_tokens, seed = BATCHES[0]
     expected = decoder.generate(prompts, max_new_tokens, seed=seed)  # compiles
+    if decoder.memory is not None:  # what has been learnt would change the tokens
+        assert decoder.memory.version > 1
+        decoder.memory = CorrectionMemory("v", min_count=0)
     stream = decoder.stream(prompts, max_new_tokens, seed=seed)
     accounts = dict([_row(next(stream))])  # admits the prompts
     with jax.transfer_guard("disallow"):
@@ -122,10 +136,10 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing() -> None:
     state = decoder._admit(prompts, max_new_tokens, seed)
     count = 1
     while count:
-        state, output = models.run(decoder.spec, state, decoder._protected)
+        state, output = models.run(decoder.spec, state, decoder._inputs)
         count = int(output.count.sum())
     before = jax.device_get(state)
-    state, output = models.run(decoder.spec, state, decoder._protected)
+    state, output = models.run(decoder.spec, state, decoder._inputs)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
     jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
 

@@ -1,0 +1,252 @@
+"""The memory of corrections: counted on the host, looked up on the device (CSD, arXiv 2604.13634).
+
+What counts is what exact verification would have corrected: the pair (draft token, target's choice)
+at the first refused token of a round and at every rescue before it, once each, emitted tokens only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
+
+from fly_jax.errors import FlyJaxError
+
+MIN_COUNT = 6  # lambda of the paper
+CAPACITY = 65_536
+NUM_KEYS = 4_096
+
+# What fills the rest of the keys: sorts after every token, and is none.
+_NO_TOKEN = np.iinfo(np.int32).max
+_FORMAT = 1
+
+Pair = tuple[int, int]
+
+
+def is_remembered(
+    keys: Int32[Array, "pairs 2"],
+    draft_tokens: Int[Array, "*shape"],
+    target_tokens: Int[Array, "*shape"],
+) -> Bool[Array, "*shape"]:
+    """True where the pair (draft token, target token) is among the keys.
+
+    A binary search, since both ids in one number would need 64 bits.
+
+    Args:
+      keys: `CorrectionMemory.keys`: sorted by the first column, then by the second.
+      draft_tokens: first token of each pair.
+      target_tokens: second one.
+    """
+    low = jnp.zeros(draft_tokens.shape, jnp.int32)
+    high = jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)
+    for _ in range(keys.shape[0].bit_length()):
+        middle = (low + high) // 2
+        drafted, chosen = keys[middle, 0], keys[middle, 1]
+        is_before = (drafted < draft_tokens) | (
+            (drafted == draft_tokens) & (chosen < target_tokens)
+        )
+        low, high = jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
+    found = keys[jnp.minimum(low, keys.shape[0] - 1)]
+    return (found[..., 0] == draft_tokens) & (found[..., 1] == target_tokens)
+
+
+class CorrectionMemory:
+    """How often the target has put which token in the place of which draft token.
+
+    It holds at most `capacity` pairs. When one more comes, an eighth of them goes: those with the
+    lowest counts, and of equal ones those that were not seen for the longest time. On the device
+    are the `num_keys` most frequent of the pairs with a count above `min_count`.
+
+    Attributes:
+      vocabulary: digest of the tokens that the ids mean; see `Tokenizer.digest`.
+      min_count: a pair is looked up only if it was counted more often than this.
+      capacity: most pairs that are counted.
+      num_keys: pairs on the device, and so the size of `keys`.
+      note: whatever whoever fills the memory wants to find again in its file.
+      version: grows whenever a pair becomes or ceases to be one to look up.
+    """
+
+    def __init__(
+        self,
+        vocabulary: str,
+        *,
+        min_count: int = MIN_COUNT,
+        capacity: int = CAPACITY,
+        num_keys: int = NUM_KEYS,
+    ) -> None:
+        """Empty.
+
+        Raises:
+          FlyJaxError: a negative `min_count`, or no room for a pair.
+        """
+        if min_count < 0 or capacity < 1 or num_keys < 1:
+            raise FlyJaxError(
+                f"A memory was asked for with min_count={min_count}, capacity={capacity} and "
+                f"num_keys={num_keys}; they must be at least 0, 1 and 1: correct them."
+            )
+        self.vocabulary = vocabulary
+        self.min_count = min_count
+        self.capacity = capacity
+        self.num_keys = num_keys
+        self.note = ""
+        self.version = 0
+        self._counts: dict[Pair, int] = {}  # in the order in which the pairs were last seen
+
+    def __len__(self) -> int:
+        """Pairs that are counted."""
+        return len(self._counts)
+
+    def count(self, draft_token: int, target_token: int) -> int:
+        """How often a pair was seen, as far as is known."""
+        return self._counts.get((draft_token, target_token), 0)
+
+    def add(self, pairs: Iterable[Pair], times: int = 1) -> None:
+        """Counts corrections.
+
+        Args:
+          pairs: draft token and target token of each.
+          times: how often each was seen.
+        """
+        for pair in pairs:
+            before = self._counts.pop(pair, 0)
+            if before == 0 and len(self._counts) >= self.capacity:
+                self._evict()
+            self._counts[pair] = before + times
+            if before <= self.min_count < before + times:
+                self.version += 1
+
+    def keys(self) -> np.ndarray:
+        """The pairs to look up, [num_keys, 2] int32, sorted; what is left is filled up."""
+        nominees = [pair for pair, count in self._counts.items() if count > self.min_count]
+        if len(nominees) > self.num_keys:
+            nominees.reverse()  # of equal counts the latest; sorting is stable
+            nominees.sort(key=lambda pair: -self._counts[pair])
+            del nominees[self.num_keys :]
+        keys = np.full((self.num_keys, 2), _NO_TOKEN, np.int32)
+        if nominees:
+            keys[: len(nominees)] = sorted(nominees)
+        return keys
+
+    def copy(self) -> CorrectionMemory:
+        """A memory of its own with the same counts."""
+        return self.merged(self._empty())
+
+    def merged(self, other: CorrectionMemory) -> CorrectionMemory:
+        """A memory with the counts of both, such as two processes made; with this one's limits.
+
+        Raises:
+          FlyJaxError: the other is of another vocabulary.
+        """
+        other.check_vocabulary(self.vocabulary, "The memory to merge with")
+        merged = self._empty()
+        merged.version = 1
+        for memory in (other, self):
+            for pair, count in memory._counts.items():
+                merged._counts[pair] = merged._counts.pop(pair, 0) + count
+        while len(merged) > merged.capacity:
+            merged._evict()
+        return merged
+
+    def check_vocabulary(self, vocabulary: str, name: str) -> None:
+        """Raises FlyJaxError, naming the memory, if its ids are of another vocabulary."""
+        if self.vocabulary != vocabulary:
+            raise FlyJaxError(
+                f"{name} was filled with another vocabulary ({self.vocabulary[:12]}, and here it "
+                f"is {vocabulary[:12]}), so its token ids mean other tokens; fill one for this "
+                "model with the command calibrate."
+            )
+
+    def save(self, path: Path) -> None:
+        """Writes a file; one that exists is replaced in one step.
+
+        Raises:
+          FlyJaxError: the file cannot be written.
+        """
+        pairs = np.array(list(self._counts), np.int32).reshape(-1, 2)
+        counts = np.array(list(self._counts.values()), np.int64)
+        part = path.with_name(path.name + ".part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                np.savez_compressed(
+                    file,
+                    format=np.int64(_FORMAT),
+                    vocabulary=np.array(self.vocabulary),
+                    note=np.array(self.note),
+                    pairs=pairs,
+                    counts=counts,
+                )
+            os.replace(part, path)
+        except OSError as error:
+            raise FlyJaxError(
+                f"The memory {path} cannot be written ({error.strerror}); correct the path."
+            ) from error
+
+    def _empty(self) -> CorrectionMemory:
+        return CorrectionMemory(
+            self.vocabulary,
+            min_count=self.min_count,
+            capacity=self.capacity,
+            num_keys=self.num_keys,
+        )
+
+    def _evict(self) -> None:
+        rarest = sorted(self._counts, key=self._counts.__getitem__)  # stable: the oldest first
+        for pair in rarest[: max(self.capacity // 8, 1)]:
+            if self._counts.pop(pair) > self.min_count:
+                self.version += 1
+
+
+def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> CorrectionMemory:
+    """Reads what `CorrectionMemory.save` wrote.
+
+    Args:
+      path: the file.
+      vocabulary: digest that it must have been made with.
+      min_count: see `CorrectionMemory`.
+
+    Raises:
+      FlyJaxError: a file that cannot be read, is damaged or no memory, or of another vocabulary.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FlyJaxError(
+            f"The memory {path} cannot be read ({error.strerror}); correct the path, or fill one "
+            "with the command calibrate."
+        ) from error
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            memory = _restored({name: file[name] for name in file.files}, min_count)
+    except Exception as error:  # whatever NumPy, zipfile and zlib make of damaged bytes
+        raise FlyJaxError(
+            f"The memory {path} is damaged or no memory; fill a new one with the command calibrate."
+        ) from error
+    memory.check_vocabulary(vocabulary, f"The memory {path}")
+    return memory
+
+
+def _restored(stored: dict[str, np.ndarray], min_count: int) -> CorrectionMemory:
+    """The memory in a file's arrays; ValueError or KeyError where they make no sense."""
+    pairs, counts = stored["pairs"], stored["counts"]
+    sound = (
+        int(stored["format"]) == _FORMAT
+        and pairs.dtype == np.int32
+        and counts.dtype == np.int64
+        and pairs.shape == (len(counts), 2)
+        and bool(np.all(pairs >= 0) and np.all(pairs < _NO_TOKEN) and np.all(counts > 0))
+    )
+    if not sound:
+        raise ValueError("not the arrays of a memory")
+    memory = CorrectionMemory(
+        str(stored["vocabulary"]), min_count=min_count, capacity=max(CAPACITY, len(counts))
+    )
+    memory.note = str(stored["note"])
+    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        memory.add([(pair[0], pair[1])], count)
+    return memory

@@ -1,0 +1,110 @@
+"""Fills a memory of corrections offline, from prompts without answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fly_jax.decoding.decoder import capacity_for
+from fly_jax.decoding.memory import CorrectionMemory, load_memory
+from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.rules import Exact
+from fly_jax.errors import FlyJaxError
+
+_SECONDS_BETWEEN_SAVES = 10.0
+
+
+def fill_memory(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    path: Path,
+    *,
+    num_speculative_tokens: int,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+) -> CorrectionMemory:
+    """Decodes the prompts exactly and counts what is corrected (CSD's initialisation).
+
+    A run that was interrupted goes on after the last whole batch whose counts are in the file.
+
+    Args:
+      pair: with a draft model.
+      prompts: token ids.
+      path: where the memory goes, now and then and at the end.
+      num_speculative_tokens: K.
+      max_new_tokens: limit of each continuation.
+      batch_size: prompts decoded together.
+
+    Raises:
+      FlyJaxError: the file cannot be written, is no memory of this vocabulary, or holds the counts
+        of another run.
+    """
+    memory, start = begin_memory(
+        path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens
+    )
+    run = json.loads(memory.note)["run"]
+    spec = pair.spec(Exact(), num_speculative_tokens)
+    spec = dataclasses.replace(spec, reports_mismatches=True)
+    capacity = capacity_for(spec, prompts, max_new_tokens, pair.target.config.max_context)
+    rows = min(batch_size, len(prompts))
+    decoder = pair.decoder(spec, capacity=capacity, batch_size=rows)
+    saved_at = time.monotonic()
+    try:
+        with tqdm(total=len(prompts), initial=start, unit="prompt") as bar:
+            for first in range(start, len(prompts), rows):
+                batch = prompts[first : first + rows]
+                decoder.memory = CorrectionMemory(memory.vocabulary)
+                decoder.generate(batch, max_new_tokens)
+                # Only whole batches are counted, so that none is counted twice.
+                memory = decoder.memory.merged(memory)
+                memory.note = json.dumps({"run": run, "done": first + len(batch)})
+                bar.set_postfix(pairs=len(memory), refresh=False)
+                bar.update(len(batch))
+                if time.monotonic() - saved_at > _SECONDS_BETWEEN_SAVES:
+                    memory.save(path)
+                    saved_at = time.monotonic()
+    finally:
+        memory.save(path)
+    return memory
+
+
+def begin_memory(
+    path: Path,
+    vocabulary: str,
+    prompts: Sequence[Sequence[int]],
+    num_speculative_tokens: int,
+    max_new_tokens: int,
+) -> tuple[CorrectionMemory, int]:
+    """The memory that `fill_memory` goes on with, and how many of the prompts it has counted.
+
+    Raises:
+      FlyJaxError: as `fill_memory`.
+    """
+    if not path.exists():
+        memory = CorrectionMemory(vocabulary)
+        memory.note = json.dumps({"run": _digest(prompts, num_speculative_tokens, max_new_tokens)})
+        memory.save(path)  # a path that cannot be written is found before any work is done
+        return memory, 0
+    memory = load_memory(path, vocabulary)
+    try:
+        note = json.loads(memory.note)
+        run, done = note["run"], int(note.get("done", 0))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        run, done = None, 0
+    if run != _digest(prompts, num_speculative_tokens, max_new_tokens):
+        raise FlyJaxError(
+            f"{path} holds the counts of another run; give another file to fill, or delete this "
+            "one."
+        )
+    return memory, done
+
+
+def _digest(prompts: Sequence[Sequence[int]], *values: int) -> str:
+    """What makes two runs the same."""
+    return hashlib.sha256(json.dumps([list(map(list, prompts)), *values]).encode()).hexdigest()

@@ -1,0 +1,438 @@
+"""Loosened rules, alone, combined and within a budget, against the loops of the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Alternative
+
+from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence, evidence
+from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.rules import (
+    Budget,
+    Csd,
+    Exact,
+    Fly,
+    Lenience,
+    Loose,
+    Lossy,
+    Margin,
+    Rule,
+    RuleState,
+    Sampled,
+    Typical,
+    Why,
+    accept,
+    initial_state,
+)
+from fly_jax.decoding.sampling import Sampling
+from fly_jax.errors import FlyJaxError
+
+ROWS, VOCAB = 8, 6
+SAMPLING = Sampling(0.8)
+
+decide = jax.jit(accept, static_argnums=0)
+
+
+@dataclasses.dataclass
+class Case:
+    """Random evidence, in steps so coarse that sums are exact and no threshold is met by chance."""
+
+    seen: TargetEvidence
+    draft: np.ndarray
+    num_drafted: np.ndarray
+    protected: np.ndarray
+    memory: CorrectionMemory
+    budget: np.ndarray
+
+    def column(self, name: str) -> np.ndarray:
+        return np.asarray(getattr(self.seen, name), np.float64)[:, :-1]
+
+    @property
+    def gap(self) -> np.ndarray:
+        return self.column("argmax_logit") - self.column("draft_logit")
+
+    @property
+    def log_prob(self) -> np.ndarray:
+        return self.column("draft_logit") - self.column("log_sum_exp")
+
+
+def random_case(seed: int, num_draft: int) -> Case:
+    rng = np.random.default_rng(seed)
+    shape = (ROWS, num_draft + 1)
+    accepted = rng.random(shape) < rng.choice([0.5, 0.8, 0.95])
+    accepted[:, -1] = False
+    argmax_logit = rng.integers(-10, 80, shape) / 8
+    gap = np.where(accepted, 0, rng.integers(0, 50, shape) / rng.choice([8, 32], shape))
+    between = np.where(rng.random(shape) < 0.6, gap, np.minimum(gap, 0.125))
+    log_sum_exp = argmax_logit + rng.integers(0, 100, shape) / 64
+    draft_logit = np.where(rng.random(shape) < 0.05, -np.inf, argmax_logit - gap)
+    draft = rng.integers(VOCAB, size=(ROWS, num_draft))
+    argmax = rng.integers(VOCAB, size=shape)
+    num_drafted = np.where(
+        rng.random(ROWS) < 0.5, num_draft, rng.integers(num_draft + 1, size=ROWS)
+    )
+    memory = CorrectionMemory("v", min_count=1, num_keys=VOCAB**2)
+    memory.add([(d, t) for d in range(VOCAB) for t in range(VOCAB) if rng.random() < 0.5], 2)
+    single = functools.partial(np.asarray, dtype=np.float32)
+    seen = TargetEvidence(
+        argmax=argmax.astype(np.int32),
+        argmax_logit=single(argmax_logit),
+        draft_logit=single(draft_logit),
+        log_sum_exp=single(log_sum_exp),
+        entropy=single(rng.choice([0.0, 0.005, 0.1, 0.5], shape)),
+        draft_log_prob=single(draft_logit - log_sum_exp),
+        accepted=accepted,
+        replacement=rng.integers(VOCAB, size=shape).astype(np.int32),
+        full_entropy=single(rng.integers(0, 200, shape) / 64),
+        runner_up_logit=single(argmax_logit - between),
+        lenient=accepted | (rng.random(shape) < 0.5),
+    )
+    return Case(
+        seen,
+        draft,
+        num_drafted,
+        rng.random(VOCAB) < 0.15,
+        memory,
+        single(rng.choice([0, 0.125, 1.5, 4, 100], ROWS)),
+    )
+
+
+Definition = Callable[[Case], np.ndarray]
+
+
+def gate(case: Case) -> np.ndarray:
+    return case.column("entropy") >= np.float32(0.3)
+
+
+def near(nats: float) -> Definition:
+    return lambda case: case.gap <= nats
+
+
+def remembered(case: Case) -> np.ndarray:
+    pairs = zip(case.draft.ravel(), case.seen.argmax[:, :-1].ravel(), strict=True)
+    known = [case.memory.count(int(d), int(t)) > 1 for d, t in pairs]
+    return np.array(known).reshape(case.draft.shape)
+
+
+def probable(case: Case) -> np.ndarray:
+    return np.exp(case.log_prob) >= 0.3
+
+
+def typical(case: Case) -> np.ndarray:
+    return np.exp(case.log_prob) > np.minimum(0.09, 0.3 * np.exp(-case.column("full_entropy")))
+
+
+def runner_up(case: Case) -> np.ndarray:
+    first, own = case.column("argmax_logit"), case.column("draft_logit")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (own >= case.column("runner_up_logit")) & (first > 0) & (own / first > 0.87)
+
+
+def lenient(case: Case) -> np.ndarray:
+    return case.column("lenient").astype(bool)
+
+
+GATE, MEMORY = "REFUSED_GATE", "REFUSED_MEMORY"
+Clauses = list[tuple[list[tuple[str, Definition]], list[tuple[int, str, int]]]]
+W1, W2 = (1, "paper", 0), (2, "paper", 0)
+CSD = [(GATE, near(-math.log(0.01))), (MEMORY, remembered)]
+
+# What each rule means, written out as alternatives by hand.
+MEANINGS: dict[str, tuple[Loose, Clauses]] = {
+    "fly": (Fly(window_size=2), [([(GATE, gate)], [W2])]),
+    "fly, reference": (
+        Fly(window_size=3, window="reference"), [([(GATE, gate)], [(3, "reference", 0)])],
+    ),
+    "fly, one mismatch in a window": (
+        Fly(window_size=3, window_mismatches=1), [([(GATE, gate)], [(3, "paper", 1)])],
+    ),
+    "fly, two mismatches, reference": (
+        Fly(0.0, window_size=4, window="reference", window_mismatches=2),
+        [([], [(4, "reference", 2)])],
+    ),
+    "csd": (Csd(), [(CSD, [])]),
+    "csd, memory alone": (Csd(consistency=None), [([(MEMORY, remembered)], [])]),
+    "csd, consistency alone": (Csd(0.3, memory=False), [([(GATE, near(-math.log(0.3)))], [])]),
+    "lossy": (Lossy(), [([(GATE, probable)], [])]),
+    "lenience": (Lenience(0.4), [([(GATE, near(-math.log(0.4)))], [])]),
+    "lenience, drawn": (Lenience(0.4, SAMPLING), [([(GATE, lenient)], [])]),
+    "typical": (Typical(), [([(GATE, typical)], [])]),
+    "margin": (Margin(), [([(GATE, near(0.3))], [])]),
+    "margin, runner-up": (Margin("runner_up", ratio=0.87), [([(GATE, runner_up)], [])]),
+    "fly & margin": (
+        Fly(window_size=2) & Margin(gap=1.3), [([(GATE, gate), (GATE, near(1.3))], [W2])],
+    ),
+    "fly & margin, one mismatch": (
+        Fly(window_size=2, window_mismatches=1) & Margin(gap=1.3),
+        [([(GATE, gate), (GATE, near(1.3))], [(2, "paper", 1)])],
+    ),
+    "fly | csd": (Fly(window_size=2) | Csd(), [([(GATE, gate)], [W2]), (CSD, [])]),
+    "(fly | csd) & typical": (
+        (Fly(window_size=2) | Csd()) & Typical(),
+        [([(GATE, gate), (GATE, typical)], [W2]), ([*CSD, (GATE, typical)], [])],
+    ),
+    "fly & fly": (
+        Fly(0.0, window_size=2) & Fly(window_size=1), [([(GATE, gate)], [W2, W1])],
+    ),
+}  # fmt: skip
+
+
+def limited(rule: Loose, limits: dict[str, float]) -> Rule:
+    return Budget(rule, 4.0, **limits) if limits else rule
+
+
+LIMITS: list[dict[str, float]] = [
+    {},
+    {"per_token": None},
+    {"per_token": 0.25, "per_block": 2},
+    {"per_block": 0},
+]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("name", MEANINGS)
+def test_rules_are_the_oracles(name: str, seed: int) -> None:
+    rule, clauses = MEANINGS[name]
+    for num_draft in (1, 9):
+        case = random_case(seed, num_draft)
+        limits = LIMITS[seed % len(LIMITS)]
+        result = decide(
+            limited(rule, limits),
+            case.seen,
+            case.draft,
+            protected=case.protected,
+            num_drafted=case.num_drafted,
+            memory=case.memory.keys(),
+            state=RuleState(jnp.asarray(case.budget)),
+        )
+        result = jax.tree.map(np.asarray, result)
+        argmax = case.seen.argmax[:, :-1]
+        never = case.protected[case.draft] | case.protected[argmax] | ~np.isfinite(case.gap)
+        for row in range(ROWS):
+            alternatives = [
+                Alternative([(why, holds(case)[row].tolist()) for why, holds in joined], windows)
+                for joined, windows in clauses
+            ]
+            risk = None
+            if limits:
+                risk = oracle.Risk(
+                    float(case.budget[row]), limits.get("per_token"), limits.get("per_block")
+                )
+            expected, spent = oracle.loosened_row(
+                case.seen.accepted[row, :-1].tolist(),
+                never[row].tolist(),
+                int(case.num_drafted[row]),
+                alternatives,
+                case.gap[row].tolist(),
+                risk,
+            )
+            kept = int(result.num_accepted[row])
+            assert [Why(int(why)).name for why in result.why[row]] == expected.why
+            assert kept == expected.num_accepted
+            assert int(result.num_rescued[row]) == expected.num_rescued
+            assert Why(int(result.next_why[row])).name == expected.next_why
+            assert result.next_token[row] == case.seen.replacement[row, kept]
+            if limits:
+                assert result.regret[row].sum() == spent
+
+
+def test_the_cases_reach_every_decision() -> None:
+    """What is compared above is no handful of trivial blocks."""
+    found: set[str] = set()
+    for seed in range(20):
+        case = random_case(seed, 9)
+        for name in ("fly, one mismatch in a window", "csd"):
+            result = decide(
+                Budget(MEANINGS[name][0], 1.0),
+                case.seen,
+                case.draft,
+                protected=case.protected,
+                memory=case.memory.keys(),
+                state=RuleState(jnp.asarray(case.budget)),
+            )
+            found |= {Why(int(why)).name for why in np.unique(result.why)}
+    assert found == {why.name for why in Why} - {"CORRECTED", "BONUS"}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_a_budget_of_nothing_is_lossless(name: str) -> None:
+    rule = MEANINGS[name][0]
+    for seed in range(10):
+        case = random_case(seed, 9)
+        spent = decide(
+            Budget(rule, 0.0),
+            case.seen,
+            case.draft,
+            memory=case.memory.keys(),
+            state=initial_state(Budget(rule, 0.0), ROWS),
+        )
+        strict = decide(Exact(), case.seen, case.draft)
+        for field in ("num_accepted", "next_token", "next_why", "num_rescued"):
+            np.testing.assert_array_equal(getattr(spent, field), getattr(strict, field))
+
+
+def test_the_state_pays_for_what_was_emitted() -> None:
+    rule = Budget(Margin(gap=100.0), 10.0)
+    case = random_case(3, 9)
+    state = initial_state(rule, ROWS)
+    result = decide(rule, case.seen, case.draft, state=state)
+    regret = np.asarray(result.regret)
+    assert (regret.sum(axis=1) > 0).any()
+    for count in (0, 3, 10):
+        left = state.after(result, jnp.full(ROWS, count)).budget
+        np.testing.assert_array_equal(left, 10 - regret[:, :count].sum(axis=1))
+    assert RuleState().after(result, jnp.full(ROWS, 3)).budget is None
+
+
+def test_a_row_is_decided_as_it_would_be_alone() -> None:
+    rule = Budget(Fly(window_size=2) | Csd(), 4.0, per_block=3)
+    case = random_case(11, 9)
+    state = RuleState(jnp.asarray(case.budget))
+    together = decide(rule, case.seen, case.draft, memory=case.memory.keys(), state=state)
+    for row in range(ROWS):
+        only = functools.partial(jax.tree.map, lambda leaf, row=row: leaf[row : row + 1])
+        alone = decide(
+            rule, only(case.seen), only(case.draft), memory=case.memory.keys(), state=only(state)
+        )
+        jax.tree.map(np.testing.assert_array_equal, alone, only(together))
+
+
+def test_what_rules_ask_of_the_evidence() -> None:
+    """Nothing that is not used: what costs nothing is not there."""
+    for rule in (Exact(), Sampled(), Fly(), Csd(), Lossy(), Margin(), Lenience()):
+        assert rule.extra == Extra()
+    assert (Typical() & Margin("runner_up")).extra == Extra(full_entropy=True, runner_up=True)
+    assert Lenience(0.3, SAMPLING).extra == Extra(lenience=0.3)
+    assert [rule.uses_memory for rule in (Fly(), Csd(), Csd(memory=False), Fly() | Csd())] == [
+        False, True, False, True,
+    ]  # fmt: skip
+    assert (Csd() | Fly()).entropy_measure == Entropy()
+    assert Lossy().entropy_measure is None
+    assert Budget(Fly(), 3.0).budget == 3.0
+    assert initial_state(Fly(), 4) == RuleState()
+    none = evidence(jnp.zeros((1, 2, 3)), jnp.zeros((1, 1), jnp.int32))
+    assert (none.full_entropy, none.runner_up_logit, none.lenient) == (None, None, None)
+
+
+def test_rules_are_static_under_jit() -> None:
+    first, second = Fly() & Margin() | Csd(), (Fly() & Margin()) | Csd()
+    assert first == second
+    assert hash(first) == hash(second)
+    assert Budget(first, 1.0) != Budget(first, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Exact() & Fly(), "Exact cannot be part"),
+        (lambda: Fly() | Exact(), "Exact cannot be part"),
+        (lambda: Csd() | Sampled(), "Sampled cannot be part"),
+        (lambda: Budget(Fly(), 1.0) & Margin(), "a budget goes around"),
+        (lambda: Margin() | Budget(Fly(), 1.0), "a budget goes around"),
+        (lambda: Budget(Budget(Fly(), 1.0), 1.0), "goes around one loosened rule"),
+        (lambda: Budget(Exact(), 1.0), "goes around one loosened rule"),
+        (lambda: Budget(Fly(), -1.0), "risk_budget is -1.0"),
+        (lambda: Budget(Fly(), math.nan), "risk_budget is nan"),
+        (lambda: Budget(Fly(), 1.0, per_token=-0.1), "risk_per_token"),
+        (lambda: Budget(Fly(), 1.0, per_block=-1), "risk_per_block"),
+        (lambda: Fly() & Fly(entropy="full"), "different entropies"),
+        (lambda: Fly() & Margin(sampling=SAMPLING), "different samplings"),
+        (lambda: Lenience(0.5, SAMPLING) | Lenience(0.4, SAMPLING), "Two leniences"),
+        (lambda: Fly(window_mismatches=-1), "window_mismatches"),
+        (lambda: Csd(None, memory=False), "neither its memory nor"),
+        (lambda: Csd(-0.01), "csd_consistency"),
+        (lambda: Lossy(0.0), "lossy_threshold"),
+        (lambda: Lossy(0.6), "nothing would be rescued"),
+        (lambda: Lenience(1.5), "lenience is 1.5"),
+        (lambda: Extra(lenience=0.0), "lenience is 0.0"),
+        (lambda: Typical(epsilon=0.0), "typical_epsilon"),
+        (lambda: Typical(delta=2.0), "typical_delta"),
+        (lambda: Margin("both"), "margin is 'both'"),
+        (lambda: Margin(gap=-1.0), "margin_gap"),
+        (lambda: Margin(ratio=math.nan), "margin_ratio"),
+        (lambda: (Fly() & Margin()).check(6), "window_size=6"),
+    ],
+)
+def test_what_cannot_mean_anything_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(FlyJaxError, match=words) as error:
+        make()
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+def test_one_alternative_that_can_rescue_is_enough() -> None:
+    (Fly() | Csd()).check(6)
+    Csd().check(1)
+    Lossy(0.6, SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (Csd(), "keys of a CorrectionMemory"),
+        (Typical(), "full entropy"),
+        (Margin("runner_up"), "runner-up"),
+        (Lenience(0.5, SAMPLING), "lenient"),
+        (Budget(Fly(), 1.0), "no state"),
+    ],
+)
+def test_what_a_rule_needs_it_must_be_given(rule: Rule, words: str) -> None:
+    case = random_case(0, 9)
+    bare = dataclasses.replace(case.seen, full_entropy=None, runner_up_logit=None, lenient=None)
+    with pytest.raises(FlyJaxError, match=words):
+        accept(rule, bare, case.draft)
+
+
+def test_the_extra_evidence_is_what_it_says() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.normal(size=(4, 6, 7)) * rng.choice([0.0, 1.0, 4.0], size=(4, 6, 1))
+    logits = np.where(rng.random((4, 6, 7)) < 0.3, np.round(logits), logits).astype(np.float32)
+    draft = rng.integers(7, size=(4, 5))
+    seen = evidence(logits, draft, extra=Extra(full_entropy=True, runner_up=True))
+    for row, position in np.ndindex(4, 6):
+        here = oracle.greedy_evidence(logits[row, position], None, "full", 0)
+        assert seen.full_entropy[row, position] == pytest.approx(here.entropy, abs=1e-5)
+        assert seen.runner_up_logit[row, position] == sorted(logits[row, position])[-2]
+
+
+@pytest.mark.parametrize("lenience", [1.0, 0.4])
+def test_lenience_accepts_with_the_probability_it_should(lenience: float) -> None:
+    """min(1, p / (l q)), and never less than the lossless rule by the same draw."""
+    rows = 40_000
+    target = np.log(np.array([0.1, 0.2, 0.3, 0.4], np.float32))
+    proposed = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    draft = np.random.default_rng(0).choice(4, p=np.exp(proposed), size=(rows, 1))
+    rule = Lenience(lenience, Sampling())
+    seen = jax.jit(
+        functools.partial(evidence, sampling=rule.sampling, extra=rule.extra)
+    )(
+        jnp.broadcast_to(target, (rows, 2, 4)),
+        draft,
+        draft_logits=jnp.broadcast_to(proposed, (rows, 1, 4)),
+        key=jax.random.key(1),
+    )  # fmt: skip
+    result = decide(rule, seen, draft)
+    accepted, kept = np.asarray(seen.accepted)[:, 0], np.asarray(result.num_accepted) == 1
+    assert (kept >= accepted).all()
+    assert (np.asarray(result.num_rescued) == (kept & ~accepted)).all()
+    if lenience == 1:
+        assert (kept == accepted).all()
+    for token in range(4):
+        expected = min(1.0, math.exp(target[token] - proposed[token]) / lenience)
+        assert kept[draft[:, 0] == token].mean() == pytest.approx(expected, abs=0.02)
+    # What comes out has at most 1/l times the target's probability.
+    emitted = np.where(kept, draft[:, 0], result.next_token)
+    for token in range(4):
+        assert (emitted == token).mean() <= math.exp(target[token]) / lenience + 0.02

@@ -1,0 +1,242 @@
+"""The memory of corrections: what it counts, what it forgets, and what it reads back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from random_pairs import CAPACITY, CONFIG, EOS, greedy, logits_after, random_draft, random_target
+
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.memory import CorrectionMemory, is_remembered, load_memory
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Csd, Exact, Rule
+from fly_jax.errors import FlyJaxError
+
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
+DRAFTED, MAX_NEW_TOKENS = 5, 20
+ANYTHING = Csd(1e-6)
+
+look_up = jax.jit(is_remembered)
+
+
+def filled(counts: dict[tuple[int, int], int], **limits: int) -> CorrectionMemory:
+    memory = CorrectionMemory("some tokens", **limits)
+    for pair, count in counts.items():
+        memory.add([pair], count)
+    return memory
+
+
+def test_a_pair_is_looked_up_once_it_was_counted_often_enough() -> None:
+    memory = CorrectionMemory("v", min_count=2, num_keys=4)
+    for _ in range(2):
+        memory.add([(5, 9), (1, 2)])
+    assert not look_up(memory.keys(), np.array([5]), np.array([9])).any()
+    before = memory.version
+    memory.add([(5, 9)])
+    assert memory.version > before
+    found = look_up(memory.keys(), np.array([[5, 5, 9, 1, 0]]), np.array([[9, 8, 5, 2, 9]]))
+    assert found.tolist() == [[True, False, False, False, False]]
+    assert (memory.count(5, 9), memory.count(1, 2), memory.count(2, 1)) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("num_keys", [1, 7, 64, 100])
+def test_the_search_finds_what_is_there_and_nothing_else(num_keys: int) -> None:
+    rng = np.random.default_rng(num_keys)
+    # Ids as large as those of Llama 3, where no product of two fits into 32 bits.
+    tokens = np.array([0, 1, 2, 65_536, 128_254, 128_255])
+    pairs = [(int(a), int(b)) for a in tokens for b in tokens if rng.random() < 0.6]
+    memory = filled(dict.fromkeys(pairs, 7), num_keys=num_keys)
+    known = set(map(tuple, memory.keys().tolist()))
+    draft, target = (grid.ravel() for grid in np.meshgrid(tokens, tokens))
+    found = look_up(memory.keys(), draft, target).tolist()
+    expected = [(int(d), int(t)) in known for d, t in zip(draft, target, strict=True)]
+    assert found == expected
+    assert sum(found) == min(num_keys, len(pairs))
+
+
+def test_the_most_frequent_pairs_are_on_the_device_and_of_equal_ones_the_latest() -> None:
+    memory = filled({(1, 1): 7, (2, 2): 9, (3, 3): 7, (4, 4): 7}, num_keys=2)
+    assert memory.keys().tolist() == [[2, 2], [4, 4]]
+
+
+def test_the_rarest_pairs_go_first_and_of_equal_ones_the_oldest() -> None:
+    memory = filled({(index, 0): 2 for index in range(16)}, capacity=16)
+    memory.add([(0, 0), (1, 0)])  # counted thrice
+    memory.add([(2, 0)], 0)  # merely seen again
+    memory.add([(99, 99)])
+    assert len(memory) == 15
+    gone = [index for index in range(16) if memory.count(index, 0) == 0]
+    assert gone == [3, 4]
+    assert memory.count(99, 99) == 1
+
+
+def test_forgetting_a_pair_that_is_looked_up_changes_the_version() -> None:
+    memory = filled({(1, 1): 7}, capacity=1)
+    before = memory.version
+    memory.add([(2, 2)])
+    assert memory.version > before
+    assert not look_up(memory.keys(), np.array([1]), np.array([1])).any()
+
+
+def test_merging_adds_the_counts() -> None:
+    one, other = filled({(1, 2): 4, (3, 4): 1}), filled({(1, 2): 5, (5, 6): 2})
+    merged = one.merged(other)
+    assert [merged.count(*pair) for pair in ((1, 2), (3, 4), (5, 6))] == [9, 1, 2]
+    assert look_up(merged.keys(), np.array([1]), np.array([2])).all()
+    assert (one.count(1, 2), other.count(1, 2)) == (4, 5)
+    small = filled({(1, 1): 9}, capacity=2).merged(filled({(2, 2): 3, (3, 3): 4}))
+    assert (len(small), small.count(2, 2)) == (2, 0)
+    with pytest.raises(FlyJaxError, match="another vocabulary"):
+        one.merged(CorrectionMemory("other tokens"))
+
+
+def test_a_file_brings_everything_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "memory.npz"
+    memory = filled({(7, 8): 9, (128_000, 5): 1, (3, 3): 2})
+    memory.note = "ünder way"
+    memory.save(path)
+    found = load_memory(path, "some tokens", min_count=1)
+    assert [found.count(*pair) for pair in ((7, 8), (128_000, 5), (3, 3))] == [9, 1, 2]
+    assert (found.note, found.min_count, len(found)) == ("ünder way", 1, 3)
+    assert found.keys()[:2].tolist() == [[3, 3], [7, 8]]
+    found.save(path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    path = tmp_path / "memory.npz"
+    memory = filled({(index, 1): 9 for index in range(300)})
+    memory.save(path)
+    whole = path.read_bytes()
+
+    def sentence() -> str:
+        with pytest.raises(FlyJaxError) as error:
+            load_memory(path, "some tokens")
+        text = str(error.value)
+        assert str(path) in text
+        assert "\n" not in text
+        return text
+
+    for damaged in (b"", whole[:-30], whole[: len(whole) // 2], b"PK\x03\x04" + whole[9:], b"{}"):
+        path.write_bytes(damaged)
+        assert "damaged" in sentence()
+    for at in range(0, len(whole), 61):  # whatever a flipped bit does, it is not a crash
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with contextlib.suppress(FlyJaxError):
+            assert load_memory(path, "some tokens").count(5, 1) == 9
+    for changes in (
+        {"counts": np.array([1])},
+        {"pairs": np.full((300, 2), -1, np.int32)},
+        {"format": np.int64(2)},
+        {"counts": np.zeros(300, np.int64)},
+    ):
+        path.write_bytes(whole)
+        with np.load(path) as file:
+            stored = dict(file)
+        np.savez(path, **{**stored, **changes})
+        assert "damaged" in sentence()
+    np.savez(path, something=np.zeros(3))
+    assert "damaged" in sentence()
+    np.save(path.with_suffix(".npy"), np.zeros(3))
+    path.with_suffix(".npy").rename(path)
+    assert "damaged" in sentence()
+    CorrectionMemory("other tokens").save(path)
+    assert "another vocabulary" in sentence()
+    path.unlink()
+    assert "cannot be read" in sentence()
+    with pytest.raises(FlyJaxError, match="cannot be written"):
+        memory.save(tmp_path)
+    with pytest.raises(FlyJaxError, match="min_count=-1"):
+        CorrectionMemory("v", min_count=-1)
+
+
+@functools.cache
+def corrected_by_hand() -> list[tuple[int, int]]:
+    """First mismatches of exact decoding, from whole passes without a cache."""
+    target, draft = random_target(1), random_draft(1, 0.2)
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        while len(text) < len(prompt) + MAX_NEW_TOKENS and not (text[-1] in EOS and text != prompt):
+            (drafted,) = greedy(draft, [text], DRAFTED)
+            chosen = logits_after(target, [*text, *drafted])[-DRAFTED - 1 :].argmax(-1).tolist()
+            for token, own in zip([*drafted, None], chosen, strict=True):
+                text.append(own)
+                if len(text) > len(prompt) + MAX_NEW_TOKENS:
+                    break
+                if token not in (own, None):
+                    found.append((token, own))
+                if token != own or own in EOS:
+                    break
+    return sorted(found)
+
+
+def decoder(rule: Rule, memory: CorrectionMemory, *, learns: bool = True) -> Decoder:
+    return Decoder(
+        random_target(1),
+        random_draft(1, 0.2),
+        RoundSpec(rule, DRAFTED, None, EOS, reports_mismatches=learns),
+        capacity=CAPACITY,
+        batch_size=len(PROMPTS),
+        memory=memory,
+    )
+
+
+def counts(memory: CorrectionMemory) -> list[tuple[int, int]]:
+    tokens = range(CONFIG.vocab_size)
+    return [(a, b) for a in tokens for b in tokens for _ in range(memory.count(a, b))]
+
+
+def test_exact_decoding_teaches_what_it_corrects() -> None:
+    memory = CorrectionMemory("v")
+    teacher = decoder(Exact(), memory)
+    teacher.warm_up(PROMPTS)
+    assert len(memory) == 0
+    teacher.generate(PROMPTS, MAX_NEW_TOKENS)
+    assert counts(memory) == corrected_by_hand()
+    assert len(memory) > 5
+
+
+def test_csd_rescues_what_the_memory_knows() -> None:
+    plain = decoder(Exact(), CorrectionMemory("v"), learns=False).generate(PROMPTS, MAX_NEW_TOKENS)
+    empty = decoder(ANYTHING, CorrectionMemory("v", min_count=10**6)).generate(
+        PROMPTS, MAX_NEW_TOKENS
+    )
+    assert [row.token_ids for row in empty] == [row.token_ids for row in plain]
+    assert sum(row.num_rescued_tokens for row in empty) == 0
+
+    memory = CorrectionMemory("v", min_count=0)
+    memory.add(corrected_by_hand())
+    rows = decoder(ANYTHING, memory, learns=False).generate(PROMPTS, MAX_NEW_TOKENS)
+    rescued = 0
+    for row in rows:
+        own = logits_after(random_target(1), [*row.prompt_token_ids, *row.token_ids]).argmax(-1)
+        for at, why in enumerate(row.why):
+            if why.letter == "r":
+                chosen = int(own[len(row.prompt_token_ids) + at - 1])
+                assert memory.count(row.token_ids[at], chosen) > 0
+                rescued += 1
+    assert rescued > 3
+    assert counts(memory) == corrected_by_hand()
+
+
+def test_csd_learns_while_it_decodes() -> None:
+    """From nothing: what was corrected once is rescued from then on, and counted further."""
+    memory = CorrectionMemory("v", min_count=0)
+    learner = decoder(ANYTHING, memory)
+    first = learner.generate(PROMPTS, MAX_NEW_TOKENS)
+    again = learner.generate(PROMPTS, MAX_NEW_TOKENS)
+    rescues = [sum(row.num_rescued_tokens for row in rows) for rows in (first, again)]
+    assert rescues[1] > rescues[0]
+    corrected = sum(why.letter == "c" for row in (*first, *again) for why in row.why)
+    assert len(counts(memory)) == sum(rescues) + corrected
+
+
+def test_a_rule_with_a_memory_must_have_one() -> None:
+    with pytest.raises(FlyJaxError, match="pass memory="):
+        Decoder(random_target(1), random_draft(1, 0.2), RoundSpec(Csd(), 5), capacity=CAPACITY)

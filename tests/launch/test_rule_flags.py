@@ -1,0 +1,212 @@
+"""Every loosened rule from the command line, its limits, its memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from fly_jax.decoding.memory import CorrectionMemory, load_memory
+from fly_jax.evaluation import calibration
+from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizer import load_tokenizer
+
+PROMPTS = ["--prompt=Ada has 3 apples", "--prompt=Boris"]
+SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
+
+
+def records(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
+    assert main([*arguments, *SIZES, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def memory(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A memory of the tiny pair, filled by the command."""
+    folder = tmp_path_factory.mktemp("memory")
+    prompts = folder / "prompts.txt"
+    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(6)))
+    path = folder / "corrections.npz"
+    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    return path
+
+
+def calibrate(models: tuple[Path, Path], prompts: Path, path: Path, *more: str) -> list[str]:
+    target, draft = models
+    return [
+        "calibrate", f"--target={target}", f"--draft={draft}", "--dtype=float32",
+        f"--prompts_file={prompts}", f"--memory={path}", "--max_new_tokens=20",
+        "--num_speculative_tokens=4", "--batch_size=2", *more,
+    ]  # fmt: skip
+
+
+def test_rules_by_name(models: list[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One with a memory, and one with evidence of its own; what each means is tested elsewhere."""
+    exact = [one["token_ids"] for one in records(capsys, *models, *PROMPTS, "--rule=exact")]
+    loose = [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]
+    for rule in ("csd", "fly & margin | typical"):
+        found = records(capsys, *models, *PROMPTS, f"--rule={rule}", *loose, "--batch_size=2")
+        assert [one["rule"] for one in found] == [rule] * 2
+        assert sum(one["num_rescued_tokens"] for one in found) > 0, rule
+        assert all(one["num_rescued_tokens"] == one["why"].count("r") for one in found)
+        assert "regret" not in found[0]
+    lossless = records(capsys, *models, *PROMPTS, f"--rule={rule}", *loose, "--risk_budget=0")
+    assert [one["token_ids"] for one in lossless] == exact
+    assert [one["regret"] for one in lossless] == [0, 0]
+
+
+def test_a_budget_is_never_exceeded_and_reported(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*models, *PROMPTS, "--rule=margin", "--margin_gap=100"]
+    (first, second) = records(capsys, *arguments, "--risk_budget=3", "--risk_per_block=1")
+    assert 0 < first["regret"] <= 3
+    assert 0 < second["regret"] <= 3
+    free = records(capsys, *arguments)
+    assert sum(one["num_rescued_tokens"] for one in free) > (
+        first["num_rescued_tokens"] + second["num_rescued_tokens"]
+    )
+
+
+def test_digits_can_be_protected(
+    models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(tiny_pair[0])
+    arguments = [*models, *PROMPTS, "--rule=margin", "--margin_gap=100"]
+    pieces = []
+    for protect in ([], [r"--protect=[a-z]", r"--protect=[\x00-\x1f]"]):
+        rescued = [
+            token
+            for one in records(capsys, *arguments, *protect)
+            for token, why in zip(one["token_ids"], one["why"], strict=True)
+            if why == "r"
+        ]
+        texts = [tokenizer.vocabulary.token_bytes(token, False) for token in rescued]
+        pieces.append(sum(any(byte in b"abcdefghijklmnopqrstuvwxyz" for byte in t) for t in texts))
+    assert pieces[0] > 0
+    assert pieces[1] == 0
+
+
+def test_a_config_has_all_of_it(
+    models: list[str], memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "loose.toml"
+    config.write_text(
+        f'rule = "fly | csd"\nmemory = "{memory}"\ncsd_min_count = 0\ncsd_online = false\n'
+        'risk_budget = 5.0\nrisk_per_block = 2\nprotect = ["\\\\d"]\nwindow_mismatches = 1\n'
+    )
+    (one,) = records(capsys, *models, "--prompt=Boris", f"--config={config}")
+    assert one["rule"] == "fly | csd"
+    assert 0 <= one["regret"] <= 5
+
+
+def test_the_comparison_is_with_the_rule_that_was_asked_for(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*models, "--prompt=Boris", "--rule=lossy", *SIZES, "--compare"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert names == ["autoregressive", "exact", "lossy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rule=exact & fly"], ["exact & fly", "exact is lossless"]),
+        (["--rule=autoregressive | csd"], ["autoregressive is lossless"]),
+        (["--rule=sampled & margin"], ["sampled is lossless"]),
+        (["--rule=fly & lucky"], ["lucky", "lenience"]),
+        (["--rule=fly &"], ["fly &", "fly & margin"]),
+        (["--rule=fly + csd"], ["joined by &"]),
+        (["--rule=fly()"], ["joined by &"]),
+        (["--rule="], ["joined by &"]),
+        (["--rule=csd", "--temperature=0.7"], ["csd is greedy", "0.7"]),
+        (["--rule=csd", "--csd_consistency=0", "--nocsd_memory"], ["csd", "neither"]),
+        (["--rule=csd", "--memory=/nowhere/memory.npz"], ["/nowhere/memory.npz"]),
+        (["--rule=csd", "--csd_min_count=-1"], ["csd_min_count"]),
+        (["--rule=lossy", "--lossy_threshold=0.7"], ["lossy_threshold", "0.5"]),
+        (["--rule=lenience", "--lenience=0"], ["lenience is 0"]),
+        (["--rule=margin", "--margin_gap=nan"], ["margin_gap"]),
+        (["--rule=margin", "--margin=both"], ["margin", "both"]),
+        (["--rule=typical", "--typical_delta=-1"], ["typical_delta"]),
+        (["--window_mismatches=-1"], ["window_mismatches"]),
+        (["--risk_budget=-1"], ["risk_budget is -1"]),
+        (["--risk_budget=nan"], ["risk_budget"]),
+        (["--risk_per_block=2"], ["risk_budget"]),
+        (["--protect=("], ["protect", "'('"]),
+        (["--protect=a", "--protect=[z"], ["[z"]),
+        (["--num_speculative_tokens=2", "--rule=fly & margin"], ["window_size=6"]),
+    ],
+)
+def test_what_is_refused(
+    refused: Callable[..., str], models: list[str], arguments: list[str], words: list[str]
+) -> None:
+    sentence = refused(*models, "--prompt=x", *arguments)
+    for word in words:
+        assert word in sentence
+
+
+def test_memories_that_are_refused(
+    refused: Callable[..., str], models: list[str], memory: Path, tmp_path: Path
+) -> None:
+    arguments = [*models, "--prompt=x", "--rule=fly | csd"]
+    damaged = tmp_path / "damaged.npz"
+    damaged.write_bytes(memory.read_bytes()[:-50])
+    assert "damaged" in refused(*arguments, f"--memory={damaged}")
+    other = tmp_path / "other.npz"
+    CorrectionMemory("another").save(other)
+    assert "another vocabulary" in refused(*arguments, f"--memory={other}")
+
+
+def test_calibrating_goes_on_where_it_was(
+    tiny_pair: tuple[Path, Path],
+    memory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    digest = load_tokenizer(tiny_pair[0]).digest
+    whole = load_memory(memory, digest)
+    assert len(whole) > 10
+    prompts, path = memory.with_name("prompts.txt"), tmp_path / "corrections.npz"
+
+    class Interrupted(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "tqdm", Interrupted)
+        assert main(calibrate(tiny_pair, prompts, path)) == 130
+    assert "Go on where it was with" in capsys.readouterr().err
+    part = load_memory(path, digest)
+    assert 0 < len(part) < len(whole)
+    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    found = load_memory(path, digest)
+    assert (found.keys() == whole.keys()).all()
+    assert found._counts == whole._counts
+    assert f"counts {len(whole)} pairs" in capsys.readouterr().err
+    # Once it is done, there is nothing left to count.
+    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    assert load_memory(path, digest)._counts == whole._counts
+
+
+def test_what_calibrate_refuses(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], memory: Path, tmp_path: Path
+) -> None:
+    prompts = memory.with_name("prompts.txt")
+    assert "--prompts_file" in refused("calibrate", "--memory=x")
+    assert "--memory" in refused("calibrate", f"--prompts_file={prompts}")
+    assert "--draft" in refused(
+        "calibrate", f"--target={tiny_pair[0]}", f"--prompts_file={prompts}", "--memory=x"
+    )
+    more = "--max_new_tokens=19"
+    assert "another run" in refused(*calibrate(tiny_pair, prompts, memory, more))
+    long = tmp_path / "long.txt"
+    long.write_text("Ada " * 200)
+    assert "context" in refused(*calibrate(tiny_pair, long, tmp_path / "a.npz"))
+    assert "5000" in refused(
+        *calibrate(tiny_pair, prompts, tmp_path / "b.npz", "--num_speculative_tokens=5000")
+    )
+    assert "written" in refused(*calibrate(tiny_pair, prompts, prompts / "c.npz"))

@@ -22,6 +22,11 @@ if TYPE_CHECKING:  # the values are checked before JAX is imported
     from fly_jax.decoding.sampling import Sampling
 
 
+# What K is chosen from where it is not given: each is a program of its own within the round, and
+# between two neighbours there is little to gain.
+AUTO_DEPTHS = (2, 5, 9, 15, 24)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
     """Everything about decoding but the models, the prompts and the limits.
@@ -33,7 +38,8 @@ class DecodeConfig:
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
         or one or several of "fly", "csd", "lossy", "lenience", "typical" and "margin", joined by &
         (rescues what both would), | (what either would) and parentheses.
-      num_speculative_tokens: K, the draft tokens of a round.
+      num_speculative_tokens: K, the draft tokens of a round; "auto" chooses one of `AUTO_DEPTHS`
+        for each round, from what is accepted and what a round takes on this machine.
       lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
         FLy's; None for the same.
       entropy_threshold: see `Fly`.
@@ -73,7 +79,7 @@ class DecodeConfig:
     """
 
     rule: str = "fly"
-    num_speculative_tokens: int = 15
+    num_speculative_tokens: int | Literal["auto"] = 15
     lossless_speculative_tokens: int | None = None
     entropy_threshold: float = 0.3
     window_size: int = 6
@@ -114,7 +120,7 @@ class DecodeConfig:
         compile_patterns(self.protect)
         for name in ("num_speculative_tokens", "lossless_speculative_tokens"):
             given = getattr(self, name)
-            if given is not None and given < 1:
+            if isinstance(given, int) and given < 1:
                 raise FlyJaxError(
                     f"{name} is {given}; a round drafts at least 1 token: give a larger number, or "
                     "the rule autoregressive to draft none."
@@ -170,8 +176,8 @@ class DecodeConfig:
         return self.rule not in LOSSLESS_RULES
 
     @property
-    def num_drafted(self) -> int:
-        """K as the round takes it: 0 without speculation."""
+    def num_drafted(self) -> int | Literal["auto"]:
+        """K as `Pair.spec` takes it: 0 without speculation."""
         if self.rule == "autoregressive":
             return 0
         if self.rule in ("exact", "sampled") and self.lossless_speculative_tokens is not None:
@@ -197,8 +203,14 @@ class DecodeConfig:
         rule = combined(self.rule, lambda name: self._loosened(name, sampling))
         if self.risk_budget is not None:
             rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
-        rule.check(self.num_speculative_tokens)
+        rule.check(self.most_drafted)
         return rule
+
+    @property
+    def most_drafted(self) -> int:
+        """The largest K that a round may have."""
+        given = self.num_speculative_tokens
+        return AUTO_DEPTHS[-1] if given == "auto" else given
 
     def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
         """One of the rules that `rule` is made of."""
@@ -375,7 +387,8 @@ def _check_keys(values: Mapping[str, Any], known: set[str]) -> None:
 
 def _check_type(name: str, value: object, kind: Any) -> None:
     """Checks one value against a type, a union or a literal; an int will do for a float."""
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = typing.get_args(kind) if is_union else (kind,)
     for one in kinds:
         if typing.get_origin(one) is Literal:
             if value in typing.get_args(one):

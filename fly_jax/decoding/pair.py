@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
@@ -46,7 +47,7 @@ class Pair:
     def spec(
         self,
         rule: Rule | None = None,
-        num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
+        num_speculative_tokens: int | Literal["auto"] = DEFAULT_SPECULATIVE_TOKENS,
         lookup: Lookup | None = None,
         rounds_per_dispatch: int | None = None,
         *,
@@ -56,7 +57,8 @@ class Pair:
 
         Args:
           rule: None for plain FLy.
-          num_speculative_tokens: K; 0 decodes one token at a time.
+          num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses one of
+            `AUTO_DEPTHS` for each round.
           lookup: the drafting level below the draft model.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
@@ -66,11 +68,15 @@ class Pair:
           FlyJaxError: K leaves no room for FLy's window.
         """
         rule = Fly() if rule is None else rule
+        depths: tuple[int, ...] = ()
+        if num_speculative_tokens == "auto":
+            num_speculative_tokens, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
         if num_speculative_tokens:
             rule.check(num_speculative_tokens)
         return RoundSpec(
             rule=rule,
             num_speculative_tokens=num_speculative_tokens,
+            depths=depths,
             lookup=lookup,
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
@@ -182,7 +188,7 @@ def generate(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
     rule: Rule | None = None,
-    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
+    num_speculative_tokens: int | Literal["auto"] = DEFAULT_SPECULATIVE_TOKENS,
     lookup: Lookup | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 1,
@@ -197,7 +203,7 @@ def generate(
       prompts: what to continue.
       rule: which draft tokens are kept; None for plain FLy, and for exact greedy decoding where
         the pair has no draft model.
-      num_speculative_tokens: K; 0 decodes one token at a time.
+      num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses it round by round.
       lookup: the drafting level below the draft model.
       max_new_tokens: limit of each prompt's continuation.
       batch_size: prompts decoded together.

@@ -78,7 +78,7 @@ def _flags() -> Flags:
     flags.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
     flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
     flags.integer(
-        group, "num_speculative_tokens", DecodeConfig().num_speculative_tokens,
+        group, "num_speculative_tokens", DecodeConfig().most_drafted,
         "draft tokens of a round (K)", lower_bound=1,
     )  # fmt: skip
     flags.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)

@@ -17,6 +17,21 @@ from fly_jax.errors import FlyJaxError
 _WIDTH = 96
 
 
+class _IntegerOr(flags.ArgumentParser[int | str]):
+    """Reads a whole number, or one word as it stands."""
+
+    def __init__(self, word: str) -> None:
+        self.syntactic_help = f"a whole number or {word}"
+        self._word = word
+
+    def parse(self, argument: str) -> int | str:
+        """Raises ValueError for anything else."""
+        try:
+            return argument if argument == self._word else int(argument)
+        except ValueError:
+            raise ValueError(f"give {self.syntactic_help}") from None
+
+
 class Flags:
     """One command's flags: defined group by group, then parsed once.
 
@@ -65,6 +80,11 @@ class Flags:
         parser = flags.IntegerParser(lower_bound, upper_bound)
         serializer = flags.ArgumentSerializer[int]()
         self._add(group, flags.Flag(parser, serializer, name, default, text), text)
+
+    def integer_or(self, group: str, name: str, word: str, text: str) -> None:
+        """Adds a flag that takes a whole number or one word, and is not given by default."""
+        serializer = flags.ArgumentSerializer[int | str]()
+        self._add(group, flags.Flag(_IntegerOr(word), serializer, name, None, text), text)
 
     def number(self, group: str, name: str, default: float | None, text: str) -> None:
         """Adds a flag that takes a number."""
@@ -139,9 +159,10 @@ def add_decoding_flags(into: Flags) -> None:
         "several joined by & (both keep it), | (either does) and parentheses, such as "
         f"'fly & margin'; {default.rule} if not given",
     )  # fmt: skip
-    into.integer(
-        group, "num_speculative_tokens", None,
-        f"draft tokens of a round (K); {default.num_speculative_tokens} if not given",
+    into.integer_or(
+        group, "num_speculative_tokens", "auto",
+        f"draft tokens of a round (K); {default.num_speculative_tokens} if not given, auto to "
+        "choose K for each round from what is accepted and what a round takes",
     )  # fmt: skip
     into.number(
         group, "entropy_threshold", None,

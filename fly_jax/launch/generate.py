@@ -184,11 +184,15 @@ def _memory(config: DecodeConfig, tokenizer: Tokenizer) -> CorrectionMemory | No
 
 
 def _check_sizes(config: DecodeConfig, context: int) -> None:
-    for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_tokens"):
-        if getattr(config, name) >= context:
+    sizes = {
+        "num_speculative_tokens": config.most_drafted,
+        "prompt_lookup_max": config.prompt_lookup_max,
+        "prompt_lookup_tokens": config.prompt_lookup_tokens,
+    }
+    for name, size in sizes.items():
+        if size >= context:
             raise FlyJaxError(
-                f"{name} is {getattr(config, name)} and the model's context is {context}; give a "
-                "smaller number."
+                f"{name} is {size} and the model's context is {context}; give a smaller number."
             )
 
 

@@ -159,3 +159,15 @@ def test_a_mesh_changes_no_token(models: list[str], capsys: pytest.CaptureFixtur
     assert "4 simulated devices" in finished.stderr.splitlines()[0]
     sharded = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
+
+
+def test_auto_depth_is_a_word_for_k(
+    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = map(str, tiny_pair)
+    flags = [f"--target={target}", f"--draft={draft}", "--prompt=Ada has 3", "--rule=exact"]
+    tokens = []
+    for k in ("auto", "4"):
+        assert main([*flags, f"--num_speculative_tokens={k}", "--max_new_tokens=12", "--json"]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert tokens[0] == tokens[1]

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.models.cache import CACHE_AXES, KVCache, write
+from fly_jax.models.attention import attend_cached, attention
+from fly_jax.models.cache import KVCache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.rope import rotate, rotation
 from fly_jax.sharding.rules import Layout
@@ -60,9 +61,6 @@ def parameter_specs(config: LlamaConfig) -> dict[str, ParameterSpec]:
 LAYER_PARAMETERS = (
     "attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down",
 )  # fmt: skip
-
-# What a pass adds to the cache, before it is written: [batch, time, kv_heads, head].
-_NEW_AXES = ("rows", None, "kv_heads", "head")
 
 Attend = Callable[..., Float[Array, "batch time kv_heads group head"]]
 Matmul = Callable[[str, Array, Array], Array]
@@ -116,7 +114,6 @@ class Llama(nnx.Module):
         start = self._constrain(cache.length, ("rows",))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = start[:, None] + steps
-        visible = jnp.arange(cache.capacity, dtype=jnp.int32) <= positions[:, :, None]
         turn = rotation(self.config, positions)
 
         def layer(
@@ -126,14 +123,10 @@ class Llama(nnx.Module):
 
             def attend(query: Array, key: Array, value: Array) -> Array:
                 nonlocal keys, values
-                key, value = (self._constrain(new, _NEW_AXES) for new in (key, value))
-                keys = self._constrain(write(keys, index, key, start), CACHE_AXES)
-                values = self._constrain(write(values, index, value, start), CACHE_AXES)
-                layer_keys = jax.lax.dynamic_index_in_dim(keys, index, keepdims=False)
-                layer_values = jax.lax.dynamic_index_in_dim(values, index, keepdims=False)
-                mixed = _attention(query, layer_keys, layer_values, visible, _matmul)
-                # Back from the cache's rows, so that activations travel and not the next matrix.
-                return self._constrain(mixed, ("rows", None, "kv_heads", None, "head"))
+                mixed, keys, values = attend_cached(
+                    query, key, value, keys, values, index, start, self.layout
+                )
+                return mixed
 
             x = self._constrain(_layer(self.config, x, weights, turn, attend, _matmul))
             return x, keys, values
@@ -163,7 +156,7 @@ class Llama(nnx.Module):
 
         def attend(query: Array, key: Array, value: Array) -> Array:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            return _attention(query, key, value, visible, _matmul)
+            return attention(query, key, value, visible)
 
         def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> Array:
             return _layer(self.config, x, weights, turn, attend, product)
@@ -256,28 +249,6 @@ def _layer(
     gated = jax.nn.silu(matmul("btd,df->btf", normed, weights["gate"]))
     gated = gated * matmul("btd,df->btf", normed, weights["up"])
     return x + matmul("btf,fd->btd", gated, weights["down"])
-
-
-def _attention(
-    query: Float[Array, "batch time kv_heads group head"],
-    key: Float[Array, "batch kv_heads length head"],
-    value: Float[Array, "batch kv_heads length head"],
-    visible: Bool[Array, "batch time length"],
-    matmul: Matmul,
-) -> Float[Array, "batch time kv_heads group head"]:
-    """Grouped-query attention with the softmax in float32.
-
-    The queries of a group are stacked as rows, so that both products are plain batched ones.
-    """
-    batch, time, kv_heads, group, head = query.shape
-    stacked = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * time, head)
-    scores = matmul("bkqh,bksh->bkqs", stacked * head**-0.5, key).astype(jnp.float32)
-    scores = scores.reshape(batch, kv_heads, group, time, key.shape[2])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    weights = weights.reshape(batch, kv_heads, group * time, key.shape[2])
-    mixed = matmul("bkqs,bksh->bkqh", weights, value)
-    return mixed.reshape(batch, kv_heads, group, time, head).transpose(0, 3, 1, 2, 4)
 
 
 def _rms_norm(

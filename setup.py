@@ -35,6 +35,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11.30,<0.13",
+        "qwix>=0.1.8",
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "tokenizers>=0.22.1",

@@ -290,7 +290,7 @@ class _Models:
             draft.config if draft else None,
             target.layout,
             draft.layout if draft else None,
-            jnp.dtype(cache_dtype or self._parameters[0]["embedding"].dtype),
+            jnp.dtype(cache_dtype or target.dtype),
         )
 
     @property

@@ -148,7 +148,7 @@ class Llama(nnx.Module):
     @property
     def dtype(self) -> jnp.dtype:
         """Type of the activations, and of every parameter that has no type of its own."""
-        return self.final_norm[...].dtype
+        return self.final_norm.get_value().dtype
 
     def hidden(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -264,7 +264,7 @@ class Llama(nnx.Module):
 
     def _outer_weights(self) -> Parameters:
         names = parameter_specs(self.config, int8=self.int8).keys() - self.layers.keys()
-        return {name: getattr(self, name)[...] for name in names}
+        return {name: getattr(self, name).get_value() for name in names}
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}

@@ -120,13 +120,13 @@ def pass_seconds(
     )
     network += sum(
         chip.exchange_seconds(kind, num_bytes, [layout.mesh.shape["y"]])
-        for kind in _cache_exchanges(layout, config, workload)
+        for kind in cache_exchanges(layout, config, workload)
     )
     return held / chip.memory_bandwidth + config.num_layers * network
 
 
-def _cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> tuple[str, ...]:
-    """See `fly_jax.models.attention.attend_cached`."""
+def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> tuple[str, ...]:
+    """Kinds of the exchanges over y that attention over the cache needs: see `attend_cached`."""
     shape = cache_shape(config, workload.rows, workload.capacity)
     _, rows, _, length, _ = layout.spec(CACHE_AXES, shape)
     queries = layout.spec(

@@ -50,6 +50,8 @@ setup(
         "test": [
             *_NOTEBOOK,
             "hypothesis>=6.100",
+            # The planner's tests compile for TPUs; libtpu is made for this platform alone.
+            'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',
             "mypy==2.*",
             "pip>=23.1",
             "pytest>=8.2",

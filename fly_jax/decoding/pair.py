@@ -91,7 +91,7 @@ def load_pair(
     *,
     mesh: str | MeshSpec = "1x1",
     dtype: Literal["float32", "bfloat16"] | None = None,
-    workload: Workload = Workload(),
+    workload: Workload | None = None,
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
 
@@ -102,8 +102,8 @@ def load_pair(
       mesh: such as "8x8" or "data=2,x=8,y=8".
       dtype: of the weights and the caches; None takes float32 for the embedded pair and bfloat16
         for other models.
-      workload: what will be decoded; it decides how both models lie on the mesh, not what can be
-        decoded afterwards.
+      workload: what will be decoded, or None for one row of some thousand tokens; it decides how
+        both models lie on the mesh, not what can be decoded afterwards.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, two vocabularies, or a mesh that does
@@ -127,7 +127,7 @@ def load_pair(
     if spec.num_devices > 1:
         draft_config = None if draft_folder is None else check_checkpoint(draft_folder)
         chip = chip_of(jax.devices()[0].device_kind)
-        layouts = choose_layouts(devices, target_config, draft_config, workload, chip)
+        layouts = choose_layouts(devices, target_config, draft_config, workload or Workload(), chip)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(target_config)))
     return Pair(

@@ -84,9 +84,7 @@ def _flags() -> Flags:
         lower_bound=1,
     )  # fmt: skip
     flags.integer(group, "batch_size", 1, "rows decoded together", lower_bound=1)
-    flags.integer(
-        group, "num_speculative_tokens", 25, "draft tokens of a round (K)", lower_bound=1
-    )
+    flags.integer(group, "num_speculative_tokens", 25, "draft tokens of a round (K)", lower_bound=1)
     flags.number(
         group, "mean_accepted_tokens", None,
         "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",

@@ -60,7 +60,7 @@ def pass_work(
     matrices = 0
     for name, spec in parameter_specs(config).items():
         scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
-        if spec.inputs and (scores and logits or name not in ("embedding", "unembedding")):
+        if spec.inputs and ((scores and logits) or name not in ("embedding", "unembedding")):
             matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
     shape = cache_shape(config, workload.rows, workload.capacity)
     entries = layout.shard_bytes(CACHE_AXES, shape, 1) / workload.capacity

@@ -217,9 +217,7 @@ class Plan:
         """Bytes on each chip, by what they are for."""
         request, layouts = self.request, self.layouts
         return {
-            "parameter_bytes": parameter_bytes(
-                layouts.target, request.target, int8=request.int8
-            ),
+            "parameter_bytes": parameter_bytes(layouts.target, request.target, int8=request.int8),
             "draft_parameter_bytes": parameter_bytes(
                 layouts.draft, request.draft, int8=request.int8
             ),
@@ -390,9 +388,7 @@ def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
             temporary_bytes=found.temporary_bytes,
             exchanges=found.exchanges,
             work=work,
-            seconds=roofline_seconds(
-                work, found.exchanges, request.chip, dict(request.mesh.axes)
-            ),
+            seconds=roofline_seconds(work, found.exchanges, request.chip, dict(request.mesh.axes)),
             compile_seconds=None,
         )
 
@@ -436,5 +432,3 @@ def _merged(sizes: list[str]) -> list[str]:
     """A cube as two axes of the mesh."""
     first, second, third = map(int, sizes)
     return [str(second * third), str(first)] if first < third else [str(first * second), str(third)]
-
-

@@ -104,9 +104,7 @@ class Layout:
         """`spec` on the mesh: what `device_put` and `jit` take."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
-    def shard_bytes(
-        self, axes: Sequence[str | None], shape: Sequence[int], itemsize: int
-    ) -> int:
+    def shard_bytes(self, axes: Sequence[str | None], shape: Sequence[int], itemsize: int) -> int:
         """Bytes that one device holds of an array."""
         split = sum((kept for kept, _ in self._assign(axes, shape)), ())
         return math.prod(shape) * itemsize // self.devices(split)

@@ -39,7 +39,6 @@ def pass_work(
     tokens: int,
     *,
     logits: bool = True,
-    visible: int | None = None,
 ) -> Work:
     """One pass of a model over `tokens` new tokens of every row.
 
@@ -53,8 +52,6 @@ def pass_work(
       workload: rows and capacity.
       tokens: new tokens of a row.
       logits: whether the vocabulary is scored.
-      visible: cache positions that attention reads; the capacity if not given, which is what the
-        programs read.
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     matrices = 0
@@ -64,24 +61,21 @@ def pass_work(
             matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
     shape = cache_shape(config, workload.rows, workload.capacity)
     entries = layout.shard_bytes(CACHE_AXES, shape, 1) / workload.capacity
-    groups = layout.spec(
-        ("kv_heads", "q_heads"), (config.num_kv_heads, config.queries_per_kv_head)
-    )[1]
-    names = (groups,) if isinstance(groups, str) else tuple(groups or ())
+    heads = (config.num_kv_heads, config.queries_per_kv_head)
+    groups = _names(layout.spec(("kv_heads", "q_heads"), heads)[1])
     # Devices that hold other rows or positions of the cache take all queries of a head.
     cache = layout.spec(CACHE_AXES, shape)
     shared = {name for entry in (cache[1], cache[3]) for name in _names(entry)}
-    split = layout.devices([name for name in names if name not in shared])
+    split = layout.devices(tuple(name for name in groups if name not in shared))
     queries = config.queries_per_kv_head / split
-    seen = workload.capacity if visible is None else visible
-    flops = 2 * rows * tokens * matrices + 4 * entries * seen * tokens * queries
-    num_bytes = parameter_bytes(layout, config, int8=workload.int8)
+    flops = 2 * rows * tokens * matrices + 4 * entries * workload.capacity * tokens * queries
+    num_bytes: float = parameter_bytes(layout, config, int8=workload.int8)
     if not config.tied_embeddings:
         num_bytes -= layout.shard_bytes(
             ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if workload.int8 else 2
         )
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
-    return Work(float(flops), float(num_bytes))
+    return Work(float(flops), num_bytes)
 
 
 def draft_work(layout: Layout, config: LlamaConfig, workload: Workload) -> Work:

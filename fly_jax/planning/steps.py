@@ -125,6 +125,8 @@ def _compile(name: str, lowered: Lowered, layout: Layout) -> tuple[CompiledStep,
         return CompiledStep(name, peak, 0, 0, (), "", time.perf_counter() - start), None
     seconds = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert hlo is not None
     arguments = int(memory.argument_size_in_bytes)
     peak = max(int(memory.peak_memory_in_bytes), arguments)
     step = CompiledStep(

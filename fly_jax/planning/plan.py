@@ -194,10 +194,10 @@ class Plan:
         return mean_accepted(published, request.num_speculative_tokens)
 
     def speed(self) -> dict[str, float | int] | None:
-        """What the roofline times mean for decoding; None where a step does not fit."""
+        """What the roofline times mean for decoding; None where it does not fit."""
         draft, verify = self.step("draft"), self.step("verify")
         alone = self.step("autoregressive")
-        if draft is None or verify is None or alone is None:
+        if not self.fits or draft is None or verify is None or alone is None:
             return None
         k, rows = self.request.num_speculative_tokens, self.request.rows
         busy = verify.work.flops / self.request.chip.flops / (k + 1)

@@ -121,7 +121,7 @@ def test_without_libtpu_the_extra_is_named(
 
 
 def test_a_data_axis_halves_the_rows_of_a_chip(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512")
+    sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
     one = planned(capsys, "--mesh=8x8", *sizes)
     two = planned(capsys, "--mesh=2x8x8", *sizes)
     assert two["memory_per_chip"]["parameter_bytes"] == one["memory_per_chip"]["parameter_bytes"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import machine
 
 from fly_jax.models.presets import preset
-from fly_jax.planning.plan import Request, make_plan
+from fly_jax.planning.plan import make_plan
+from fly_jax.planning.request import Request
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
     from fly_jax.models.config import LlamaConfig
-    from fly_jax.planning.plan import Request
+    from fly_jax.planning.request import Request
 
 _HELP = """\
 python -m fly_jax.launch plan [flags]
@@ -96,7 +96,7 @@ def _flags() -> Flags:
 
 
 def _request(values: FlagValues) -> Request:
-    from fly_jax.planning.plan import Request
+    from fly_jax.planning.request import Request
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 

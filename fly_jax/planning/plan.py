@@ -5,25 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from jax.sharding import AbstractMesh, Mesh
-
-from fly_jax.decoding.decoder import capacity_for
-from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact
-from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.layouts import (
-    Layouts,
-    Workload,
-    cache_bytes,
-    choose_layouts,
-    parameter_bytes,
-)
+from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
 from fly_jax.models.llama import parameter_specs
-from fly_jax.models.loading import check_pair
+from fly_jax.planning.alternatives import alternatives
 from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
-from fly_jax.planning.estimate import Estimate, estimate
 from fly_jax.planning.hlo import Exchange
+from fly_jax.planning.request import Request
 from fly_jax.planning.speed import (
     PUBLISHED_K,
     PUBLISHED_MEAN_ACCEPTED,
@@ -33,77 +20,7 @@ from fly_jax.planning.speed import (
     mean_accepted,
 )
 from fly_jax.planning.steps import Model, compiled_steps
-from fly_jax.planning.topology import abstract_mesh, slice_mesh, slice_of
-from fly_jax.sharding.chips import Chip
-from fly_jax.sharding.mesh import MeshSpec, parse_mesh
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is to be planned.
-
-    Attributes:
-      target: shape of the model whose text is wanted.
-      draft: shape of the model that proposes.
-      chip: the accelerator.
-      mesh: of how many, and how they are used.
-      int8: matrices are int8, not bfloat16.
-      context: prompt and new tokens of a row.
-      prompt_length: tokens taken in at once; None for all of the context but one.
-      rows: decoded together.
-      num_speculative_tokens: K.
-      mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
-      compiles: ask the compiler; False counts from shapes, as always where there is none.
-    """
-
-    target: LlamaConfig
-    draft: LlamaConfig
-    chip: Chip
-    mesh: MeshSpec
-    int8: bool = False
-    context: int = 8192
-    prompt_length: int | None = None
-    rows: int = 1
-    num_speculative_tokens: int = PUBLISHED_K
-    mean_accepted_tokens: float | None = None
-    compiles: bool = True
-
-    @property
-    def workload(self) -> Workload:
-        """The decoder's rows and cache positions for this context."""
-        k = self.num_speculative_tokens
-        spec = RoundSpec(Exact(), k)
-        capacity = capacity_for(spec, [range(self.prefilled)], 1, self.target.max_context)
-        needed = -(-(self.context + spec.room) // 64) * 64
-        return Workload(
-            rows=self.rows,
-            capacity=max(capacity, needed),
-            num_speculative_tokens=k,
-            int8=self.int8,
-        )
-
-    @property
-    def prefilled(self) -> int:
-        """Tokens of the prompt."""
-        return self.context - 1 if self.prompt_length is None else self.prompt_length
-
-    def check(self) -> None:
-        """Raises FlyJaxError where this cannot be planned, whatever the memory."""
-        check_pair(self.target, self.draft)
-        most = min(self.target.max_context, self.draft.max_context)
-        if not 2 <= self.context <= most:
-            raise FlyJaxError(
-                f"The context is {self.context}; these models take 2 to {most} tokens: give one "
-                "in that range."
-            )
-        if not 1 <= self.prefilled < self.context:
-            raise FlyJaxError(
-                f"The prompt has {self.prefilled} tokens in a context of {self.context}; it needs "
-                "at least one, and one less than the context: correct prompt_length."
-            )
-        slice_of(self.chip, self.mesh)
-        if self.mean_accepted_tokens is not None:
-            acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
+from fly_jax.planning.topology import slice_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,54 +207,21 @@ def make_plan(request: Request, progress: Callable[[str], None] = lambda _: None
     """
     request.check()
     compiles = request.compiles and request.chip.is_tpu
-    mesh = slice_mesh(request.chip, request.mesh) if compiles else abstract_mesh(request.mesh)
-    layouts = _layouts(request, mesh)
+    layouts = request.layouts(slice_mesh(request.chip, request.mesh) if compiles else None)
     steps = []
     for step in _compiled(request, layouts) if compiles else _counted(request, layouts):
         progress(step.name)
         steps.append(step)
-    plan = Plan(request, layouts, tuple(steps), 0, 0, ())
-    # How much more or less the compiler needed than shapes say corrects what shapes say of others.
-    counted = estimate(request_estimate(request, layouts))
-    correction = plan.peak_bytes - max(one.peak_bytes for one in counted)
-
-    def fits(changed: Request) -> bool:
-        found = estimate(request_estimate(changed, _layouts(changed, abstract_mesh(changed.mesh))))
-        peak = max(one.peak_bytes for one in found) + correction
-        return peak <= changed.chip.memory_bytes
-
-    def with_rows(rows: int) -> Request:
-        return dataclasses.replace(request, rows=rows)
-
-    def with_context(context: int) -> Request:
-        return dataclasses.replace(request, context=context, prompt_length=None)
-
-    most = min(request.target.max_context, request.draft.max_context)
-    largest_batch = _largest(lambda rows: fits(with_rows(rows)), 4096)
-    largest_context = 1024 * _largest(lambda k: fits(with_context(1024 * k)), most // 1024)
-    remedies = () if plan.fits else tuple(_remedies(request, fits, largest_batch, largest_context))
-    return dataclasses.replace(
-        plan,
-        largest_batch=max(largest_batch, request.rows if plan.fits else 0),
-        largest_context=max(largest_context, request.context if plan.fits else 0),
-        remedies=remedies,
+    peak = max(step.peak_bytes for step in steps)
+    others = alternatives(request, peak)
+    return Plan(
+        request,
+        layouts,
+        tuple(steps),
+        others.largest_batch,
+        others.largest_context,
+        others.remedies,
     )
-
-
-def request_estimate(request: Request, layouts: Layouts) -> Estimate:
-    """What shapes are counted from."""
-    return Estimate(
-        request.target,
-        request.draft,
-        layouts.target,
-        layouts.draft,
-        request.workload,
-        request.prefilled,
-    )
-
-
-def _layouts(request: Request, mesh: Mesh | AbstractMesh) -> Layouts:
-    return choose_layouts(mesh, request.target, request.draft, request.workload, request.chip)
 
 
 def _work(request: Request, layouts: Layouts, name: str) -> Work:
@@ -378,7 +262,7 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
 
 
 def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
-    for found in estimate(request_estimate(request, layouts)):
+    for found in request.estimate(layouts):
         work = _work(request, layouts, found.name)
         yield Step(
             name=found.name,
@@ -391,44 +275,3 @@ def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
             seconds=roofline_seconds(work, found.exchanges, request.chip, dict(request.mesh.axes)),
             compile_seconds=None,
         )
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number that fits, of 1 to `most`; 0 if none does."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _remedies(
-    request: Request,
-    fits: Callable[[Request], bool],
-    largest_batch: int,
-    largest_context: int,
-) -> Iterator[str]:
-    """What would make it fit, each on its own, by shapes; then int8 with a larger slice."""
-    if not request.int8 and fits(dataclasses.replace(request, int8=True)):
-        yield "int8 matrices (--dtype int8)"
-    if 0 < largest_batch < request.rows:
-        yield f"fewer rows: {largest_batch} (--batch_size {largest_batch})"
-    if 0 < largest_context < request.context:
-        yield f"a context of {largest_context} (--context {largest_context})"
-    for shape in request.chip.slices or ("1", "2", "4", "8"):
-        sizes = shape.split("x")
-        mesh = parse_mesh("x".join(sizes[:2] if len(sizes) < 3 else _merged(sizes)))
-        if mesh.num_devices > request.mesh.num_devices and fits(
-            dataclasses.replace(request, mesh=mesh)
-        ):
-            yield f"a larger slice: {mesh} (--mesh {mesh})"
-            return
-
-
-def _merged(sizes: list[str]) -> list[str]:
-    """A cube as two axes of the mesh."""
-    first, second, third = map(int, sizes)
-    return [str(second * third), str(first)] if first < third else [str(first * second), str(third)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 
 import jax
@@ -30,15 +31,13 @@ def slice_of(chip: Chip, spec: MeshSpec) -> str:
     """
     if not chip.slices:
         return str(spec.num_devices)
-    chips_of = {
-        _product(shape): shape for shape in chip.slices
-    }  # fmt: skip
-    if spec.num_devices not in chips_of:
+    slices = {math.prod(map(int, shape.split("x"))): shape for shape in chip.slices}
+    if spec.num_devices not in slices:
         raise FlyJaxError(
             f"The mesh {spec} needs {spec.num_devices} chips, and slices of {chip.name} have "
-            f"{', '.join(map(str, chips_of))}: ask for a mesh whose sizes multiply to one of these."
+            f"{', '.join(map(str, slices))}: ask for a mesh whose sizes multiply to one of these."
         )
-    return chips_of[spec.num_devices]
+    return slices[spec.num_devices]
 
 
 def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
@@ -70,10 +69,3 @@ def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
     """The mesh over no devices: enough to tell how much each would hold."""
     return AbstractMesh(spec.sizes, spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
-
-
-def _product(shape: str) -> int:
-    count = 1
-    for size in shape.split("x"):
-        count *= int(size)
-    return count

@@ -13,7 +13,8 @@ from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
 from fly_jax.planning import plan as plan_module
-from fly_jax.planning.plan import Plan, Request, make_plan
+from fly_jax.planning.plan import Plan, make_plan
+from fly_jax.planning.request import Request
 from fly_jax.planning.steps import CompiledStep, Model, compiled_steps
 from fly_jax.planning.topology import slice_mesh
 from fly_jax.sharding.chips import CHIPS

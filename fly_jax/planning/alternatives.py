@@ -38,8 +38,9 @@ def alternatives(request: Request, peak_bytes: int) -> Alternatives:
         return fits(dataclasses.replace(request, rows=rows))
 
     def fits_steps(steps: int) -> bool:
-        context = _CONTEXT_STEP * steps
-        return fits(dataclasses.replace(request, context=context, prompt_length=None))
+        context, prompt = _CONTEXT_STEP * steps, request.prompt_length
+        prompt = None if prompt is None else min(prompt, context - 1)
+        return fits(dataclasses.replace(request, context=context, prompt_length=prompt))
 
     most = min(request.target.max_context, request.draft.max_context)
     rows = _largest(fits_rows, _MOST_ROWS)

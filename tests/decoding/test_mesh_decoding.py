@@ -35,7 +35,7 @@ MAX_NEW_TOKENS = 12
 # slowly.
 CASES = [
     ("8x1", "fly", "tensor", "replicated"),
-    ("2x4", "autoregressive", "tensor_whole", "replicated"),
+    ("4x2", "autoregressive", "tensor", "replicated"),
     ("2x4", "exact", "tensor_long", "narrow"),
     ("2x4", "fly", "tensor", "tensor"),
     ("2x2x2", "exact", "tensor_whole", "narrow_long"),

@@ -35,6 +35,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11.30,<0.13",
+        "qwix>=0.1.8",
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "tokenizers>=0.22.1",
@@ -49,6 +50,8 @@ setup(
         "test": [
             *_NOTEBOOK,
             "hypothesis>=6.100",
+            # The planner's tests compile for TPUs; libtpu is made for this platform alone.
+            'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',
             "mypy==2.*",
             "pip>=23.1",
             "pytest>=8.2",

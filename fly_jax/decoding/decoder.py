@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Lowered, Wrapped
 from jaxtyping import Array, Float32, Int
 
 from fly_jax.decoding.depth import initial_pace
@@ -247,6 +249,22 @@ class Decoder:
                     seconds[depth] = min(seconds[depth], taken) if repeat > 1 else taken
         return seconds
 
+    def lower_prefill(self, prompt_length: int) -> Lowered:
+        """The program that takes prompts of this length in, for a decoder of abstract models.
+
+        Models whose parameters are `jax.ShapeDtypeStruct`, each with a sharding, can be compiled
+        for devices that are not there: the planner does so.
+
+        Raises:
+          FlyJaxError: a length that the models or the decoder cannot take.
+        """
+        prompts = [[0] * prompt_length] * self.batch_size
+        return cast(Lowered, self._admit(prompts, 1, 0))
+
+    def lower_rounds(self, state: DecodeState) -> Lowered:
+        """The program of a dispatch, given the abstract state that prefilling leaves."""
+        return cast(Lowered, self._models.run(self.spec, state, self._inputs))
+
     def _admit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -356,12 +374,13 @@ class _Models:
     def __init__(self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None) -> None:
         target, draft = _for_backend(target), draft and _for_backend(draft)
         self._parameters = (target.parameters(), draft.parameters() if draft else None)
+        self._is_abstract = isinstance(self._parameters[0]["embedding"], jax.ShapeDtypeStruct)
         self._shapes = _Shapes(
             target.config,
             draft.config if draft else None,
             target.layout,
             draft.layout if draft else None,
-            jnp.dtype(cache_dtype or self._parameters[0]["embedding"].dtype),
+            jnp.dtype(cache_dtype or target.dtype),
         )
 
     @property
@@ -371,7 +390,10 @@ class _Models:
     def place(self, value: np.ndarray | Array, axes: tuple[str | None, ...]) -> Array:
         """Puts a host array where the programs expect it: said in words, never implicitly."""
         layout = self._shapes.target_layout
-        return jax.device_put(value, layout.sharding(axes, value.shape) if layout else None)
+        sharding = layout.sharding(axes, value.shape) if layout else None
+        if self._is_abstract:
+            return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        return jax.device_put(value, sharding)
 
     def admit(
         self,
@@ -383,7 +405,8 @@ class _Models:
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
     ) -> DecodeState:
-        return _admit(
+        return self._call(
+            _admit,
             self._shapes,
             bucket,
             self._parameters,
@@ -398,7 +421,12 @@ class _Models:
     def run(
         self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
     ) -> tuple[DecodeState, RoundOutput]:
-        return _run(spec, self._shapes, self._parameters, state, inputs)
+        return self._call(_run, spec, self._shapes, self._parameters, state, inputs)
+
+    def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a program; one of abstract models is lowered instead."""
+        run = cast(Wrapped, program).lower if self._is_abstract else program
+        return run(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,11 +19,13 @@ from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama
+from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.loading import check_pair, embedded_pair, resolve
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import Layout
 
 DEFAULT_SPECULATIVE_TOKENS = 15
 
@@ -129,6 +131,7 @@ def load_pair(
     *,
     mesh: str | MeshSpec = "1x1",
     dtype: Literal["float32", "bfloat16"] | None = None,
+    workload: Workload | None = None,
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
 
@@ -139,6 +142,8 @@ def load_pair(
       mesh: such as "8x8" or "data=2,x=8,y=8".
       dtype: of the weights and the caches; None takes float32 for the embedded pair and bfloat16
         for other models.
+      workload: what will be decoded, or None for one row of some thousand tokens; it decides how
+        both models lie on the mesh, not what can be decoded afterwards.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, two vocabularies, or a mesh that does
@@ -156,11 +161,14 @@ def load_pair(
         prepare_devices(spec)  # has no effect once something else has started JAX's backend
     devices = create_mesh(spec)
     width = jnp.dtype(dtype)
-    target_layout = draft_layout = None
+    target_layout: Layout | None = None
+    draft_layout: Layout | None = None
     replicated: tuple[str, ...] = ()
     if spec.num_devices > 1:
-        target_layout = Layout(devices, RULES["tensor"])
-        draft_layout = Layout(devices, RULES["replicated"])
+        draft_config = None if draft_folder is None else check_checkpoint(draft_folder)
+        chip = chip_of(jax.devices()[0].device_kind)
+        layouts = choose_layouts(devices, target_config, draft_config, workload or Workload(), chip)
+        target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(target_config)))
     return Pair(
         target=load_llama(target_folder, layout=target_layout, dtype=width),

@@ -153,6 +153,7 @@ def _load(
 
     from fly_jax.decoding.pair import load_pair
     from fly_jax.models.checkpoint import check_checkpoint
+    from fly_jax.models.layouts import Workload
     from fly_jax.models.loading import embedded_pair, resolve
     from fly_jax.models.tokenizer import load_tokenizer
 
@@ -164,9 +165,13 @@ def _load(
     fitting, ids = _encode(values, prompts, tokenizer, model)
     if mesh.num_devices > 1:
         _say(describe(create_mesh(mesh)))
-    pair = load_pair(
-        None if values.target is None else folder, values.draft, mesh=mesh, dtype=values.dtype
+    workload = Workload(
+        rows=min(values.batch_size, len(ids)),
+        capacity=min(max(map(len, ids)) + values.max_new_tokens, model.max_context),
+        num_speculative_tokens=config.num_drafted,
     )
+    target = None if values.target is None else folder
+    pair = load_pair(target, values.draft, mesh=mesh, dtype=values.dtype, workload=workload)
     for line in pair.replicated:
         _say(line)
     return pair, memory, fitting, ids

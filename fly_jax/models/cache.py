@@ -69,3 +69,34 @@ def write(
         at = (layer, jnp.int32(row), zero, start[row], zero)
         entries = jax.lax.dynamic_update_slice(entries, new[row][None, None], at)
     return entries
+
+
+def write_part(
+    entries: Float[Array, "layers rows kv_heads capacity head"],
+    layer: Int[Array, ""],
+    new: Float[Array, "rows time kv_heads head"],
+    start: Int[Array, " rows"],
+) -> Float[Array, "layers rows kv_heads capacity head"]:
+    """`write` where these are some of a row's positions: what belongs to others is left out.
+
+    Args:
+      entries: the positions that are here.
+      layer: whose entries they are.
+      new: what to write, much of which may belong elsewhere.
+      start: where the first of it goes, counted from the first position here; may be negative.
+    """
+    new = new.swapaxes(1, 2).astype(entries.dtype)
+    _, rows, kv_heads, capacity, head = entries.shape
+    time = new.shape[2]
+    width = min(time, capacity)
+    zero = jnp.zeros((), jnp.int32)
+    for row in range(rows):
+        first = jnp.clip(start[row], 0, capacity - width)
+        at = (layer, jnp.int32(row), zero, first, zero)
+        old = jax.lax.dynamic_slice(entries, at, (1, 1, kv_heads, width, head))
+        source = first + jnp.arange(width, dtype=jnp.int32) - start[row]
+        is_new = (source >= 0) & (source < time)
+        here = new[row][:, jnp.clip(source, 0, time - 1)][None, None]
+        merged = jnp.where(is_new[:, None], here, old)
+        entries = jax.lax.dynamic_update_slice(entries, merged, at)
+    return entries

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.models.cache import CACHE_AXES, KVCache, write
+from fly_jax.models.attention import attend_cached, attention
+from fly_jax.models.cache import KVCache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.rope import rotate, rotation
 from fly_jax.sharding.rules import Layout
@@ -21,48 +24,81 @@ from fly_jax.sharding.rules import Layout
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """Shape of one parameter and the logical name of each of its axes."""
+    """One parameter.
+
+    Attributes:
+      shape: size of each axis.
+      axes: logical name of each axis.
+      inputs: the axes that a product with it sums over; none for norms and scales.
+      dtype: of a parameter that has its own; None is the model's.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    dtype: np.dtype | None = None
 
 
-def parameter_specs(config: LlamaConfig) -> dict[str, ParameterSpec]:
-    """Every parameter of a Llama, by its attribute name. Matrices are stored [in, out]."""
+def parameter_specs(config: LlamaConfig, *, int8: bool = False) -> dict[str, ParameterSpec]:
+    """Every parameter of a Llama, by its attribute name. Matrices are stored [in, out].
+
+    Args:
+      config: the model.
+      int8: matrices are int8, and each has a scale in float32 for every one of its outputs, as a
+        parameter of its own (`scale_name`). The embedding's outputs are its rows, which suits both
+        its uses.
+    """
     layers, embed, ffw = config.num_layers, config.embed_size, config.ffw_size
     heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_size
+    norm = ParameterSpec((layers, embed), ("layers", "embed"))
+    key = ParameterSpec(
+        (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head"), ("embed",)
+    )
+    gate = ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw"), ("embed",))
     specs = {
-        "embedding": ParameterSpec((config.vocab_size, embed), ("vocab", "embed")),
-        "attention_norm": ParameterSpec((layers, embed), ("layers", "embed")),
+        "embedding": ParameterSpec((config.vocab_size, embed), ("vocab", "embed"), ("embed",)),
+        "attention_norm": norm,
         "query": ParameterSpec(
-            (layers, embed, heads, head), ("layers", "embed", "q_heads", "head")
+            (layers, embed, heads, head), ("layers", "embed", "q_heads", "head"), ("embed",)
         ),
-        "key": ParameterSpec(
-            (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head")
-        ),
-        "value": ParameterSpec(
-            (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head")
-        ),
+        "key": key,
+        "value": key,
         "output": ParameterSpec(
-            (layers, heads, head, embed), ("layers", "q_heads", "head", "embed")
+            (layers, heads, head, embed),
+            ("layers", "q_heads", "head", "embed"),
+            ("q_heads", "head"),
         ),
-        "mlp_norm": ParameterSpec((layers, embed), ("layers", "embed")),
-        "gate": ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw")),
-        "up": ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw")),
-        "down": ParameterSpec((layers, ffw, embed), ("layers", "ffw", "embed")),
+        "mlp_norm": norm,
+        "gate": gate,
+        "up": gate,
+        "down": ParameterSpec((layers, ffw, embed), ("layers", "ffw", "embed"), ("ffw",)),
         "final_norm": ParameterSpec((embed,), ("embed",)),
     }
     if not config.tied_embeddings:
-        specs["unembedding"] = ParameterSpec((embed, config.vocab_size), ("embed", "vocab"))
-    return specs
+        specs["unembedding"] = ParameterSpec(
+            (embed, config.vocab_size), ("embed", "vocab"), ("embed",)
+        )
+    return _with_scales(specs) if int8 else specs
 
 
-LAYER_PARAMETERS = (
-    "attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down",
-)  # fmt: skip
+def scale_name(name: str) -> str:
+    """The parameter that holds the scales of an int8 matrix."""
+    return f"{name}_scale"
 
-# What a pass adds to the cache, before it is written: [batch, time, kv_heads, head].
-_NEW_AXES = ("rows", None, "kv_heads", "head")
+
+def _with_scales(specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
+    quantised: dict[str, ParameterSpec] = {}
+    for name, spec in specs.items():
+        quantised[name] = spec
+        if spec.inputs:
+            quantised[name] = dataclasses.replace(spec, dtype=np.dtype(np.int8))
+            outputs = [axis for axis in spec.axes if axis not in spec.inputs]
+            sizes = dict(zip(spec.axes, spec.shape, strict=True))
+            quantised[scale_name(name)] = ParameterSpec(
+                tuple(sizes[axis] for axis in outputs), tuple(outputs), (), np.dtype(np.float32)
+            )
+    return quantised
+
 
 Attend = Callable[..., Float[Array, "batch time kv_heads group head"]]
 Matmul = Callable[[str, Array, Array], Array]
@@ -80,6 +116,8 @@ class Llama(nnx.Module):
       embedding, final_norm, unembedding: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer.
+      int8: the matrices are int8 with scales (`parameter_specs`). They stay so on the device: a
+        product widens them as it reads them, and its outputs are scaled.
     """
 
     embedding: nnx.Param
@@ -93,14 +131,24 @@ class Llama(nnx.Module):
         """Takes parameters as arrays (or abstract shapes), named as in `parameter_specs`."""
         self.config = config
         self.layout = layout
-        for name in parameter_specs(config).keys() - set(LAYER_PARAMETERS):
-            setattr(self, name, nnx.Param(parameters[name]))
-        self.layers = nnx.Dict({name: nnx.Param(parameters[name]) for name in LAYER_PARAMETERS})
+        self.int8 = scale_name("embedding") in parameters
+        layers: dict[str, nnx.Param] = {}
+        for name, spec in parameter_specs(config, int8=self.int8).items():
+            if spec.axes[0] == "layers":
+                layers[name] = nnx.Param(parameters[name])
+            else:
+                setattr(self, name, nnx.Param(parameters[name]))
+        self.layers = nnx.Dict(layers)
 
     @classmethod
     def random(cls, config: LlamaConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Llama:
         """Normal weights scaled by the square root of the fan-in; norms are ones."""
         return cls(config, _random_parameters(config, key, jnp.dtype(dtype)))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Type of the activations, and of every parameter that has no type of its own."""
+        return self.final_norm.get_value().dtype
 
     def hidden(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -116,7 +164,6 @@ class Llama(nnx.Module):
         start = self._constrain(cache.length, ("rows",))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = start[:, None] + steps
-        visible = jnp.arange(cache.capacity, dtype=jnp.int32) <= positions[:, :, None]
         turn = rotation(self.config, positions)
 
         def layer(
@@ -126,19 +173,15 @@ class Llama(nnx.Module):
 
             def attend(query: Array, key: Array, value: Array) -> Array:
                 nonlocal keys, values
-                key, value = (self._constrain(new, _NEW_AXES) for new in (key, value))
-                keys = self._constrain(write(keys, index, key, start), CACHE_AXES)
-                values = self._constrain(write(values, index, value, start), CACHE_AXES)
-                layer_keys = jax.lax.dynamic_index_in_dim(keys, index, keepdims=False)
-                layer_values = jax.lax.dynamic_index_in_dim(values, index, keepdims=False)
-                mixed = _attention(query, layer_keys, layer_values, visible, _matmul)
-                # Back from the cache's rows, so that activations travel and not the next matrix.
-                return self._constrain(mixed, ("rows", None, "kv_heads", None, "head"))
+                mixed, keys, values = attend_cached(
+                    query, key, value, keys, values, index, start, self.layout
+                )
+                return mixed
 
             x = self._constrain(_layer(self.config, x, weights, turn, attend, _matmul))
             return x, keys, values
 
-        x = self._constrain(self.embedding[...][tokens])
+        x = self._constrain(self._embedded(tokens))
         x, keys, values = self._run_layers(layer, (x, cache.keys, cache.values))
         x = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
         return x, KVCache(keys, values, cache.length)
@@ -163,12 +206,12 @@ class Llama(nnx.Module):
 
         def attend(query: Array, key: Array, value: Array) -> Array:
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            return _attention(query, key, value, visible, _matmul)
+            return attention(query, key, value, visible)
 
         def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> Array:
             return _layer(self.config, x, weights, turn, attend, product)
 
-        x = self._run_layers(layer, self.embedding[...][tokens])
+        x = self._run_layers(layer, self._embedded(tokens))
         return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
 
     def logits(
@@ -176,16 +219,15 @@ class Llama(nnx.Module):
     ) -> Float[Array, "batch time vocab"]:
         """Scores of every token of the vocabulary, in float32."""
         product = matmul or _matmul
+        name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
-            scores = product("btd,vd->btv", hidden, self.embedding[...])
-        else:
-            scores = product("btd,dv->btv", hidden, self.unembedding[...])
+            name, equation = "embedding", "btd,vd->btv"
+        scores = _product(equation, hidden, self._outer_weights(), name, product)
         return self._constrain(scores.astype(jnp.float32), ("rows", None, "vocab"))
 
     def parameters(self) -> Parameters:
         """The parameters by name, as plain arrays: what checkpoints hold and `jit` takes fast."""
-        outer = parameter_specs(self.config).keys() - set(LAYER_PARAMETERS)
-        return {name: getattr(self, name)[...] for name in outer} | self._layer_weights()
+        return self._outer_weights() | self._layer_weights()
 
     def unstacked(self) -> Llama:
         """The same model with one array per layer, run one after the other without a scan.
@@ -213,22 +255,30 @@ class Llama(nnx.Module):
     def _constrain(self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")) -> Array:
         return x if self.layout is None else self.layout.constrain(x, axes)
 
+    def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
+        rows = self.embedding[...][tokens]
+        if not self.int8:
+            return rows
+        scale = self._outer_weights()[scale_name("embedding")]
+        return (rows * scale[tokens][..., None]).astype(self.dtype)
+
+    def _outer_weights(self) -> Parameters:
+        names = parameter_specs(self.config, int8=self.int8).keys() - self.layers.keys()
+        return {name: getattr(self, name).get_value() for name in names}
+
     def _layer_weights(self) -> Parameters:
-        return {name: self.layers[name].get_value() for name in LAYER_PARAMETERS}
+        return {name: value.get_value() for name, value in self.layers.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dict[str, Array]:
     parameters = {}
     for index, (name, spec) in enumerate(parameter_specs(config).items()):
-        if name.endswith("norm"):
+        if not spec.inputs:
             parameters[name] = jnp.ones(spec.shape, dtype)
             continue
-        inputs = spec.shape[1] if len(spec.shape) > 2 else spec.shape[0]
-        if name == "output":
-            inputs = spec.shape[1] * spec.shape[2]
-        if name == "embedding":
-            inputs = config.embed_size
+        sizes = dict(zip(spec.axes, spec.shape, strict=True))
+        inputs = math.prod(sizes[axis] for axis in spec.inputs)
         noise = jax.random.normal(jax.random.fold_in(key, index), spec.shape, jnp.float32)
         parameters[name] = (noise * inputs**-0.5).astype(dtype)
     return parameters
@@ -242,42 +292,31 @@ def _layer(
     attend: Attend,
     matmul: Matmul,
 ) -> Float[Array, "batch time embed"]:
+
+    def product(equation: str, x: Array, name: str) -> Array:
+        return _product(equation, x, weights, name, matmul)
+
     normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
-    query = rotate(matmul("btd,dhk->bthk", normed, weights["query"]), *turn)
-    key = rotate(matmul("btd,dhk->bthk", normed, weights["key"]), *turn)
-    value = matmul("btd,dhk->bthk", normed, weights["value"])
+    query = rotate(product("btd,dhk->bthk", normed, "query"), *turn)
+    key = rotate(product("btd,dhk->bthk", normed, "key"), *turn)
+    value = product("btd,dhk->bthk", normed, "value")
     batch, time = x.shape[:2]
     grouped = query.reshape(
         batch, time, config.num_kv_heads, config.queries_per_kv_head, config.head_size
     )
     mixed = attend(grouped, key, value).reshape(query.shape)
-    x = x + matmul("bthk,hkd->btd", mixed, weights["output"])
+    x = x + product("bthk,hkd->btd", mixed, "output")
     normed = _rms_norm(x, weights["mlp_norm"], config.norm_epsilon)
-    gated = jax.nn.silu(matmul("btd,df->btf", normed, weights["gate"]))
-    gated = gated * matmul("btd,df->btf", normed, weights["up"])
-    return x + matmul("btf,fd->btd", gated, weights["down"])
+    gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
+    gated = gated * product("btd,df->btf", normed, "up")
+    return x + product("btf,fd->btd", gated, "down")
 
 
-def _attention(
-    query: Float[Array, "batch time kv_heads group head"],
-    key: Float[Array, "batch kv_heads length head"],
-    value: Float[Array, "batch kv_heads length head"],
-    visible: Bool[Array, "batch time length"],
-    matmul: Matmul,
-) -> Float[Array, "batch time kv_heads group head"]:
-    """Grouped-query attention with the softmax in float32.
-
-    The queries of a group are stacked as rows, so that both products are plain batched ones.
-    """
-    batch, time, kv_heads, group, head = query.shape
-    stacked = query.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * time, head)
-    scores = matmul("bkqh,bksh->bkqs", stacked * head**-0.5, key).astype(jnp.float32)
-    scores = scores.reshape(batch, kv_heads, group, time, key.shape[2])
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    weights = weights.reshape(batch, kv_heads, group * time, key.shape[2])
-    mixed = matmul("bkqs,bksh->bkqh", weights, value)
-    return mixed.reshape(batch, kv_heads, group, time, head).transpose(0, 3, 1, 2, 4)
+def _product(equation: str, x: Array, weights: Parameters, name: str, matmul: Matmul) -> Array:
+    """Activations times a matrix; the outputs of an int8 matrix are scaled, in float32."""
+    outputs = matmul(equation, x, weights[name])
+    scale = weights.get(scale_name(name))
+    return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
 
 
 def _rms_norm(

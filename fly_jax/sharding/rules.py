@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 MeshAxes = tuple[str, ...]
@@ -42,13 +42,22 @@ _TENSOR = ShardingRules(
     ffw=("x", "y"),
     cache_batch=("data", "y"),
 )
+_NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",))
 
-# "tensor": a target's matrices over the whole mesh, its cache by heads and rows.
-# "tensor_long": the same for fewer rows than `y` has devices: the cache by heads and positions.
-# "replicated": a drafter, which would wait for the network if it were split.
+
+def _caches(name: str, rules: ShardingRules) -> dict[str, ShardingRules]:
+    """The same matrices with the cache by heads and rows, by heads and positions, by heads."""
+    whole = dataclasses.replace(rules, cache_batch=("data",))
+    long = dataclasses.replace(whole, cache_length=("y",))
+    return {name: rules, f"{name}_long": long, f"{name}_whole": whole}
+
+
+# "tensor": matrices over the whole mesh. "narrow": over x alone, the same in every column of y.
+# "replicated": whole on every device. After it "_long" or "_whole" says how the cache lies where it
+# is not split by rows.
 RULES: dict[str, ShardingRules] = {
-    "tensor": _TENSOR,
-    "tensor_long": dataclasses.replace(_TENSOR, cache_batch=("data",), cache_length=("y",)),
+    **_caches("tensor", _TENSOR),
+    **_caches("narrow", _NARROW),
     "replicated": ShardingRules(),
 }
 
@@ -71,7 +80,7 @@ class NamedShape(Protocol):
 class Layout:
     """How arrays lie on a mesh; hashable, so static under `jit`."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rules: ShardingRules
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
@@ -95,6 +104,15 @@ class Layout:
         """`spec` on the mesh: what `device_put` and `jit` take."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
+    def shard_bytes(self, axes: Sequence[str | None], shape: Sequence[int], itemsize: int) -> int:
+        """Bytes that one device holds of an array."""
+        split = sum((kept for kept, _ in self._assign(axes, shape)), ())
+        return math.prod(shape) * itemsize // self.devices(split)
+
+    def axes_of(self, axis: str, size: int) -> MeshAxes:
+        """The mesh axes over which one dimension is split, on its own."""
+        return next(self._assign((axis,), (size,)))[0]
+
     def constrain(self, x: Array, axes: Sequence[str | None]) -> Array:
         """Tells the compiler, within `jit`, how an intermediate array lies."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
@@ -111,8 +129,8 @@ class Layout:
                 spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True
             ):
                 if lost:
-                    wanted = self._devices(kept + lost)
-                    instead = f"split over {self._devices(kept)}" if kept else "replicated"
+                    wanted = self.devices(kept + lost)
+                    instead = f"split over {self.devices(kept)}" if kept else "replicated"
                     lines.append(
                         f"{name}: {axis} of {size} does not divide over {wanted} devices "
                         f"({', '.join(kept + lost)}), {instead}"
@@ -133,10 +151,11 @@ class Layout:
                 name for name in asked if self.mesh.shape.get(name, 1) > 1 and name not in used
             )
             count = len(free)
-            while size % self._devices(free[:count]):
+            while size % self.devices(free[:count]):
                 count -= 1
             used.update(free[:count])
             yield free[:count], free[count:]
 
-    def _devices(self, names: MeshAxes) -> int:
-        return math.prod(self.mesh.shape[name] for name in names)
+    def devices(self, names: MeshAxes) -> int:
+        """Devices along these axes of the mesh together."""
+        return math.prod(self.mesh.shape.get(name, 1) for name in names)

@@ -39,14 +39,17 @@ SPECS = {
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
-# Every rule and every mesh, but not every pair of them: programs for eight devices compile slowly.
+# Every rule, mesh and layout, but not all of them together: programs for eight devices compile
+# slowly.
 CASES = [
-    ("8x1", "fly"),
-    ("2x4", "autoregressive"),
-    ("2x4", "fly"),
-    ("2x2x2", "exact"),
-    ("2x2x2", "fly"),
-    ("2x2x2", "all"),
+    ("8x1", "fly", "tensor", "replicated"),
+    ("4x2", "autoregressive", "tensor", "replicated"),
+    ("2x4", "exact", "tensor_long", "narrow"),
+    ("2x4", "fly", "tensor", "tensor"),
+    ("2x2x2", "exact", "tensor_whole", "narrow_long"),
+    ("2x2x2", "fly", "tensor_long", "tensor_whole"),
+    ("4x2", "fly", "tensor_long", "narrow_whole"),
+    ("2x2x2", "all", "tensor", "replicated"),
 ]
 
 
@@ -66,12 +69,14 @@ def pair(config: LlamaConfig = LARGE) -> tuple[Llama, Llama]:
     return random_target(2, config), random_draft(2, 0.3, config)
 
 
-def decoder_on(mesh: str | None, name: str) -> Decoder:
+def decoder_on(
+    mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
+) -> Decoder:
     target, draft = pair()
     if mesh is not None:
         devices = create_mesh(parse_mesh(mesh))
-        target = placed(target, Layout(devices, RULES["tensor"]))
-        draft = placed(draft, Layout(devices, RULES["replicated"]))
+        target = placed(target, Layout(devices, RULES[target_rules]))
+        draft = placed(draft, Layout(devices, RULES[draft_rules]))
     return Decoder(
         target,
         draft,
@@ -88,12 +93,16 @@ def on_one_device(name: str) -> list[list[int]]:
     return [row.token_ids for batch in BATCHES for row in decoder.generate(batch, MAX_NEW_TOKENS)]
 
 
-@pytest.mark.parametrize(("mesh", "name"), CASES)
+def test_every_layout_is_decoded_with() -> None:
+    assert {case[2] for case in CASES} | {case[3] for case in CASES} == set(RULES)
+
+
+@pytest.mark.parametrize(("mesh", "name", "target_rules", "draft_rules"), CASES)
 def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
-    mesh: str, name: str, caplog: pytest.LogCaptureFixture
+    mesh: str, name: str, target_rules: str, draft_rules: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = on_one_device(name)
-    decoder = decoder_on(mesh, name)
+    decoder = decoder_on(mesh, name, target_rules, draft_rules)
     found = []
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for batch in BATCHES:

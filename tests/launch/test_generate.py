@@ -144,19 +144,22 @@ def test_bad_lines_are_skipped_on_request(
         assert f"line {number}" in captured.err
 
 
-def test_a_mesh_changes_no_token(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """In a process of its own, where four devices have to be simulated."""
+@pytest.mark.parametrize(("mesh", "devices"), [("2x2", 4), ("8x8", 64)])
+def test_a_mesh_changes_no_token(
+    models: list[str], mesh: str, devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, where the devices have to be simulated."""
     single = records(capsys, [*models, *given(*PROMPTS)])
     command = [sys.executable, "-m", "fly_jax.launch", *models, *given(*PROMPTS), *SIZES]
     finished = subprocess.run(
-        [*command, "--json", "--mesh=2x2"],
+        [*command, "--json", f"--mesh={mesh}"],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert finished.returncode == 0, finished.stderr
-    assert "4 simulated devices" in finished.stderr.splitlines()[0]
+    assert f"{devices} simulated devices" in finished.stderr.splitlines()[0]
     sharded = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
 

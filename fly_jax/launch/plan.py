@@ -1,0 +1,123 @@
+"""The command plan: what a pair needs on a slice and how fast it would be, without the slice."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fly_jax.launch.flags import Flags
+
+if TYPE_CHECKING:  # JAX is imported only when the flags are good
+    from absl.flags import FlagValues
+
+    from fly_jax.models.config import LlamaConfig
+    from fly_jax.planning.request import Request
+
+_HELP = """\
+python -m fly_jax.launch plan [flags]
+
+Compiles the steps of decoding for a slice that need not be there, and prints what they take of each
+chip's memory, what travels between the chips, and how fast decoding would be at best.
+
+Examples:
+  python -m fly_jax.launch plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8
+  python -m fly_jax.launch plan --target llama-3.1-70b --draft llama-3.1-8b --chip h200 --mesh 2
+
+{flags}
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: a wrong flag, an unknown model or chip, a mesh that no slice has, no compiler, or
+        a pair that does not fit (after the plan has been printed).
+    """
+    flags = _flags()
+    values = flags.parse(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator that is there is not needed, nor locked
+
+    from fly_jax.errors import FlyJaxError
+    from fly_jax.planning.plan import make_plan
+    from fly_jax.planning.table import table
+
+    request = _request(values)
+    plan = make_plan(request, lambda step: print(f"planned: {step}", file=sys.stderr, flush=True))
+    print(json.dumps(plan.to_dict()) if values.json else table(plan), flush=True)
+    if not plan.fits:
+        raise FlyJaxError(
+            f"It does not fit: {-plan.left_bytes / 2**30:.2f} GiB a chip are missing on "
+            f"{request.chip.name} {request.mesh}; "
+            + (f"it would with {', or with '.join(plan.remedies)}." if plan.remedies else
+               "no single change makes it fit: plan int8 on a larger slice or a smaller model.")
+        )  # fmt: skip
+
+
+def _flags() -> Flags:
+    flags = Flags("plan")
+    group = "Models"
+    flags.string(
+        group, "target", "llama-3.1-405b",
+        "preset, or folder with a config.json, of the model whose text is wanted",
+    )  # fmt: skip
+    flags.string(group, "draft", "llama-3.1-8b", "the same of the model that proposes")
+    flags.choice(group, "dtype", "bf16", ("bf16", "int8"), "type of the matrices of both")
+    group = "Chips"
+    flags.string(group, "chip", "v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
+    flags.string(group, "mesh", "8x8", "chips along each axis; their product is that of a slice")
+    flags.boolean(group, "no_compile", "count from shapes alone, without libtpu")
+    group = "Decoding"
+    flags.integer(
+        group, "context", 8192, "tokens of a row, prompt and new ones together", lower_bound=2
+    )
+    flags.integer(
+        group, "prompt_length", None,
+        "tokens of a prompt, taken in at once; all of the context but one if not given",
+        lower_bound=1,
+    )  # fmt: skip
+    flags.integer(group, "batch_size", 1, "rows decoded together", lower_bound=1)
+    flags.integer(group, "num_speculative_tokens", 25, "draft tokens of a round (K)", lower_bound=1)
+    flags.number(
+        group, "mean_accepted_tokens", None,
+        "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
+    )  # fmt: skip
+    group = "Output"
+    flags.boolean(group, "json", "the plan as one JSON object on standard output")
+    flags.boolean(group, "help", "show this")
+    return flags
+
+
+def _request(values: FlagValues) -> Request:
+    from fly_jax.planning.request import Request
+    from fly_jax.sharding.chips import chip_named
+    from fly_jax.sharding.mesh import parse_mesh
+
+    return Request(
+        target=_config(values.target),
+        draft=_config(values.draft),
+        chip=chip_named(values.chip),
+        mesh=parse_mesh(values.mesh),
+        int8=values.dtype == "int8",
+        context=values.context,
+        prompt_length=values.prompt_length,
+        rows=values.batch_size,
+        num_speculative_tokens=values.num_speculative_tokens,
+        mean_accepted_tokens=values.mean_accepted_tokens,
+        compiles=not values.no_compile,
+    )
+
+
+def _config(name: str) -> LlamaConfig:
+    from fly_jax.models.config import LlamaConfig
+    from fly_jax.models.presets import preset
+
+    folder = Path(name)
+    return LlamaConfig.from_folder(folder) if folder.is_dir() else preset(name)

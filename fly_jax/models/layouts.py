@@ -1,0 +1,161 @@
+"""Which layout a target and its draft model get on a mesh: chosen by figures, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import parameter_specs
+from fly_jax.sharding.chips import Chip
+from fly_jax.sharding.rules import RULES, Layout
+
+# Part of a chip's memory that parameters and caches may take; the rest is for what programs need
+# while they run.
+_FILLED = 0.95
+_TARGETS = ("tensor_whole", "tensor", "tensor_long")
+_DRAFTS = ("replicated", "narrow_whole", "narrow", "narrow_long", *_TARGETS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What decides how models best lie on a mesh.
+
+    Attributes:
+      rows: decoded together.
+      capacity: cache positions of each row.
+      num_speculative_tokens: K, passes of the draft model for each of the target.
+      int8: matrices are int8, not bfloat16.
+    """
+
+    rows: int = 1
+    capacity: int = 8192
+    num_speculative_tokens: int = 15
+    int8: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The layouts chosen, and the names that they have in `RULES`."""
+
+    target: Layout
+    draft: Layout
+    target_rules: str
+    draft_rules: str
+
+
+def choose_layouts(
+    mesh: Mesh | AbstractMesh,
+    target: LlamaConfig,
+    draft: LlamaConfig | None,
+    workload: Workload,
+    chip: Chip | None,
+) -> Layouts:
+    """The layouts with which a round takes the least time, of those that fit into memory.
+
+    The time is that of `pass_seconds`. Where none fits, the smallest are chosen. On a CPU, and on
+    chips whose figures are not known, memory decides alone: the cache is split by rows if they
+    suffice and by positions if not, and the draft model is whole on every device if it takes no
+    more of it than the target does.
+
+    Args:
+      mesh: real, or abstract with the same axes.
+      target: its shape.
+      draft: its shape; None for decoding with the target alone.
+      workload: what will be decoded.
+      chip: what the mesh is made of; None if that is not known.
+    """
+    if chip is None:
+        return _by_memory(mesh, target, draft, workload)
+    drafts = _DRAFTS if draft is not None else ("replicated",)
+    ranked: list[tuple[bool, float, tuple[str, str]]] = []
+    for names in itertools.product(_TARGETS, drafts):
+        layouts = [Layout(mesh, RULES[name]) for name in names]
+        held = resident_bytes(layouts[0], target, workload)
+        seconds = pass_seconds(layouts[0], target, workload, chip)
+        if draft is not None:
+            held += resident_bytes(layouts[1], draft, workload)
+            passes = workload.num_speculative_tokens
+            seconds += passes * pass_seconds(layouts[1], draft, workload, chip)
+        fits = held <= _FILLED * chip.memory_bytes
+        ranked.append((not fits, seconds if fits else held, names))
+    return _named(mesh, *min(ranked, key=lambda entry: entry[:2])[2])
+
+
+def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
+    """What one device holds of a model and its cache."""
+    return parameter_bytes(layout, config, int8=workload.int8) + cache_bytes(
+        layout, config, workload
+    )
+
+
+def parameter_bytes(layout: Layout, config: LlamaConfig, *, int8: bool = False) -> int:
+    """What one device holds of a model's parameters: bfloat16, or int8 with scales."""
+    return sum(
+        layout.shard_bytes(spec.axes, spec.shape, _itemsize(spec.dtype))
+        for spec in parameter_specs(config, int8=int8).values()
+    )
+
+
+def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
+    """What one device holds of the caches of all rows, in bfloat16."""
+    shape = cache_shape(config, workload.rows, workload.capacity)
+    return 2 * layout.shard_bytes(CACHE_AXES, shape, 2)
+
+
+def pass_seconds(
+    layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip, tokens: int = 1
+) -> float:
+    """Roofline time of one pass: everything that a device holds is read, then comes the network."""
+    held = resident_bytes(layout, config, workload)
+    wide = layout.axes_of("ffw", config.ffw_size)
+    num_bytes = workload.rows * tokens * config.embed_size * 2 // layout.devices(("data",))
+    network = sum(
+        chip.exchange_seconds("all-reduce", num_bytes, [layout.mesh.shape[name] for name in wide])
+        for _ in range(2)
+    )
+    network += sum(
+        chip.exchange_seconds(kind, num_bytes, [layout.mesh.shape["y"]])
+        for kind in cache_exchanges(layout, config, workload)
+    )
+    return held / chip.memory_bandwidth + config.num_layers * network
+
+
+def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> tuple[str, ...]:
+    """Kinds of the exchanges over y that attention over the cache needs: see `attend_cached`."""
+    shape = cache_shape(config, workload.rows, workload.capacity)
+    _, rows, _, length, _ = layout.spec(CACHE_AXES, shape)
+    queries = layout.spec(
+        ("kv_heads", "q_heads"), (config.num_kv_heads, config.queries_per_kv_head)
+    )
+    is_split = queries[1] is not None
+    if length is not None:
+        return (("all-gather",) if is_split else ()) + ("all-reduce", "all-reduce")
+    if rows is not None and "y" in (rows if isinstance(rows, tuple) else (rows,)):
+        return ("all-to-all", "all-to-all") if is_split else ("all-gather",)
+    return ()
+
+
+def _by_memory(
+    mesh: Mesh | AbstractMesh, target: LlamaConfig, draft: LlamaConfig | None, workload: Workload
+) -> Layouts:
+    groups = mesh.shape.get("data", 1) * mesh.shape.get("y", 1)
+    wide = "tensor" if workload.rows % groups == 0 else "tensor_long"
+    layouts = _named(mesh, wide, "replicated")
+    if draft is None or parameter_bytes(layouts.draft, draft) <= parameter_bytes(
+        layouts.target, target
+    ):
+        return layouts
+    return _named(mesh, wide, wide)
+
+
+def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:
+    return Layouts(Layout(mesh, RULES[target]), Layout(mesh, RULES[draft]), target, draft)
+
+
+def _itemsize(dtype: np.dtype | None) -> int:
+    return 2 if dtype is None else dtype.itemsize

@@ -1,0 +1,151 @@
+"""Operations and memory traffic of a pass, counted from shapes.
+
+XLA's cost analysis counts a scanned layer once, so its totals mean nothing here; tests hold these
+counts against it on programs without a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
+from fly_jax.models.llama import parameter_specs
+from fly_jax.planning.hlo import Exchange
+from fly_jax.sharding.chips import Chip
+from fly_jax.sharding.rules import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one chip does in a step: operations, bytes to and from its memory."""
+
+    flops: float
+    num_bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
+
+    def __mul__(self, times: int) -> Work:
+        return Work(self.flops * times, self.num_bytes * times)
+
+
+def pass_work(
+    layout: Layout,
+    config: LlamaConfig,
+    workload: Workload,
+    tokens: int,
+    *,
+    logits: bool = True,
+) -> Work:
+    """One pass of a model over `tokens` new tokens of every row.
+
+    Operations are the products' multiplications and additions. Bytes are every parameter once (of
+    an embedding only the rows looked up), the whole cache once, and what is written to it; what is
+    produced on the way stays in the chip.
+
+    Args:
+      layout: how the model lies.
+      config: its shape.
+      workload: rows and capacity.
+      tokens: new tokens of a row.
+      logits: whether the vocabulary is scored.
+    """
+    rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
+    matrices = 0
+    for name, spec in parameter_specs(config).items():
+        scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
+        if spec.inputs and ((scores and logits) or name not in ("embedding", "unembedding")):
+            matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
+    shape = cache_shape(config, workload.rows, workload.capacity)
+    entries = layout.shard_bytes(CACHE_AXES, shape, 1) / workload.capacity
+    heads = (config.num_kv_heads, config.queries_per_kv_head)
+    groups = _names(layout.spec(("kv_heads", "q_heads"), heads)[1])
+    # Devices that hold other rows or positions of the cache take all queries of a head.
+    cache = layout.spec(CACHE_AXES, shape)
+    shared = {name for entry in (cache[1], cache[3]) for name in _names(entry)}
+    split = layout.devices(tuple(name for name in groups if name not in shared))
+    queries = config.queries_per_kv_head / split
+    flops = 2 * rows * tokens * matrices + 4 * entries * workload.capacity * tokens * queries
+    num_bytes: float = parameter_bytes(layout, config, int8=workload.int8)
+    if not config.tied_embeddings:
+        num_bytes -= layout.shard_bytes(
+            ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if workload.int8 else 2
+        )
+    num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
+    return Work(float(flops), num_bytes)
+
+
+def draft_work(layout: Layout, config: LlamaConfig, workload: Workload) -> Work:
+    """K passes of the draft model, of which the first feeds two tokens."""
+    passes = workload.num_speculative_tokens
+    one, two = (pass_work(layout, config, workload, tokens) for tokens in (1, 2))
+    return two + one * (passes - 1)
+
+
+def model_exchanges(
+    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, kinds: Iterable[str]
+) -> list[Exchange]:
+    """The exchanges of one pass, where no compiler says them: those of the layers.
+
+    Args:
+      layout: how the model lies.
+      config: its shape.
+      workload: rows and capacity.
+      tokens: new tokens of a row.
+      kinds: those that attention needs in a layer; see `fly_jax.models.layouts`.
+    """
+    rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
+    shape = (rows, tokens, config.embed_size)
+    num_bytes = rows * tokens * config.embed_size * 2
+    wide = layout.devices(layout.axes_of("ffw", config.ffw_size))
+    found = []
+    if wide > 1:
+        found.append(Exchange("all-reduce", (shape,), num_bytes, wide, 2 * config.num_layers))
+    size = layout.devices(("y",))
+    share = num_bytes * size // max(layout.devices(("x", "y")), 1)
+    return found + [
+        Exchange(kind, (shape,), share, size, config.num_layers) for kind in kinds if size > 1
+    ]
+
+
+def roofline_seconds(
+    work: Work, found: Iterable[Exchange], chip: Chip, sizes: dict[str, int]
+) -> float:
+    """The longer of arithmetic and memory traffic, and then the network, which nothing hides.
+
+    Args:
+      work: of one chip.
+      found: its exchanges.
+      chip: the accelerator.
+      sizes: axes of the mesh.
+    """
+    busy = max(work.flops / chip.flops, work.num_bytes / chip.memory_bandwidth)
+    return busy + sum(
+        one.count * chip.exchange_seconds(one.kind, one.num_bytes, group_axes(one, sizes))
+        for one in found
+    )
+
+
+def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[int, ...]:
+    """The mesh axes that a group of devices stands for, by its size."""
+    everything = tuple(sizes.values())
+    for first in range(len(everything)):
+        for last in range(len(everything), first, -1):
+            axes = everything[first:last]
+            if _product(axes) == exchange.group_size:
+                return axes
+    return (exchange.group_size,)
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _product(sizes: Iterable[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count

@@ -1,0 +1,277 @@
+"""A plan: what a pair needs on a slice, how fast it would be there, and what else would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
+from fly_jax.models.llama import parameter_specs
+from fly_jax.planning.alternatives import alternatives
+from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
+from fly_jax.planning.hlo import Exchange
+from fly_jax.planning.request import Request
+from fly_jax.planning.speed import (
+    PUBLISHED_K,
+    PUBLISHED_MEAN_ACCEPTED,
+    StepTimes,
+    acceptance_from,
+    best_drafted,
+    mean_accepted,
+)
+from fly_jax.planning.steps import Model, compiled_steps
+from fly_jax.planning.topology import slice_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step on each chip; see `Plan.to_dict` for the names that JSON has.
+
+    Attributes:
+      name: prefill, draft, verify, round or autoregressive.
+      source: "compiled", or "shapes" where no compiler was asked.
+      peak_bytes: most memory at a time.
+      argument_bytes: parameters, caches and the like.
+      temporary_bytes: made on the way.
+      exchanges: between chips.
+      work: operations and memory traffic, from shapes.
+      seconds: its roofline time.
+      compile_seconds: that the compiler took; None where it was not asked.
+    """
+
+    name: str
+    source: str
+    peak_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    exchanges: tuple[Exchange, ...]
+    work: Work
+    seconds: float
+    compile_seconds: float | None
+
+    def collectives(self) -> list[dict[str, object]]:
+        """How often each kind of exchange runs, and the bytes of its results on a chip."""
+        kinds: dict[str, list[int]] = {}
+        for one in self.exchanges:
+            total = kinds.setdefault(one.kind, [0, 0])
+            total[0] += one.count
+            total[1] += one.count * one.num_bytes
+        return [
+            {"kind": kind, "count": count, "bytes": num_bytes}
+            for kind, (count, num_bytes) in sorted(kinds.items())
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The answer to a `Request`.
+
+    Attributes:
+      request: what was asked.
+      layouts: how both models lie.
+      steps: every step that was compiled or counted.
+      largest_batch: rows that fit with this context; 0 for none.
+      largest_context: tokens that fit with these rows; 0 for none.
+      remedies: one line for each change with which it would fit; empty if it fits.
+    """
+
+    request: Request
+    layouts: Layouts
+    steps: tuple[Step, ...]
+    largest_batch: int
+    largest_context: int
+    remedies: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that any step takes on a chip."""
+        return max(step.peak_bytes for step in self.steps)
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of a chip's memory; negative by what is missing."""
+        return int(self.request.chip.memory_bytes) - self.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Every step fits."""
+        return self.left_bytes >= 0
+
+    def step(self, name: str) -> Step | None:
+        """The step of that name, if the plan got so far."""
+        return next((step for step in self.steps if step.name == name), None)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens of a round: as asked for, or as published for FLy."""
+        request = self.request
+        if request.mean_accepted_tokens is not None:
+            return request.mean_accepted_tokens
+        published = acceptance_from(PUBLISHED_MEAN_ACCEPTED, PUBLISHED_K)
+        return mean_accepted(published, request.num_speculative_tokens)
+
+    def speed(self) -> dict[str, float | int] | None:
+        """What the roofline times mean for decoding; None where it does not fit."""
+        draft, verify = self.step("draft"), self.step("verify")
+        alone = self.step("autoregressive")
+        if not self.fits or draft is None or verify is None or alone is None:
+            return None
+        k, rows = self.request.num_speculative_tokens, self.request.rows
+        busy = verify.work.flops / self.request.chip.flops / (k + 1)
+        times = StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
+        mean = self.mean_accepted
+        best, best_speed_up = best_drafted(times, acceptance_from(mean, k), k)
+        return {
+            "mean_accepted_tokens": mean,
+            "tokens_per_second": rows * mean / times.round(k),
+            "autoregressive_tokens_per_second": rows / times.autoregressive,
+            "speed_up": times.speed_up(k, mean),
+            "best_num_speculative_tokens": best,
+            "best_speed_up": best_speed_up,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on each chip, by what they are for."""
+        request, layouts = self.request, self.layouts
+        return {
+            "parameter_bytes": parameter_bytes(layouts.target, request.target, int8=request.int8),
+            "draft_parameter_bytes": parameter_bytes(
+                layouts.draft, request.draft, int8=request.int8
+            ),
+            "cache_bytes": cache_bytes(layouts.target, request.target, request.workload),
+            "draft_cache_bytes": cache_bytes(layouts.draft, request.draft, request.workload),
+            "temporary_bytes": max(step.temporary_bytes for step in self.steps),
+            "peak_bytes": self.peak_bytes,
+            "left_bytes": self.left_bytes,
+        }
+
+    def replicated(self) -> list[str]:
+        """One line for each parameter that the mesh does not divide as asked."""
+        request = self.request
+        pairs = (
+            ("target", self.layouts.target, request.target),
+            ("draft", self.layouts.draft, request.draft),
+        )
+        return [
+            f"{who} {line}"
+            for who, layout, config in pairs
+            for line in layout.fallbacks(parameter_specs(config, int8=request.int8))
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON object of the command."""
+        request = self.request
+        return {
+            "fits": self.fits,
+            "chip": request.chip.name,
+            "mesh": str(request.mesh),
+            "dtype": "int8" if request.int8 else "bf16",
+            "context": request.context,
+            "batch_size": request.rows,
+            "num_speculative_tokens": request.num_speculative_tokens,
+            "target_layout": self.layouts.target_rules,
+            "draft_layout": self.layouts.draft_rules,
+            "chip_memory_bytes": int(request.chip.memory_bytes),
+            "memory_per_chip": self.memory(),
+            "steps": {
+                step.name: {
+                    "source": step.source,
+                    "peak_bytes_per_chip": step.peak_bytes,
+                    "argument_bytes_per_chip": step.argument_bytes,
+                    "temporary_bytes_per_chip": step.temporary_bytes,
+                    "collectives": step.collectives(),
+                    "flops": step.work.flops,
+                    "bytes_accessed": step.work.num_bytes,
+                    "roofline_seconds": step.seconds,
+                    "compile_seconds": step.compile_seconds,
+                }
+                for step in self.steps
+            },
+            "speed": self.speed(),
+            "largest_batch_size": self.largest_batch,
+            "largest_context": self.largest_context,
+            "remedies": list(self.remedies),
+            "replicated": self.replicated(),
+        }
+
+
+def make_plan(request: Request, progress: Callable[[str], None] = lambda _: None) -> Plan:
+    """Plans: chooses the layouts, compiles or counts every step, and looks for what else fits.
+
+    Args:
+      request: what is asked.
+      progress: told of every step that is done.
+
+    Raises:
+      FlyJaxError: no such slice, no compiler for it, or a request that no memory would satisfy.
+    """
+    request.check()
+    compiles = request.compiles and request.chip.is_tpu
+    layouts = request.layouts(slice_mesh(request.chip, request.mesh) if compiles else None)
+    steps = []
+    for step in _compiled(request, layouts) if compiles else _counted(request, layouts):
+        progress(step.name)
+        steps.append(step)
+    peak = max(step.peak_bytes for step in steps)
+    others = alternatives(request, peak)
+    return Plan(
+        request,
+        layouts,
+        tuple(steps),
+        others.largest_batch,
+        others.largest_context,
+        others.remedies,
+    )
+
+
+def _work(request: Request, layouts: Layouts, name: str) -> Work:
+    workload, k = request.workload, request.num_speculative_tokens
+    target = (layouts.target, request.target, workload)
+    draft = (layouts.draft, request.draft, workload)
+    if name == "prefill":
+        tokens = request.prefilled
+        return pass_work(*target, tokens, logits=False) + pass_work(*draft, tokens, logits=False)
+    if name == "autoregressive":
+        return pass_work(*target, 1)
+    verified, drafted = pass_work(*target, k + 1), draft_work(*draft)
+    return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
+
+
+def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
+    chip = request.chip
+    for found in compiled_steps(
+        Model(request.target, layouts.target, request.int8),
+        Model(request.draft, layouts.draft, request.int8),
+        rows=request.rows,
+        capacity=request.workload.capacity,
+        num_speculative_tokens=request.num_speculative_tokens,
+        prompt_length=request.prefilled,
+    ):
+        work = _work(request, layouts, found.name)
+        yield Step(
+            name=found.name,
+            source="compiled",
+            peak_bytes=found.peak_bytes,
+            argument_bytes=found.argument_bytes,
+            temporary_bytes=found.temporary_bytes,
+            exchanges=found.exchanges,
+            work=work,
+            seconds=roofline_seconds(work, found.exchanges, chip, dict(request.mesh.axes)),
+            compile_seconds=found.seconds,
+        )
+
+
+def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
+    for found in request.estimate(layouts):
+        work = _work(request, layouts, found.name)
+        yield Step(
+            name=found.name,
+            source="shapes",
+            peak_bytes=found.peak_bytes,
+            argument_bytes=found.argument_bytes,
+            temporary_bytes=found.temporary_bytes,
+            exchanges=found.exchanges,
+            work=work,
+            seconds=roofline_seconds(work, found.exchanges, request.chip, dict(request.mesh.axes)),
+            compile_seconds=None,
+        )

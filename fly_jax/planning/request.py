@@ -1,0 +1,106 @@
+"""What is to be planned, and what can be said of it without a compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import AbstractMesh, Mesh
+
+from fly_jax.decoding.decoder import capacity_for
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.layouts import Layouts, Workload, choose_layouts
+from fly_jax.models.loading import check_pair
+from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
+from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
+from fly_jax.planning.topology import abstract_mesh, slice_of
+from fly_jax.sharding.chips import Chip
+from fly_jax.sharding.mesh import MeshSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+      target: shape of the model whose text is wanted.
+      draft: shape of the model that proposes.
+      chip: the accelerator.
+      mesh: of how many, and how they are used.
+      int8: matrices are int8, not bfloat16.
+      context: prompt and new tokens of a row.
+      prompt_length: tokens taken in at once; None for all of the context but one.
+      rows: decoded together.
+      num_speculative_tokens: K.
+      mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
+      compiles: ask the compiler; False counts from shapes, as always where there is none.
+    """
+
+    target: LlamaConfig
+    draft: LlamaConfig
+    chip: Chip
+    mesh: MeshSpec
+    int8: bool = False
+    context: int = 8192
+    prompt_length: int | None = None
+    rows: int = 1
+    num_speculative_tokens: int = PUBLISHED_K
+    mean_accepted_tokens: float | None = None
+    compiles: bool = True
+
+    @property
+    def workload(self) -> Workload:
+        """The decoder's rows and cache positions for this context."""
+        k = self.num_speculative_tokens
+        spec = RoundSpec(Exact(), k)
+        capacity = capacity_for(spec, [range(self.prefilled)], 1, self.target.max_context)
+        needed = -(-(self.context + spec.room) // 64) * 64
+        return Workload(
+            rows=self.rows,
+            capacity=max(capacity, needed),
+            num_speculative_tokens=k,
+            int8=self.int8,
+        )
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of the prompt."""
+        return self.context - 1 if self.prompt_length is None else self.prompt_length
+
+    def check(self) -> None:
+        """Raises FlyJaxError where this cannot be planned, whatever the memory."""
+        check_pair(self.target, self.draft)
+        most = min(self.target.max_context, self.draft.max_context)
+        if not 2 <= self.context <= most:
+            raise FlyJaxError(
+                f"The context is {self.context}; these models take 2 to {most} tokens: give one "
+                "in that range."
+            )
+        if not 1 <= self.prefilled < self.context:
+            raise FlyJaxError(
+                f"The prompt has {self.prefilled} tokens in a context of {self.context}; it needs "
+                "at least one, and one less than the context: correct prompt_length."
+            )
+        slice_of(self.chip, self.mesh)
+        if self.mean_accepted_tokens is not None:
+            acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
+
+    def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
+        """How both models lie: on this mesh, or on an abstract one."""
+        mesh = abstract_mesh(self.mesh) if mesh is None else mesh
+        return choose_layouts(mesh, self.target, self.draft, self.workload, self.chip)
+
+    def estimate(self, layouts: Layouts) -> list[EstimatedStep]:
+        """Every step, counted from shapes."""
+        return estimate(
+            Estimate(
+                self.target,
+                self.draft,
+                layouts.target,
+                layouts.draft,
+                self.workload,
+                self.prefilled,
+            )
+        )

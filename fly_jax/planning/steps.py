@@ -1,0 +1,189 @@
+"""The steps of decoding, compiled for a mesh whose devices need not be there."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.stages import Compiled, Lowered
+from jaxtyping import Array, Int
+
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafting import Draft, draft_step
+from fly_jax.decoding.evidence import TargetEvidence, evidence
+from fly_jax.decoding.round import RoundSpec, verify_step
+from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.decoding.state import DecodeState
+from fly_jax.models.cache import KVCache
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, Parameters, parameter_specs
+from fly_jax.planning.hlo import Exchange, exchanges
+from fly_jax.sharding.rules import Layout
+
+_NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of the plan: its shape and how it lies."""
+
+    config: LlamaConfig
+    layout: Layout
+    int8: bool
+
+    def abstract(self) -> Llama:
+        """The model with shapes for parameters: nothing is allocated."""
+        parameters = {
+            name: jax.ShapeDtypeStruct(
+                spec.shape,
+                spec.dtype or jnp.bfloat16,
+                sharding=self.layout.sharding(spec.axes, spec.shape),
+            )
+            for name, spec in parameter_specs(self.config, int8=self.int8).items()
+        }
+        return Llama(self.config, parameters, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler says of one step, on each chip.
+
+    Attributes:
+      name: prefill, draft, verify, round or autoregressive.
+      peak_bytes: most memory that it takes at a time, arguments included.
+      argument_bytes: of what it is given.
+      temporary_bytes: of what it makes on the way.
+      exchanges: between the chips.
+      hlo: the program's text; empty where it does not fit.
+      seconds: that compiling took.
+    """
+
+    name: str
+    peak_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    exchanges: tuple[Exchange, ...]
+    hlo: str
+    seconds: float
+
+
+def compiled_steps(
+    target: Model,
+    draft: Model,
+    *,
+    rows: int,
+    capacity: int,
+    num_speculative_tokens: int,
+    prompt_length: int,
+) -> Iterator[CompiledStep]:
+    """Compiles every step, one after the other; ends early where prefilling does not fit.
+
+    Args:
+      target: the model whose text is wanted.
+      draft: the model that proposes.
+      rows: decoded together.
+      capacity: cache positions of a row.
+      num_speculative_tokens: K.
+      prompt_length: tokens that prefilling takes in.
+    """
+    models, k = (target.abstract(), draft.abstract()), num_speculative_tokens
+    rule = Fly() if k > Fly().window_size else Exact()
+    ends = target.config.eos_token_ids
+    decoder = Decoder(*models, RoundSpec(rule, k, None, ends), capacity=capacity, batch_size=rows)
+    lowered = decoder.lower_prefill(prompt_length)
+    step, compiled = _compile("prefill", lowered, target.layout)
+    yield step
+    if compiled is None:
+        return
+    state = _left_by(lowered, compiled)
+    yield _compile("round", decoder.lower_rounds(state), target.layout)[0]
+    yield _compile("draft", _lower_draft(models[1], state, k), target.layout)[0]
+    yield _compile("verify", _lower_verify(models[0], state, rule, k), target.layout)[0]
+    alone = Decoder(
+        models[0], None, RoundSpec(Exact(), 0, None, ends), capacity=capacity, batch_size=rows
+    )
+    lowered = alone.lower_rounds(dataclasses.replace(state, draft=None))
+    yield _compile("autoregressive", lowered, target.layout)[0]
+
+
+def _compile(name: str, lowered: Lowered, layout: Layout) -> tuple[CompiledStep, Compiled | None]:
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except JaxRuntimeError as error:
+        needed = _NEEDED.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
+            raise
+        peak = int(float(needed[1]) * _UNITS[needed[2]])
+        return CompiledStep(name, peak, 0, 0, (), "", time.perf_counter() - start), None
+    seconds = time.perf_counter() - start
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert hlo is not None
+    arguments = int(memory.argument_size_in_bytes)
+    peak = max(int(memory.peak_memory_in_bytes), arguments)
+    step = CompiledStep(
+        name=name,
+        peak_bytes=peak,
+        argument_bytes=arguments,
+        temporary_bytes=int(memory.temp_size_in_bytes),
+        exchanges=tuple(exchanges(hlo, layout.mesh.size)),
+        hlo=hlo,
+        seconds=seconds,
+    )
+    return step, compiled
+
+
+def _left_by(lowered: Lowered, compiled: Compiled) -> DecodeState:
+    """The state that prefilling leaves, with the shardings that the compiler gave it."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+
+
+def _lower_draft(draft: Llama, state: DecodeState, num_drafted: int) -> Lowered:
+    @_donating
+    def step(
+        cache: KVCache, parameters: Parameters, text: Array, length: Array, key: Array
+    ) -> tuple[Draft, KVCache]:
+        model = Llama(draft.config, parameters, draft.layout)
+        return draft_step(model, cache, text, length, num_drafted, key=key)
+
+    return step.lower(state.draft, draft.parameters(), state.tokens, state.length, state.key)
+
+
+def _lower_verify(
+    target: Llama, state: DecodeState, rule: Fly | Exact, num_drafted: int
+) -> Lowered:
+    @_donating
+    def step(
+        cache: KVCache,
+        parameters: Parameters,
+        text: Array,
+        length: Array,
+        drafted: Int[Array, "rows draft"],
+    ) -> tuple[TargetEvidence, KVCache]:
+        model = Llama(target.config, parameters, target.layout)
+        logits, cache = verify_step(model, cache, text, length, drafted)
+        measure = rule.entropy_measure
+        return evidence(logits, drafted, entropy=measure, layout=target.layout), cache
+
+    assert target.layout is not None
+    shape = (state.length.shape[0], num_drafted)
+    drafted = jax.ShapeDtypeStruct(
+        shape, np.int32, sharding=target.layout.sharding((None, None), shape)
+    )
+    return step.lower(state.target, target.parameters(), state.tokens, state.length, drafted)
+
+
+def _donating(step: Callable[..., object]) -> jax.stages.Wrapped:
+    return jax.jit(step, donate_argnums=0)

@@ -1,0 +1,70 @@
+"""A plan for people to read."""
+
+from __future__ import annotations
+
+from fly_jax.planning.plan import Plan
+
+_GIB = 2**30
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: memory, steps, exchanges, speed, and what else fits."""
+    request = plan.request
+    lines = [
+        f"{request.chip.name}, mesh {request.mesh}, {'int8' if request.int8 else 'bf16'}, context "
+        f"{request.context}, {request.rows} rows, K = {request.num_speculative_tokens}",
+        f"layouts: target {plan.layouts.target_rules}, draft {plan.layouts.draft_rules}",
+        *plan.replicated(),
+        "",
+        f"GiB on each chip, of {request.chip.memory_bytes / _GIB:.2f}",
+    ]
+    for name, num_bytes in plan.memory().items():
+        label = name.removesuffix("_bytes").replace("_", " ")
+        lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
+    lines += ["", *_steps(plan), "", *_exchanges(plan), "", *_speed(plan)]
+    lines += [
+        f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
+        f"{plan.largest_context} (by shapes, corrected by the plan above)",
+    ]
+    return "\n".join(lines)
+
+
+def _steps(plan: Plan) -> list[str]:
+    source = "compiled" if plan.steps[0].source == "compiled" else "counted from shapes"
+    lines = [
+        f"Steps on each chip ({source})",
+        f"  {'':<16}{'arguments':>10}{'temporary':>10}{'peak GiB':>10}{'TFLOP':>9}"
+        f"{'GB read':>9}{'roofline ms':>13}",
+    ]
+    for step in plan.steps:
+        sizes = (step.argument_bytes, step.temporary_bytes, step.peak_bytes)
+        lines.append(
+            f"  {step.name:<16}"
+            + "".join(f"{size / _GIB:10.2f}" for size in sizes)
+            + f"{step.work.flops / 1e12:9.3f}{step.work.num_bytes / 1e9:9.2f}"
+            + f"{step.seconds * 1e3:13.2f}"
+        )
+    return lines
+
+
+def _exchanges(plan: Plan) -> list[str]:
+    lines = ["Between chips", f"  {'':<16}{'kind':<20}{'count':>8}{'MB':>12}"]
+    for step in plan.steps:
+        for one in step.collectives():
+            lines.append(
+                f"  {step.name:<16}{one['kind']:<20}{one['count']:>8}{one['bytes'] / 1e6:12.2f}"  # type: ignore[operator]
+            )
+    return lines if len(lines) > 2 else ["Nothing travels between chips"]
+
+
+def _speed(plan: Plan) -> list[str]:
+    speed = plan.speed()
+    if speed is None:
+        return ["No speed is given for what does not fit."]
+    return [
+        f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens: "
+        f"{speed['tokens_per_second']:.0f} tokens/s, {speed['speed_up']:.2f} times the "
+        f"{speed['autoregressive_tokens_per_second']:.0f} tokens/s of one token at a time",
+        f"best K: {speed['best_num_speculative_tokens']} ({speed['best_speed_up']:.2f} times), if "
+        "every draft token were kept with one probability",
+    ]

@@ -1,0 +1,164 @@
+"""Accelerators by name: what their makers publish, and how long an exchange takes with that.
+
+docs/planner.md names the source of every figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from fly_jax.errors import FlyJaxError
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator and the network between several.
+
+    Attributes:
+      name: as commands take it.
+      kinds: beginnings of JAX's `device_kind`.
+      memory_bytes: what a program may use.
+      memory_bandwidth: bytes per second.
+      flops: bfloat16 operations per second; int8 matrices are widened and run at this rate too.
+      link_bandwidth: bytes per second that a chip sends along one axis of a mesh (on a torus, both
+        ways together), or through the switch.
+      step_seconds: latency of one hop on a torus, or of one pass through the switch.
+      slices: shapes in which the chip is sold with its own network, by number of chips; empty for
+        chips behind a switch.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    memory_bytes: float
+    memory_bandwidth: float
+    flops: float
+    link_bandwidth: float
+    step_seconds: float
+    slices: tuple[str, ...] = ()
+
+    @property
+    def is_tpu(self) -> bool:
+        """There is a compiler for it in libtpu."""
+        return bool(self.slices)
+
+    def exchange_seconds(self, kind: str, num_bytes: float, sizes: Sequence[int]) -> float:
+        """Time of one exchange between the devices along some axes of the mesh.
+
+        An all-reduce is a reduce-scatter and an all-gather. Each of these passes half of the way
+        around every axis, in both directions at once, and moves all but a device's own share.
+
+        Args:
+          kind: as HLO names it, such as "all-reduce".
+          num_bytes: of the whole result on one device.
+          sizes: devices along each axis that takes part.
+        """
+        sizes = [size for size in sizes if size > 1]
+        if not sizes:
+            return 0.0
+        count = math.prod(sizes)
+        phases = 2 if kind == "all-reduce" else 1
+        steps = sum(size // 2 for size in sizes) if self.is_tpu else 1
+        lanes = len(sizes) if self.is_tpu else 1
+        moved = num_bytes * (count - 1) / count / (self.link_bandwidth * lanes)
+        return phases * (steps * self.step_seconds + moved)
+
+
+_HOP = 1e-6
+_SWITCH = 5e-6
+_FLAT = (
+    "1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16",
+)  # fmt: skip
+_CUBES = (
+    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
+)  # fmt: skip
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v5e",
+            kinds=("TPU v5 lite", "TPU v5e"),
+            memory_bytes=15.75 * _GIB,
+            memory_bandwidth=819e9,
+            flops=197e12,
+            link_bandwidth=100e9,
+            step_seconds=_HOP,
+            slices=_FLAT,
+        ),
+        Chip(
+            name="v6e",
+            kinds=("TPU v6 lite", "TPU v6e"),
+            memory_bytes=31.25 * _GIB,
+            memory_bandwidth=1640e9,
+            flops=918e12,
+            link_bandwidth=200e9,
+            step_seconds=_HOP,
+            slices=_FLAT,
+        ),
+        Chip(
+            name="v5p",
+            kinds=("TPU v5",),
+            memory_bytes=95.74 * _GIB,
+            memory_bandwidth=2765e9,
+            flops=459e12,
+            link_bandwidth=200e9,
+            step_seconds=_HOP,
+            slices=_CUBES,
+        ),
+        Chip(
+            name="h100",
+            kinds=("NVIDIA H100",),
+            memory_bytes=80e9,
+            memory_bandwidth=3350e9,
+            flops=989e12,
+            link_bandwidth=450e9,
+            step_seconds=_SWITCH,
+        ),
+        Chip(
+            name="h200",
+            kinds=("NVIDIA H200",),
+            memory_bytes=141e9,
+            memory_bandwidth=4800e9,
+            flops=989e12,
+            link_bandwidth=450e9,
+            step_seconds=_SWITCH,
+        ),
+        Chip(
+            name="mi355x",
+            kinds=("AMD Instinct MI355X",),
+            memory_bytes=288e9,
+            memory_bandwidth=8000e9,
+            flops=2500e12,
+            link_bandwidth=538e9,
+            step_seconds=_SWITCH,
+        ),
+    )
+}
+
+
+def chip_named(name: str) -> Chip:
+    """The chip of that name.
+
+    Raises:
+      FlyJaxError: there is none.
+    """
+    if name not in CHIPS:
+        raise FlyJaxError(
+            f"There is no chip '{name}'; the chips are {', '.join(CHIPS)}: name one of them."
+        )
+    return CHIPS[name]
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip that JAX calls so; None for a CPU, or one whose figures are not known here."""
+    matches = [
+        (len(kind), chip)
+        for chip in CHIPS.values()
+        for kind in chip.kinds
+        if device_kind.startswith(kind)
+    ]
+    return max(matches, key=lambda match: match[0])[1] if matches else None

@@ -1,0 +1,128 @@
+"""The command plan: its table, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fly_jax.launch.__main__ import main
+
+H200 = ("--chip=h200", "--mesh=8", "--target=llama-3.1-70b")
+STEP_KEYS = {
+    "peak_bytes_per_chip", "argument_bytes_per_chip", "temporary_bytes_per_chip", "collectives",
+    "flops", "bytes_accessed", "roofline_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets for its process
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
+    assert main(("plan", "--json", *arguments)) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_of_a_gpu_is_counted_from_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, *H200)
+    assert plan["fits"] is True
+    assert set(plan["steps"]) == {"prefill", "round", "draft", "verify", "autoregressive"}
+    for step in plan["steps"].values():
+        assert step["source"] == "shapes"
+        assert set(step) >= STEP_KEYS
+        assert step["peak_bytes_per_chip"] >= step["argument_bytes_per_chip"] > 0
+        assert {one["kind"] for one in step["collectives"]} == {"all-reduce"}
+    a_round, draft, verify = (plan["steps"][name] for name in ("round", "draft", "verify"))
+    assert a_round["flops"] == pytest.approx(draft["flops"] + verify["flops"])
+    assert a_round["roofline_seconds"] == pytest.approx(
+        draft["roofline_seconds"] + verify["roofline_seconds"]
+    )
+    speed = plan["speed"]
+    assert speed["speed_up"] == pytest.approx(
+        speed["tokens_per_second"] / speed["autoregressive_tokens_per_second"], rel=1e-6
+    )
+    assert speed["best_speed_up"] >= speed["speed_up"]
+
+
+def test_the_table_says_where_figures_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("plan", *H200)) == 0
+    out = capsys.readouterr().out
+    for words in ("counted from shapes", "of 131.32", "all-reduce", "tokens/s", "largest batch"):
+        assert words in out
+
+
+def test_largest_batch_and_context_fit_and_one_more_does_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--mesh=4", "--context=4096")
+    rows = planned(capsys, *H200, *sizes)["largest_batch_size"]
+    assert rows > 1
+    assert planned(capsys, *H200, *sizes, f"--batch_size={rows}")["fits"]
+    assert not planned(capsys, *H200, *sizes, f"--batch_size={rows + 1}", status=2)["fits"]
+
+
+def test_a_folder_is_planned_for(
+    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_pair
+    models = (f"--target={target}", f"--draft={draft}", "--context=64", "--mesh=1")
+    assert planned(capsys, *models, "--chip=h100", "--num_speculative_tokens=5")["fits"]
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ("--chip=v5e", "--mesh=4x8", "--prompt_length=512", "--no_compile")
+    assert main(("plan", *small, "--json")) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["fits"] is False
+    sentence = captured.err.splitlines()[-1]
+    assert "GiB a chip are missing on v5e 4x8" in sentence
+    assert "--dtype int8" in sentence
+    assert "--mesh 8x8" in sentence
+    more = planned(capsys, *small, "--dtype=int8")
+    assert more["fits"], "the remedy that was named does not help"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--chip=v9"], ["no chip 'v9'", "v5e", "h200"]),
+        (["--mesh=3x3"], ["mesh 3x3 needs 9 chips", "64"]),
+        (["--mesh=8by8"], ["'8by8' is not a mesh"]),
+        (["--target=llama-9"], ["no preset 'llama-9'", "llama-3.1-405b"]),
+        (["--draft=llama-2-7b"], ["vocabular"]),
+        (["--context=200000"], ["context is 200000", "131072"]),
+        (["--prompt_length=8192"], ["8192", "context"]),
+        (["--mean_accepted_tokens=30"], ["30", "1 to 26"]),
+    ],
+)
+def test_wrong_input(refused: Callable[..., str], arguments: list[str], words: list[str]) -> None:
+    sentence = refused("plan", *arguments)
+    for word in words:
+        assert word in sentence
+
+
+def test_without_libtpu_the_extra_is_named(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else found(name)
+    )
+    sentence = refused("plan", "--chip=v5e")
+    assert "fly_jax[tpu]" in sentence
+    assert "--no_compile" in sentence
+
+
+def test_a_data_axis_halves_the_rows_of_a_chip(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
+    one = planned(capsys, "--mesh=8x8", *sizes)
+    two = planned(capsys, "--mesh=2x8x8", *sizes)
+    assert two["memory_per_chip"]["parameter_bytes"] == one["memory_per_chip"]["parameter_bytes"]
+    assert two["memory_per_chip"]["cache_bytes"] == one["memory_per_chip"]["cache_bytes"] / 2

@@ -1,0 +1,116 @@
+"""Counts from shapes against XLA's own analysis, where that has no loop to miscount."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fly_jax.models.cache import empty_cache
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.layouts import Workload, parameter_bytes
+from fly_jax.models.llama import Llama
+from fly_jax.models.presets import preset
+from fly_jax.planning.counts import Work, draft_work, group_axes, pass_work, roofline_seconds
+from fly_jax.planning.hlo import Exchange
+from fly_jax.planning.topology import abstract_mesh
+from fly_jax.sharding.chips import CHIPS, chip_of
+from fly_jax.sharding.mesh import parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    embed_size=128,
+    ffw_size=384,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=16,
+    max_context=256,
+)
+WORKLOAD = Workload(rows=2, capacity=128)
+ONE = Layout(abstract_mesh(parse_mesh("1x1")), RULES["tensor"])
+
+
+def analysed_flops(model: Llama, tokens: int) -> float:
+    def step(model_parameters: dict, tokens: jax.Array) -> jax.Array:
+        model = Llama(CONFIG, model_parameters)
+        cache = empty_cache(CONFIG, WORKLOAD.rows, WORKLOAD.capacity, jnp.float32)
+        return model.logits(model.hidden(tokens, cache)[0])
+
+    given = jnp.zeros((WORKLOAD.rows, tokens), jnp.int32)
+    compiled = jax.jit(step).lower(model.parameters(), given).compile()
+    return float(compiled.cost_analysis()["flops"])
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_operations_are_those_of_xla_where_no_loop_hides_them(tokens: int) -> None:
+    model = Llama.random(CONFIG, jax.random.key(0))
+    counted = pass_work(ONE, CONFIG, WORKLOAD, tokens).flops
+    # Norms, softmax and rotations are not products, and are not counted.
+    assert counted == pytest.approx(analysed_flops(model.unstacked(), tokens), rel=0.08)
+    assert analysed_flops(model, tokens) < counted / 2, "XLA counts a scanned layer once"
+
+
+def test_bytes_are_every_parameter_and_the_cache() -> None:
+    config = preset("llama-3.1-70b")
+    layout = Layout(abstract_mesh(parse_mesh("8")), RULES["tensor_whole"])
+    work = pass_work(layout, config, Workload(rows=1, capacity=8192), 1)
+    embedding = 128_256 * 8192 * 2 / 8
+    cache = 80 * 8192 * 8 * 128 * 2 * 2 / 8
+    expected = parameter_bytes(layout, config) - embedding + cache
+    assert work.num_bytes == pytest.approx(expected, rel=1e-3)
+    int8 = pass_work(layout, config, Workload(rows=1, capacity=8192, int8=True), 1)
+    assert int8.num_bytes - cache == pytest.approx((work.num_bytes - cache) / 2, rel=1e-2)
+
+
+def test_what_a_mesh_splits_is_split() -> None:
+    config = preset("llama-3.1-405b")
+    alone = pass_work(ONE, config, WORKLOAD, 26)
+    for rules in ("tensor_whole", "tensor_long"):
+        pod = Layout(abstract_mesh(parse_mesh("8x8")), RULES[rules])
+        split = pass_work(pod, config, WORKLOAD, 26)
+        # Keys and values are projected in every column of y: 1 in 9 of attention's products.
+        assert alone.flops / 64 < split.flops < 1.1 * alone.flops / 64
+
+
+def test_a_draft_is_k_passes_of_which_the_first_feeds_two_tokens() -> None:
+    workload = dataclasses.replace(WORKLOAD, num_speculative_tokens=5)
+    one, two = (pass_work(ONE, CONFIG, workload, tokens) for tokens in (1, 2))
+    assert draft_work(ONE, CONFIG, workload) == two + one * 4
+
+
+def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
+    chip = CHIPS["v5e"]
+    sizes = {"x": 8, "y": 8}
+    reads = Work(flops=1.0, num_bytes=819e9)
+    assert roofline_seconds(reads, [], chip, sizes) == pytest.approx(1.0)
+    assert roofline_seconds(Work(2 * 197e12, 1.0), [], chip, sizes) == pytest.approx(2.0)
+    sums = Exchange("all-reduce", ((1,),), 0, 64, 1000)
+    # Two phases of half the way around both axes, a microsecond a hop.
+    assert roofline_seconds(reads, [sums], chip, sizes) == pytest.approx(1 + 1000 * 16e-6)
+    wide = dataclasses.replace(sums, kind="all-gather", num_bytes=8 * 10**8, group_size=8)
+    assert roofline_seconds(Work(0, 0), [wide], chip, sizes) == pytest.approx(
+        1000 * (4e-6 + 7e8 / 100e9)
+    )
+
+
+def test_groups_are_found_on_the_mesh() -> None:
+    sums = Exchange("all-reduce", ((1,),), 4, 16, 1)
+    assert group_axes(sums, {"data": 2, "x": 4, "y": 4}) == (4, 4)
+    assert group_axes(dataclasses.replace(sums, group_size=2), {"data": 2, "x": 4}) == (2,)
+    assert group_axes(dataclasses.replace(sums, group_size=3), {"x": 4}) == (3,)
+
+
+def test_chips_are_known_by_what_jax_calls_them() -> None:
+    names = {
+        "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e",
+        "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+    }  # fmt: skip
+    for kind, name in names.items():
+        chip = chip_of(kind)
+        assert chip is not None
+        assert chip.name == name
+    assert chip_of("cpu") is None

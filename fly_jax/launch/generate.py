@@ -87,9 +87,9 @@ def _flags() -> Flags:
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
     )  # fmt: skip
     flags.choice(
-        group, "dtype", None, ("float32", "bfloat16"),
+        group, "dtype", None, ("float32", "bfloat16", "int8"),
         "type of weights and caches; if not given, float32 for the pair that ships with the "
-        "package and bfloat16 for others",
+        "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
     )  # fmt: skip
     group = "Prompts"
     flags.strings(group, "prompt", "what to continue; may be given several times")

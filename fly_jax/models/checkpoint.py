@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
+from fly_jax.models.converted import ConvertedSource, is_converted
 from fly_jax.models.groups import Group, groups
 from fly_jax.models.hugging_face import (
     HuggingFaceSource,
@@ -28,7 +28,7 @@ from fly_jax.models.hugging_face import (
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
 from fly_jax.models.memory import large_arrays_given_back
 from fly_jax.models.quantise import quantised
-from fly_jax.models.source import Source
+from fly_jax.models.source import Source, placed
 from fly_jax.sharding.rules import Layout
 
 
@@ -65,7 +65,7 @@ def check_checkpoint(folder: Path) -> LlamaConfig:
 
 def open_checkpoint(folder: Path) -> Source:
     """A folder of weights, checked as `check_checkpoint` does."""
-    return HuggingFaceSource(folder)
+    return ConvertedSource(folder) if is_converted(folder) else HuggingFaceSource(folder)
 
 
 def load_llama(
@@ -81,9 +81,9 @@ def load_llama(
     layer, or the embedding, a few times over.
 
     Args:
-      folder: a Hugging Face checkpoint with safetensors.
+      folder: a Hugging Face checkpoint with safetensors, or what `convert` has written.
       layout: how parameters are split over a mesh; None puts them on the first device.
-      dtype: of the parameters, whatever the stored type; with `int8`, of those that stay.
+      dtype: of the parameters, whatever the stored type; int8 matrices stay int8.
       int8: the matrices become int8 as they are read.
 
     Raises:
@@ -124,8 +124,8 @@ def read_group(
         _arranged,
         static_argnames=("arranged", "specs", "quantise", "dtype"),
         out_shardings=(
-            {name: _sharding(layout, spec) for name, spec in wanted.items()},
-            _sharding(layout, ParameterSpec((), ())),
+            {name: placed(layout, spec) for name, spec in wanted.items()},
+            placed(layout, ParameterSpec((), ())),
         ),
     )
     parts, finite = arrange(
@@ -169,7 +169,7 @@ def _empty_stacks(
 ) -> dict[str, Array]:
     """Zeros for the parts of all layers."""
     specs = parameter_specs(config, int8=True)  # also names those of a model that is not int8
-    shardings = {name: _sharding(layout, specs[name]) for name in parts}
+    shardings = {name: placed(layout, specs[name]) for name in parts}
     zeros = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
     return jax.jit(
         lambda: {name: jnp.zeros(*what) for name, what in zeros.items()}, out_shardings=shardings
@@ -185,9 +185,3 @@ def _insert(
         name: jax.lax.dynamic_update_index_in_dim(stacks[name], part, layer, axis=0)
         for name, part in parts.items()
     }
-
-
-def _sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
-    if layout is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return layout.sharding(spec.axes, spec.shape)

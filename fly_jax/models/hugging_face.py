@@ -14,6 +14,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.groups import Group, groups
 from fly_jax.models.llama import ParameterSpec
+from fly_jax.models.source import READ_BUFFER_BYTES
 from fly_jax.models.stored import DTYPES, StoredTensor, stored_tensors
 from fly_jax.sharding.rules import Layout
 
@@ -33,8 +34,6 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-# What Orbax may hold of a file beyond the arrays that it fills.
-READ_BUFFER_BYTES = 256 * 2**20
 
 
 def tensor_name(group: Group, name: str) -> str:

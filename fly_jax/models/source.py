@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.groups import Group
 from fly_jax.models.llama import ParameterSpec
 from fly_jax.sharding.rules import Layout
+
+# What a reader may hold beyond the arrays that it fills.
+READ_BUFFER_BYTES = 256 * 2**20
+
+
+def placed(layout: Layout | None, spec: ParameterSpec) -> Sharding:
+    """Where a parameter lies: as the layout says, or on the first device."""
+    if layout is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return layout.sharding(spec.axes, spec.shape)
 
 
 class Source(Protocol):

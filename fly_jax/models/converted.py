@@ -1,0 +1,186 @@
+"""Folders that `convert` writes: an Orbax checkpoint for each group of parameters.
+
+config.json, tokenizer files    as in the source
+conversion.json                 what was converted into what; once all is there, every file
+orbax/embedding, orbax/layer_000, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jaxtyping import Array
+from orbax.checkpoint import v1 as ocp
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.groups import Group, groups
+from fly_jax.models.llama import ParameterSpec
+from fly_jax.models.source import READ_BUFFER_BYTES, placed
+from fly_jax.sharding.rules import Layout
+
+StoredType = Literal["bfloat16", "float32", "int8"]
+
+_ORBAX = "orbax"
+_RECORD = "conversion.json"
+# What a device takes of a matrix is read in whole chunks.
+_CHUNK_BYTES = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What `conversion.json` says.
+
+    Attributes:
+      source: size and time of change of each file that the weights come from, by its path.
+      dtype: of the stored matrices; with int8, all else is float32.
+      files: size of every file below `orbax/`; None while the conversion is not finished.
+    """
+
+    source: dict[str, list[int]]
+    dtype: StoredType
+    files: dict[str, int] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Replaces the folder's record as a whole."""
+        partial = folder / f"{_RECORD}.partial"
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        os.replace(partial, folder / _RECORD)
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a conversion was begun in the folder."""
+    return (folder / _RECORD).exists()
+
+
+def read_record(folder: Path) -> Record:
+    """The folder's record.
+
+    Raises:
+      FlyJaxError: it is damaged.
+    """
+    try:
+        return Record(**json.loads((folder / _RECORD).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise FlyJaxError(
+            f"{folder / _RECORD} is damaged ({error}); remove {folder} and convert again."
+        ) from error
+
+
+def group_folder(folder: Path, group: Group) -> Path:
+    """The Orbax checkpoint of a group; it is there once it is whole."""
+    return folder / _ORBAX / group.name
+
+
+def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
+    """Writes a group's checkpoint under another name and renames it when it is whole."""
+    context = ocp.Context()
+    context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array_options.saving.use_compression = False  # weights hardly shrink
+    with context:
+        ocp.save(group_folder(folder, group).absolute(), parts)
+
+
+def stored_files(folder: Path) -> dict[str, int]:
+    """Size in bytes of every file below `orbax/`, by its path in the folder."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted((folder / _ORBAX).rglob("*"))
+        if path.is_file()
+    }
+
+
+class ConvertedSource:
+    """A folder that `convert` has written; each process reads what its devices take."""
+
+    def __init__(self, folder: Path) -> None:
+        """Checks the folder without reading a weight.
+
+        Raises:
+          FlyJaxError: the conversion was not finished, a file is missing or has another size, or
+            an array has a shape or type that the configuration does not ask for.
+        """
+        self._folder = folder
+        self.config = LlamaConfig.from_folder(folder)
+        record = read_record(folder)
+        if record.files is None:
+            raise FlyJaxError(
+                f"{folder} holds a conversion that was not finished; run the same convert command "
+                "again, which goes on where it stopped."
+            )
+        self.int8 = record.dtype == "int8"
+        _check_files(folder, record.files)
+        self._dtypes = {group: self._checked_dtypes(group) for group in groups(self.config)}
+
+    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+        """The group's arrays, placed as they stay."""
+        own = group_folder(self._folder, group)
+        abstract = {
+            name: jax.ShapeDtypeStruct(
+                spec.shape, self._dtypes[group][name], sharding=placed(layout, spec)
+            )
+            for name, spec in group.specs(self.config, int8=self.int8).items()
+        }
+        context = ocp.Context()
+        context.memory_options.read_concurrent_bytes = READ_BUFFER_BYTES
+        try:
+            with context:
+                return ocp.load(own.absolute(), abstract)
+        except Exception as error:  # TensorStore's have no class of their own
+            raise _damaged(own, str(error)) from error
+
+    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
+        """The array itself: it is stored as it is used."""
+        return stored
+
+    def place(self, group: Group, name: str) -> str:
+        """The array and its checkpoint."""
+        return f"The array {name} in {group_folder(self._folder, group)}"
+
+    def _checked_dtypes(self, group: Group) -> dict[str, np.dtype]:
+        """Type of each of the group's arrays, after a look at its checkpoint's own description."""
+        own = group_folder(self._folder, group)
+        try:
+            found = ocp.metadata(own.absolute()).metadata
+        except Exception as error:  # as above
+            raise _damaged(own, str(error)) from error
+        for name, spec in group.specs(self.config, int8=self.int8).items():
+            if name not in found:
+                raise FlyJaxError(
+                    f"{own} lacks the array {name}; config.json asks for it: give the config.json "
+                    "that belongs to the weights, or convert again."
+                )
+            shape, dtype = found[name].shape, found[name].dtype
+            if shape != spec.shape or spec.dtype not in (None, dtype):
+                raise FlyJaxError(
+                    f"The array {name} in {own} is {dtype}{list(shape)}; config.json asks for "
+                    f"{spec.dtype or dtype}{list(spec.shape)}: give the config.json that belongs "
+                    "to the weights, or convert again."
+                )
+        return {name: array.dtype for name, array in found.items()}
+
+
+def _check_files(folder: Path, files: dict[str, int]) -> None:
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise FlyJaxError(
+                f"{path} does not exist, but {_RECORD} names it; the checkpoint needs all of its "
+                "files: copy this one again, or convert again."
+            )
+        if path.stat().st_size != size:
+            raise FlyJaxError(
+                f"{path} has {path.stat().st_size} bytes and {_RECORD} says {size}; copy the file "
+                "again, or convert again."
+            )
+
+
+def _damaged(folder: Path, reason: str) -> FlyJaxError:
+    first = " ".join(reason.split())[:120].rstrip(". ")
+    return FlyJaxError(f"The checkpoint {folder} is damaged ({first}); copy it or convert again.")

@@ -49,7 +49,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
-    if _begin(output, Record(_fingerprint(source), dtype)):
+    if _begin(output, Record(checkpoint.config.to_hf(), _fingerprint(source), dtype)):
         return
     left = _left(output, checkpoint.config)
     sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}

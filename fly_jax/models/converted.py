@@ -11,17 +11,17 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.groups import Group, groups
-from fly_jax.models.llama import ParameterSpec
+from fly_jax.models.groups import Group
+from fly_jax.models.llama import ParameterSpec, parameter_specs
 from fly_jax.models.source import READ_BUFFER_BYTES, placed
 from fly_jax.sharding.rules import Layout
 
@@ -38,11 +38,13 @@ class Record:
     """What `conversion.json` says.
 
     Attributes:
+      config: of the model, as in a Hugging Face `config.json`.
       source: size and time of change of each file that the weights come from, by its path.
       dtype: of the stored matrices; with int8, all else is float32.
       files: size of every file below `orbax/`; None while the conversion is not finished.
     """
 
+    config: dict[str, Any]
     source: dict[str, list[int]]
     dtype: StoredType
     files: dict[str, int] | None = None
@@ -104,26 +106,27 @@ class ConvertedSource:
 
         Raises:
           FlyJaxError: the conversion was not finished, a file is missing or has another size, or
-            an array has a shape or type that the configuration does not ask for.
+            `config.json` is that of another model.
         """
         self._folder = folder
-        self.config = LlamaConfig.from_folder(folder)
         record = read_record(folder)
         if record.files is None:
             raise FlyJaxError(
                 f"{folder} holds a conversion that was not finished; run the same convert command "
                 "again, which goes on where it stopped."
             )
+        self.config = LlamaConfig.from_folder(folder)
         self.int8 = record.dtype == "int8"
+        self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
         _check_files(folder, record.files)
-        self._dtypes = {group: self._checked_dtypes(group) for group in groups(self.config)}
+        self._check_shapes(LlamaConfig.from_hf(record.config, str(folder / _RECORD)))
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """The group's arrays, placed as they stay."""
         own = group_folder(self._folder, group)
         abstract = {
             name: jax.ShapeDtypeStruct(
-                spec.shape, self._dtypes[group][name], sharding=placed(layout, spec)
+                spec.shape, spec.dtype or self._width, sharding=placed(layout, spec)
             )
             for name, spec in group.specs(self.config, int8=self.int8).items()
         }
@@ -133,7 +136,10 @@ class ConvertedSource:
             with context:
                 return ocp.load(own.absolute(), abstract)
         except Exception as error:  # TensorStore's have no class of their own
-            raise _damaged(own, str(error)) from error
+            reason = " ".join(str(error).split())[:120].rstrip(". ")
+            raise FlyJaxError(
+                f"The checkpoint {own} is damaged ({reason}); copy it again, or convert again."
+            ) from error
 
     def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
         """The array itself: it is stored as it is used."""
@@ -143,27 +149,16 @@ class ConvertedSource:
         """The array and its checkpoint."""
         return f"The array {name} in {group_folder(self._folder, group)}"
 
-    def _checked_dtypes(self, group: Group) -> dict[str, np.dtype]:
-        """Type of each of the group's arrays, after a look at its checkpoint's own description."""
-        own = group_folder(self._folder, group)
-        try:
-            found = ocp.metadata(own.absolute()).metadata
-        except Exception as error:  # as above
-            raise _damaged(own, str(error)) from error
-        for name, spec in group.specs(self.config, int8=self.int8).items():
-            if name not in found:
+    def _check_shapes(self, written: LlamaConfig) -> None:
+        """Compares what config.json asks for with what the conversion wrote."""
+        there = parameter_specs(written)
+        for name, spec in parameter_specs(self.config).items():
+            found = list(there[name].shape) if name in there else "absent"
+            if found != list(spec.shape):
                 raise FlyJaxError(
-                    f"{own} lacks the array {name}; config.json asks for it: give the config.json "
-                    "that belongs to the weights, or convert again."
+                    f"The parameter {name} in {self._folder / _ORBAX} is {found}; config.json asks "
+                    f"for {list(spec.shape)}: give the one that was there, or convert again."
                 )
-            shape, dtype = found[name].shape, found[name].dtype
-            if shape != spec.shape or spec.dtype not in (None, dtype):
-                raise FlyJaxError(
-                    f"The array {name} in {own} is {dtype}{list(shape)}; config.json asks for "
-                    f"{spec.dtype or dtype}{list(spec.shape)}: give the config.json that belongs "
-                    "to the weights, or convert again."
-                )
-        return {name: array.dtype for name, array in found.items()}
 
 
 def _check_files(folder: Path, files: dict[str, int]) -> None:
@@ -179,8 +174,3 @@ def _check_files(folder: Path, files: dict[str, int]) -> None:
                 f"{path} has {path.stat().st_size} bytes and {_RECORD} says {size}; copy the file "
                 "again, or convert again."
             )
-
-
-def _damaged(folder: Path, reason: str) -> FlyJaxError:
-    first = " ".join(reason.split())[:120].rstrip(". ")
-    return FlyJaxError(f"The checkpoint {folder} is damaged ({first}); copy it or convert again.")

@@ -18,8 +18,8 @@ def large_arrays_given_back() -> Iterator[None]:
     """Within it, what is freed goes back to the system; elsewhere than on glibc it does nothing.
 
     By default glibc keeps freed arrays of up to 32 MiB for later. While a model is loaded, arrays
-    that stay lie between those that go, and what is kept grows with the model: by half of the
-    shards in benchmarks/load_memory.py.
+    that stay lie between those that go, and so what is kept grows with the model
+    (benchmarks/load_memory.py measures that it does not).
     """
     _set(_MMAP_THRESHOLD, _LARGE_BYTES)
     try:

@@ -98,9 +98,10 @@ def load_llama(
             parts = read_group(source, group, layout=layout, dtype=jnp.dtype(dtype), int8=int8)
             if group.layer is None:
                 outer |= parts
-                continue
-            stacks = _insert(stacks or _empty_stacks(config, parts, layout), parts, group.layer)
-            jax.block_until_ready(stacks)  # or what is read meanwhile would pile up
+            else:
+                stacks = _insert(stacks or _empty_stacks(config, parts, layout), parts, group.layer)
+            del parts  # before the next are read,
+            jax.block_until_ready(stacks)  # which would pile up if this did not wait
     return Llama(config, outer | stacks, layout)
 
 

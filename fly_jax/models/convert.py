@@ -42,7 +42,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
 
     Raises:
       FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
-        something else or has too little room.
+        something else, is damaged or has too little room.
     """
     checkpoint = open_checkpoint(source)
     if checkpoint.int8:
@@ -50,6 +50,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
     if _begin(output, Record(checkpoint.config.to_hf(), _fingerprint(source), dtype)):
+        open_checkpoint(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
     sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}

@@ -31,6 +31,7 @@ _ORBAX = "orbax"
 _RECORD = "conversion.json"
 # What a device takes of a matrix is read in whole chunks.
 _CHUNK_BYTES = 2**24
+_AGAIN = "remove the folder and convert again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +71,7 @@ def read_record(folder: Path) -> Record:
     try:
         return Record(**json.loads((folder / _RECORD).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise FlyJaxError(
-            f"{folder / _RECORD} is damaged ({error}); remove {folder} and convert again."
-        ) from error
+        raise FlyJaxError(f"{folder / _RECORD} is damaged ({error}); {_AGAIN}.") from error
 
 
 def group_folder(folder: Path, group: Group) -> Path:
@@ -81,12 +80,22 @@ def group_folder(folder: Path, group: Group) -> Path:
 
 
 def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
-    """Writes a group's checkpoint under another name and renames it when it is whole."""
+    """Writes a group's checkpoint under another name and renames it when it is whole.
+
+    Raises:
+      FlyJaxError: the disk is full, or does not let itself be written to.
+    """
     context = ocp.Context()
     context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.array_options.saving.use_compression = False  # weights hardly shrink
-    with context:
-        ocp.save(group_folder(folder, group).absolute(), parts)
+    own = group_folder(folder, group)
+    try:
+        with context:
+            ocp.save(own.absolute(), parts)
+    except (OSError, ValueError) as error:  # TensorStore reports a full disk as the latter
+        raise FlyJaxError(
+            f"{own} cannot be written ({_short(error)}); make room, or give another --output."
+        ) from error
 
 
 def stored_files(folder: Path) -> dict[str, int]:
@@ -136,9 +145,8 @@ class ConvertedSource:
             with context:
                 return ocp.load(own.absolute(), abstract)
         except Exception as error:  # TensorStore's have no class of their own
-            reason = " ".join(str(error).split())[:120].rstrip(". ")
             raise FlyJaxError(
-                f"The checkpoint {own} is damaged ({reason}); copy it again, or convert again."
+                f"The checkpoint {own} is damaged ({_short(error)}); copy it again, or {_AGAIN}."
             ) from error
 
     def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
@@ -157,7 +165,7 @@ class ConvertedSource:
             if found != list(spec.shape):
                 raise FlyJaxError(
                     f"The parameter {name} in {self._folder / _ORBAX} is {found}; config.json asks "
-                    f"for {list(spec.shape)}: give the one that was there, or convert again."
+                    f"for {list(spec.shape)}: give the one that was there, or {_AGAIN}."
                 )
 
 
@@ -167,10 +175,15 @@ def _check_files(folder: Path, files: dict[str, int]) -> None:
         if not path.is_file():
             raise FlyJaxError(
                 f"{path} does not exist, but {_RECORD} names it; the checkpoint needs all of its "
-                "files: copy this one again, or convert again."
+                f"files: copy this one again, or {_AGAIN}."
             )
         if path.stat().st_size != size:
             raise FlyJaxError(
                 f"{path} has {path.stat().st_size} bytes and {_RECORD} says {size}; copy the file "
-                "again, or convert again."
+                f"again, or {_AGAIN}."
             )
+
+
+def _short(error: Exception) -> str:
+    """The beginning of what can be a page."""
+    return " ".join(str(error).split())[:120].rstrip(". ")

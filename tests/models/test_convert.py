@@ -185,6 +185,7 @@ def test_a_damaged_file_is_named(converted: dict[str, Path], tmp_path: Path, wha
     content = file.read_bytes()
     file.unlink() if what == "missing" else file.write_bytes(content[:-1])
     text = sentence(lambda: check_checkpoint(folder))
+    assert sentence(lambda: convert(converted["source"], folder, "int8")) == text
     assert str(file) in text
     assert ("does not exist" if what == "missing" else f"{len(content)}") in text
 

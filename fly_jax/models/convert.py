@@ -64,8 +64,11 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting") as bar,
     ):
         for group in left:
-            parts = read_group(checkpoint, group, layout=None, dtype=width, int8=int8)
-            write_group(output, group, parts)
+            write_group(  # no group is held while the next is read
+                output,
+                group,
+                read_group(checkpoint, group, layout=None, dtype=width, int8=int8),
+            )
             bar.update(sizes[group])
     for pattern in _CARRIED:
         for file in source.glob(pattern):

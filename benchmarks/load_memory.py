@@ -56,7 +56,7 @@ SECONDS_PER_SAMPLE = 0.005
 
 
 def config(num_layers: int) -> LlamaConfig:
-    """The width of Llama-3.2-1B with MLPs as large as its vocabulary allows to test quickly."""
+    """The layers of Llama-3.2-1B with Llama 2's vocabulary, and an unembedding of its own."""
     return LlamaConfig(
         vocab_size=32_000,
         embed_size=2048,

@@ -130,18 +130,20 @@ def load_pair(
     draft: str | Path | None = None,
     *,
     mesh: str | MeshSpec = "1x1",
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["float32", "bfloat16", "int8"] | None = None,
     workload: Workload | None = None,
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
 
     Args:
-      target: folder of a Hugging Face Llama checkpoint, or a hub id; None for the embedded pair.
+      target: folder of a Hugging Face Llama checkpoint or of a converted one, or a hub id; None
+        for the embedded pair.
       draft: the same for the draft model; None decodes with the target alone (unless the embedded
         pair is meant).
       mesh: such as "8x8" or "data=2,x=8,y=8".
       dtype: of the weights and the caches; None takes float32 for the embedded pair and bfloat16
-        for other models.
+        for other models. "int8" is for matrices, with bfloat16 for the rest; those of a folder
+        converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
 
@@ -160,7 +162,8 @@ def load_pair(
     if spec.num_devices > 1:
         prepare_devices(spec)  # has no effect once something else has started JAX's backend
     devices = create_mesh(spec)
-    width = jnp.dtype(dtype)
+    int8 = dtype == "int8"
+    width = jnp.dtype("bfloat16" if int8 else dtype)
     target_layout: Layout | None = None
     draft_layout: Layout | None = None
     replicated: tuple[str, ...] = ()
@@ -171,10 +174,10 @@ def load_pair(
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(target_config)))
     return Pair(
-        target=load_llama(target_folder, layout=target_layout, dtype=width),
+        target=load_llama(target_folder, layout=target_layout, dtype=width, int8=int8),
         draft=None
         if draft_folder is None
-        else load_llama(draft_folder, layout=draft_layout, dtype=width),
+        else load_llama(draft_folder, layout=draft_layout, dtype=width, int8=int8),
         tokenizer=tokenizer,
         replicated=replicated,
     )

@@ -89,9 +89,9 @@ def _flags() -> Flags:
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
     )  # fmt: skip
     flags.choice(
-        group, "dtype", None, ("float32", "bfloat16"),
+        group, "dtype", None, ("float32", "bfloat16", "int8"),
         "type of weights and caches; if not given, float32 for the pair that ships with the "
-        "package and bfloat16 for others",
+        "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
     )  # fmt: skip
     group = "Prompts"
     flags.strings(group, "prompt", "what to continue; may be given several times")
@@ -168,7 +168,7 @@ def _load(
     workload = Workload(
         rows=min(values.batch_size, len(ids)),
         capacity=min(max(map(len, ids)) + values.max_new_tokens, model.max_context),
-        num_speculative_tokens=config.num_drafted,
+        num_speculative_tokens=config.most_drafted,
     )
     target = None if values.target is None else folder
     pair = load_pair(target, values.draft, mesh=mesh, dtype=values.dtype, workload=workload)

@@ -10,7 +10,7 @@ from fly_jax.models.llama import ParameterSpec, scale_name
 
 
 def quantised(name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec) -> dict[str, Array]:
-    """An int8 matrix and the scales of its outputs: the largest weight of an output becomes 127.
+    """An int8 matrix and the scales of its outputs: the range of int8 is that of its weights.
 
     Args:
       name: of the parameter.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -14,6 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
 from fly_jax.models.config import LlamaConfig
+from fly_jax.models.groups import Group
+from fly_jax.models.hugging_face import HuggingFaceSource
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -163,3 +168,30 @@ def test_tensors_that_are_not_parameters_are_ignored(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     assert_same(load_llama(tmp_path, dtype=jnp.bfloat16), model, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_no_more_than_a_layer_is_held_beside_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int8: bool
+) -> None:
+    """benchmarks/load_memory.py measures the same in bytes of the process."""
+    config = dataclasses.replace(tiny(tied=True), num_layers=12)
+    saved(tmp_path, config)
+    original, held = HuggingFaceSource.read, []
+
+    def held_bytes() -> int:
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    def read(self: HuggingFaceSource, group: Group, layout: None) -> dict[str, jax.Array]:
+        arrays = original(self, group, layout)
+        held.append(held_bytes() - before)
+        return arrays
+
+    monkeypatch.setattr(HuggingFaceSource, "read", read)
+    before = held_bytes()
+    model = load_llama(tmp_path, int8=int8)
+    assert len(held) == 2 + 12
+    whole = sum(array.nbytes for array in model.parameters().values())
+    layer = 4 * sum(math.prod(spec.shape) for spec in Group("", 0).specs(config).values())
+    assert max(held) <= whole + layer

@@ -15,9 +15,9 @@ from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models import checkpoint
 from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
 from fly_jax.models.config import LlamaConfig
+from fly_jax.models.hugging_face import HuggingFaceSource
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.loading import check_pair, embedded_pair, resolve
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -65,7 +65,7 @@ def complaint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(checkpoint, "_read", read)
+    monkeypatch.setattr(HuggingFaceSource, "read", read)
     text = sentence(lambda: check_checkpoint(folder))
     assert sentence(lambda: load_llama(folder)) == text
     return text
@@ -165,7 +165,7 @@ def test_missing_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
     save_file(tensors, folder / "a.safetensors")
     text = complaint(folder, monkeypatch)
-    assert f"{folder} lacks the tensor model.layers.0.self_attn.k_proj.weight and 1 more" in text
+    assert f"{folder} lacks the tensor model.norm.weight and 1 more" in text
 
 
 def test_a_wrong_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,97 @@
+"""What int8 matrices cost in answers: the embedded target, alone and under FLy, both ways.
+
+    python benchmarks/int8_quality.py
+
+Converts the embedded target to int8 as the command `convert` does, and solves held-out problems
+with the original and with the int8 target: one token at a time, and by FLy with the embedded draft
+(which stays as it is). Activations and caches are float32 in both, so that nothing else differs.
+Retention is against the original target decoding alone. Writes results/int8_quality.json. Takes
+about five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+import numpy as np
+from absl import app, flags
+
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.evaluation.compare import Comparison, compare
+from fly_jax.models.convert import convert
+from fly_jax.models.loading import embedded_pair
+from fly_jax.training.problems import Problem, is_correct, problems
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("num_problems", 600, "held-out problems")
+flags.DEFINE_boolean("save", True, "write the result file")
+
+BATCH = 16
+MAX_NEW_TOKENS = 160
+
+
+def _solve(pair: Pair, worded: Sequence[Problem]) -> Comparison:
+    return compare(
+        pair,
+        [problem.prompt for problem in worded],
+        {"autoregressive": pair.spec(Exact(), 0), "fly": pair.spec(Fly())},
+        max_new_tokens=MAX_NEW_TOKENS,
+        batch_size=BATCH,
+        check=lambda index, text: is_correct(worded[index], text),
+    )
+
+
+def _against(
+    worded: Sequence[Problem], base: Sequence[str], other: Sequence[str]
+) -> dict[str, Any]:
+    """Retention with a 95% interval: problems are redrawn, both decoders' verdicts together."""
+    verdicts = np.array(
+        [[is_correct(p, a), is_correct(p, b)] for p, a, b in zip(worded, base, other, strict=True)]
+    )
+    draws = np.random.default_rng(0).integers(len(verdicts), size=(10_000, len(verdicts)))
+    sums = verdicts[draws].sum(axis=1)
+    low, high = np.quantile(sums[:, 1] / sums[:, 0], (0.025, 0.975))
+    return {
+        "solved": float(verdicts[:, 1].mean()),
+        "retention": float(verdicts[:, 1].sum() / verdicts[:, 0].sum()),
+        "retention_95": [float(low), float(high)],
+        "same_text": float(np.mean([a == b for a, b in zip(base, other, strict=True)])),
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+    target, draft = embedded_pair()
+    worded = list(itertools.islice(problems(4, "held_out"), FLAGS.num_problems))
+    solved = {"float32": _solve(load_pair(), worded)}
+    with tempfile.TemporaryDirectory() as temporary:
+        convert(target, Path(temporary) / "int8", "int8")
+        pair = load_pair(Path(temporary) / "int8", draft, dtype="float32")
+        assert pair.target.int8
+        solved["int8"] = _solve(pair, worded)
+    base = solved["float32"].results[0]
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/int8_quality.py --num_problems={len(worded)}",
+        "num_problems": len(worded),
+        "batch_size": BATCH,
+        "num_speculative_tokens": 15,
+    }
+    for name, comparison in solved.items():
+        for one in comparison.results:
+            row = _against(worded, base.texts, one.texts)
+            row["mean_accepted_tokens"] = one.mean_accepted_tokens
+            result[f"{name}, {one.name}"] = row
+            print(name, one.name, row, flush=True)
+    if FLAGS.save:
+        print(machine.write("int8_quality", result))
+
+
+if __name__ == "__main__":
+    app.run(main)

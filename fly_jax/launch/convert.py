@@ -1,0 +1,69 @@
+"""The command convert: writes a checkpoint in Orbax's format, quantised if wanted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags
+
+_HELP = """\
+python -m fly_jax.launch convert --target MODEL --output FOLDER [flags]
+
+Writes a Hugging Face checkpoint as Orbax checkpoints, one for each layer, which load under any
+mesh: give the folder as --target or --draft. It needs memory for one layer at a time. A conversion
+that was interrupted goes on where it stopped when the same command is run again.
+
+Examples:
+  python -m fly_jax.launch convert --target meta-llama/Llama-3.1-8B-Instruct --output llama-8b
+  python -m fly_jax.launch convert --target ./llama-70b --output llama-70b-int8 --dtype int8
+
+{flags}
+"""
+
+_SAME = {"bf16": "bfloat16"}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: a wrong flag, or what `convert` raises.
+      KeyboardInterrupt: with the way to go on.
+    """
+    flags = _flags()
+    values = flags.parse(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    for name in ("target", "output"):
+        if not values[name].value:
+            raise FlyJaxError(
+                f"convert needs --{name}; see python -m fly_jax.launch convert --help."
+            )
+    from fly_jax.models.convert import convert  # starts JAX's own imports
+    from fly_jax.models.loading import resolve
+
+    try:
+        convert(resolve(values.target), Path(values.output), _SAME.get(values.dtype, values.dtype))
+    except KeyboardInterrupt as interrupt:
+        again = shlex.join(["python", "-m", "fly_jax.launch", "convert", *arguments])
+        raise KeyboardInterrupt(f"Go on where it stopped with: {again}") from interrupt
+    print(f"The converted model is in {values.output}.", file=sys.stderr)
+
+
+def _flags() -> Flags:
+    flags = Flags("convert")
+    group = "Conversion"
+    flags.string(group, "target", None, "folder or hub id of the model to convert")
+    flags.string(group, "output", None, "folder to write; new, or of an interrupted conversion")
+    flags.choice(
+        group, "dtype", "bfloat16", ("bfloat16", "bf16", "float32", "int8"),
+        "type of the weights; bf16 is short for bfloat16, which is taken if not given; int8 has a "
+        "scale for each output of a matrix",
+    )  # fmt: skip
+    flags.boolean(group, "help", "show this")
+    return flags

@@ -1,0 +1,134 @@
+"""Conversion of a checkpoint, group by group: interrupted, it goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoint import open_checkpoint, read_group
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.converted import (
+    Record,
+    StoredType,
+    group_folder,
+    is_converted,
+    read_record,
+    stored_files,
+    write_group,
+)
+from fly_jax.models.groups import Group, groups
+from fly_jax.models.memory import large_arrays_given_back
+
+_CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
+_NOT_CARRIED = "*.safetensors.index.json"
+
+
+def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
+    """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
+
+    It needs memory for one group: a layer, or the embedding. What is there of an earlier run with
+    the same source and type is kept.
+
+    Args:
+      source: folder of a Hugging Face checkpoint, or of one converted to another type.
+      output: a folder that is new, empty, or holds an unfinished conversion of this kind.
+      dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
+
+    Raises:
+      FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
+        something else, is damaged or has too little room.
+    """
+    checkpoint = open_checkpoint(source)
+    if checkpoint.int8:
+        raise FlyJaxError(
+            f"{source} is int8 already; convert the checkpoint that it was made from."
+        )
+    if _begin(output, Record(checkpoint.config.to_hf(), _fingerprint(source), dtype)):
+        open_checkpoint(output)  # is not damaged
+        return
+    left = _left(output, checkpoint.config)
+    sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}
+    _check_room(output, sum(sizes[group] for group in left))
+    int8 = dtype == "int8"
+    width = jnp.dtype(jnp.float32 if int8 else dtype)
+    total = sum(sizes.values())
+    done = total - sum(sizes[group] for group in left)
+    with (
+        large_arrays_given_back(),
+        tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting") as bar,
+    ):
+        for group in left:
+            write_group(  # no group is held while the next is read
+                output,
+                group,
+                read_group(checkpoint, group, layout=None, dtype=width, int8=int8),
+            )
+            bar.update(sizes[group])
+    for pattern in _CARRIED:
+        for file in source.glob(pattern):
+            if not file.match(_NOT_CARRIED) and not (output / file.name).exists():
+                shutil.copy(file, output / file.name)
+    record = read_record(output)
+    dataclasses.replace(record, files=stored_files(output)).write(output)
+
+
+def _begin(output: Path, wanted: Record) -> bool:
+    """Makes the folder ready for this conversion; whether it is finished already."""
+    if is_converted(output):
+        found = read_record(output)
+        if (found.source, found.dtype) != (wanted.source, wanted.dtype):
+            what = "from other weights" if found.source != wanted.source else f"to {found.dtype}"
+            raise FlyJaxError(
+                f"{output} holds a conversion {what}; give another --output, or remove the folder."
+            )
+        return found.files is not None
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FlyJaxError(
+            f"{output} exists and is no conversion; give an --output that is new or empty."
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        wanted.write(output)
+    except OSError as error:
+        raise FlyJaxError(
+            f"{output} cannot be written ({error.strerror}); give another --output."
+        ) from error
+    return False
+
+
+def _left(output: Path, config: LlamaConfig) -> list[Group]:
+    """The groups that are not written yet; what an interrupted write has left is removed."""
+    known = {group_folder(output, group): group for group in groups(config)}
+    if known:
+        for path in next(iter(known)).parent.glob("*"):
+            if path not in known:
+                shutil.rmtree(path)
+    return [group for path, group in known.items() if not path.is_dir()]
+
+
+def _fingerprint(source: Path) -> dict[str, list[int]]:
+    """Size and time of change of each file of the source that bears on the weights."""
+    files = [*source.glob("*.safetensors"), *source.glob("co*.json")]
+    stats = {str(file.resolve()): file.stat() for file in sorted(files)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:
+    width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
+    specs = group.specs(config, int8=dtype == "int8").values()
+    return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)
+
+
+def _check_room(output: Path, needed: int) -> None:
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise FlyJaxError(
+            f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
+            f"{free / 1e9:.1f}; give an --output on a larger disk."
+        )

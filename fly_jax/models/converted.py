@@ -1,0 +1,189 @@
+"""Folders that `convert` writes: an Orbax checkpoint for each group of parameters.
+
+config.json, tokenizer files    as in the source
+conversion.json                 what was converted into what; once all is there, every file
+orbax/embedding, orbax/layer_000, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from orbax.checkpoint import v1 as ocp
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.groups import Group
+from fly_jax.models.llama import ParameterSpec, parameter_specs
+from fly_jax.models.source import READ_BUFFER_BYTES, placed
+from fly_jax.sharding.rules import Layout
+
+StoredType = Literal["bfloat16", "float32", "int8"]
+
+_ORBAX = "orbax"
+_RECORD = "conversion.json"
+# What a device takes of a matrix is read in whole chunks.
+_CHUNK_BYTES = 2**24
+_AGAIN = "remove the folder and convert again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What `conversion.json` says.
+
+    Attributes:
+      config: of the model, as in a Hugging Face `config.json`.
+      source: size and time of change of each file that the weights come from, by its path.
+      dtype: of the stored matrices; with int8, all else is float32.
+      files: size of every file below `orbax/`; None while the conversion is not finished.
+    """
+
+    config: dict[str, Any]
+    source: dict[str, list[int]]
+    dtype: StoredType
+    files: dict[str, int] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Replaces the folder's record as a whole."""
+        partial = folder / f"{_RECORD}.partial"
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        os.replace(partial, folder / _RECORD)
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a conversion was begun in the folder."""
+    return (folder / _RECORD).exists()
+
+
+def read_record(folder: Path) -> Record:
+    """The folder's record.
+
+    Raises:
+      FlyJaxError: it is damaged.
+    """
+    try:
+        return Record(**json.loads((folder / _RECORD).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise FlyJaxError(f"{folder / _RECORD} is damaged ({error}); {_AGAIN}.") from error
+
+
+def group_folder(folder: Path, group: Group) -> Path:
+    """The Orbax checkpoint of a group; it is there once it is whole."""
+    return folder / _ORBAX / group.name
+
+
+def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
+    """Writes a group's checkpoint under another name and renames it when it is whole.
+
+    Raises:
+      FlyJaxError: the disk is full, or does not let itself be written to.
+    """
+    context = ocp.Context()
+    context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.array_options.saving.use_compression = False  # weights hardly shrink
+    own = group_folder(folder, group)
+    try:
+        with context:
+            ocp.save(own.absolute(), parts)
+    except (OSError, ValueError) as error:  # TensorStore reports a full disk as the latter
+        raise FlyJaxError(
+            f"{own} cannot be written ({_short(error)}); make room, or give another --output."
+        ) from error
+
+
+def stored_files(folder: Path) -> dict[str, int]:
+    """Size in bytes of every file below `orbax/`, by its path in the folder."""
+    return {
+        str(path.relative_to(folder)): path.stat().st_size
+        for path in sorted((folder / _ORBAX).rglob("*"))
+        if path.is_file()
+    }
+
+
+class ConvertedSource:
+    """A folder that `convert` has written; each process reads what its devices take."""
+
+    def __init__(self, folder: Path) -> None:
+        """Checks the folder without reading a weight.
+
+        Raises:
+          FlyJaxError: the conversion was not finished, a file is missing or has another size, or
+            `config.json` is that of another model.
+        """
+        self._folder = folder
+        record = read_record(folder)
+        if record.files is None:
+            raise FlyJaxError(
+                f"{folder} holds a conversion that was not finished; run the same convert command "
+                "again, which goes on where it stopped."
+            )
+        self.config = LlamaConfig.from_folder(folder)
+        self.int8 = record.dtype == "int8"
+        self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
+        _check_files(folder, record.files)
+        self._check_shapes(LlamaConfig.from_hf(record.config, str(folder / _RECORD)))
+
+    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+        """The group's arrays, placed as they stay."""
+        own = group_folder(self._folder, group)
+        abstract = {
+            name: jax.ShapeDtypeStruct(
+                spec.shape, spec.dtype or self._width, sharding=placed(layout, spec)
+            )
+            for name, spec in group.specs(self.config, int8=self.int8).items()
+        }
+        context = ocp.Context()
+        context.memory_options.read_concurrent_bytes = READ_BUFFER_BYTES
+        try:
+            with context:
+                return ocp.load(own.absolute(), abstract)
+        except Exception as error:  # TensorStore's have no class of their own
+            raise FlyJaxError(
+                f"The checkpoint {own} is damaged ({_short(error)}); copy it again, or {_AGAIN}."
+            ) from error
+
+    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
+        """The array itself: it is stored as it is used."""
+        return stored
+
+    def place(self, group: Group, name: str) -> str:
+        """The array and its checkpoint."""
+        return f"The array {name} in {group_folder(self._folder, group)}"
+
+    def _check_shapes(self, written: LlamaConfig) -> None:
+        """Compares what config.json asks for with what the conversion wrote."""
+        there = parameter_specs(written)
+        for name, spec in parameter_specs(self.config).items():
+            found = list(there[name].shape) if name in there else "absent"
+            if found != list(spec.shape):
+                raise FlyJaxError(
+                    f"The parameter {name} in {self._folder / _ORBAX} is {found}; config.json asks "
+                    f"for {list(spec.shape)}: give the one that was there, or {_AGAIN}."
+                )
+
+
+def _check_files(folder: Path, files: dict[str, int]) -> None:
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise FlyJaxError(
+                f"{path} does not exist, but {_RECORD} names it; the checkpoint needs all of its "
+                f"files: copy this one again, or {_AGAIN}."
+            )
+        if path.stat().st_size != size:
+            raise FlyJaxError(
+                f"{path} has {path.stat().st_size} bytes and {_RECORD} says {size}; copy the file "
+                f"again, or {_AGAIN}."
+            )
+
+
+def _short(error: Exception) -> str:
+    """The beginning of what can be a page."""
+    return " ".join(str(error).split())[:120].rstrip(". ")

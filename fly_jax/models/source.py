@@ -1,0 +1,52 @@
+"""What a checkpoint gives, whatever its format: its configuration, and its weights by groups."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import Array
+
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.groups import Group
+from fly_jax.models.llama import ParameterSpec
+from fly_jax.sharding.rules import Layout
+
+# What a reader may hold beyond the arrays that it fills.
+READ_BUFFER_BYTES = 256 * 2**20
+
+
+def placed(layout: Layout | None, spec: ParameterSpec) -> Sharding:
+    """Where a parameter lies: as the layout says, or on the first device."""
+    if layout is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return layout.sharding(spec.axes, spec.shape)
+
+
+class Source(Protocol):
+    """A checkpoint of which everything was checked that can be without reading a weight.
+
+    Attributes:
+      config: of the model.
+      int8: its matrices are int8 and have scales.
+    """
+
+    config: LlamaConfig
+    int8: bool
+
+    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+        """The group's parameters as they are stored, by name.
+
+        Raises:
+          FlyJaxError: a file is damaged.
+        """
+        ...
+
+    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
+        """A parameter of a group as `Llama` takes it, from what is stored; runs under `jit`."""
+        ...
+
+    def place(self, group: Group, name: str) -> str:
+        """Where a parameter of a group lies, in words that begin a sentence."""
+        ...

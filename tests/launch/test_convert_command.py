@@ -1,0 +1,70 @@
+"""The command convert: what it writes decodes like its source; what is wrong is one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fly_jax.launch.__main__ import main
+from fly_jax.models import convert as module
+
+
+def decoded(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[int]]:
+    assert main([*arguments, "--prompt=Ada has 3", "--json", "--max_new_tokens=12"]) == 0
+    return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_tokens_are_those_of_the_source_on_every_mesh(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_pair
+    output = tmp_path / "output"
+    assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
+    flags = (f"--draft={draft}", "--dtype=float32")
+    expected = decoded(capsys, f"--target={target}", *flags)
+    assert decoded(capsys, f"--target={output}", *flags) == expected
+    assert decoded(capsys, f"--target={output}", *flags, "--mesh=2x4") == expected
+
+
+def test_int8_decodes_alike_from_either_side(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Quantised while it loads, or converted before."""
+    target, draft = tiny_pair
+    for name, source in (("target", target), ("draft", draft)):
+        folder = f"--output={tmp_path / name}"
+        assert main(["convert", f"--target={source}", folder, "--dtype=int8"]) == 0
+    loaded = decoded(capsys, f"--target={target}", f"--draft={draft}", "--dtype=int8")
+    folders = (f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}")
+    assert decoded(capsys, *folders, "--dtype=bfloat16") == loaded
+
+
+def test_what_is_wrong(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    target = f"--target={tiny_pair[0]}"
+    assert "--target" in refused("convert", f"--output={tmp_path / 'a'}")
+    assert "--output" in refused("convert", target)
+    assert "/nowhere" in refused("convert", "--target=/nowhere", f"--output={tmp_path / 'a'}")
+    assert "is no conversion" in refused("convert", target, f"--output={tiny_pair[1]}")
+    assert "dtype" in refused("convert", target, f"--output={tmp_path / 'a'}", "--dtype=int4")
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_group", interrupted)
+    arguments = ["convert", f"--target={tiny_pair[0]}", f"--output={tmp_path / 'output'}"]
+    assert main(arguments) == 130
+    assert "python -m fly_jax.launch " + " ".join(arguments) in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(arguments) == 0

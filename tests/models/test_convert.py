@@ -1,0 +1,231 @@
+"""What `convert` writes loads under any mesh, and a killed conversion goes on where it stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_checkpoint import saved, split_with_index, tiny
+from test_loading_errors import sentence
+
+from fly_jax.models import convert as module
+from fly_jax.models.checkpoint import check_checkpoint, load_llama
+from fly_jax.models.convert import convert
+from fly_jax.models.converted import read_record, stored_files, write_group
+from fly_jax.models.groups import Group
+from fly_jax.models.llama import Llama
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint in three files, with a tokenizer."""
+    folder = tmp_path / "source"
+    saved(folder, tiny(tied=False))
+    split_with_index(folder, 3)
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source and what it becomes, made once for the tests that only read."""
+    folder = tmp_path_factory.mktemp("converted")
+    saved(folder / "source", tiny(tied=False))
+    for dtype in ("bfloat16", "int8"):
+        convert(folder / "source", folder / dtype, dtype)
+    return {name: folder / name for name in ("source", "bfloat16", "int8")}
+
+
+def assert_same(one: Llama, other: Llama) -> None:
+    assert one.config == other.config
+    assert one.parameters().keys() == other.parameters().keys()
+    for name, values in one.parameters().items():
+        assert values.dtype == other.parameters()[name].dtype, name
+        np.testing.assert_array_equal(values, other.parameters()[name], err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [None, "2x4", "8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_loads_under_any_mesh(converted: dict[str, Path], dtype: str, mesh: str | None) -> None:
+    layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"]) if mesh else None
+    original = load_llama(converted["source"], layout=layout, int8=dtype == "int8")
+    loaded = load_llama(converted[dtype], layout=layout)
+    assert_same(loaded, original)
+    for name, values in original.parameters().items():
+        assert loaded.parameters()[name].sharding.is_equivalent_to(values.sharding, values.ndim)
+
+
+def test_a_converted_checkpoint_is_quantised_as_it_loads_or_again(
+    converted: dict[str, Path], tmp_path: Path
+) -> None:
+    assert_same(load_llama(converted["bfloat16"], int8=True), load_llama(converted["int8"]))
+    convert(converted["bfloat16"], tmp_path / "again", "int8")
+    assert_same(load_llama(tmp_path / "again"), load_llama(converted["int8"]))
+    assert "is int8 already" in sentence(lambda: convert(converted["int8"], tmp_path / "third"))
+
+
+def test_what_is_carried_over(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "output"
+    convert(source, output, "float32")
+    assert (output / "tokenizer.model").read_bytes() == b"pieces"
+    assert not list(output.glob("*.safetensors*"))
+    assert check_checkpoint(output).eos_token_ids == (2, 7)
+    assert_same(load_llama(output), load_llama(source))
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    convert(source, output, "float32")  # is finished: nothing is written again
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+def test_goes_on_where_it_stopped(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, written = tmp_path / "output", []
+
+    def interrupted(folder: Path, group: Group, parts: object) -> None:
+        if group.name == "layer_001" and "layer_001" not in written:
+            written.append(group.name)
+            raise KeyboardInterrupt
+        written.append(group.name)
+        write_group(folder, group, parts)
+
+    monkeypatch.setattr(module, "write_group", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, output, "int8")
+    assert "was not finished" in sentence(lambda: check_checkpoint(output))
+    done = len(written) - 1
+    convert(source, output, "int8")
+    assert len(written) == len(set(written)) + 1
+    assert done == 4
+    assert_same(load_llama(output), load_llama(source, int8=True))
+
+
+def test_a_killed_conversion_run_again_gives_the_same(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    program = (
+        "import os, sys, pathlib, time\n"
+        "from fly_jax.models import convert\n"
+        "write = convert.write_group\n"
+        "def slow(folder, group, parts):\n"
+        "    if group.layer == 1:\n"
+        "        (folder / 'orbax' / 'layer_001.orbax-checkpoint-tmp').mkdir()\n"
+        "        print('here', flush=True)\n"
+        "        time.sleep(600)\n"
+        "    write(folder, group, parts)\n"
+        "convert.write_group = slow\n"
+        "convert.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 'int8')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(source), str(output)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    kept = output / "orbax" / "layer_000"
+    before = kept.stat().st_mtime_ns
+    time.sleep(0.01)
+    convert(source, output, "int8")
+    assert kept.stat().st_mtime_ns == before
+    assert len(list((output / "orbax").iterdir())) == 3 + 3
+    assert_same(load_llama(output), load_llama(source, int8=True))
+
+
+def test_another_conversion_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    convert(source, output, "int8")
+    assert "holds a conversion to int8" in sentence(lambda: convert(source, output, "bfloat16"))
+    (source / "config.json").touch()
+    assert "from other weights" in sentence(lambda: convert(source, output, "int8"))
+    assert "is no conversion" in sentence(lambda: convert(source, tmp_path))
+    assert "is no conversion" in sentence(lambda: convert(source, source / "config.json"))
+
+
+def test_weights_that_are_not_finite_are_not_converted(source: Path, tmp_path: Path) -> None:
+    file = sorted(source.glob("*.safetensors"))[1]
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if "proj" in name)
+    tensors[name][3, 2] = np.nan
+    save_file(tensors, file)
+    text = sentence(lambda: convert(source, tmp_path / "output", "int8"))
+    assert name in text
+    assert str(file) in text
+
+
+def test_no_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    assert "has room for 0.0" in sentence(lambda: convert(source, tmp_path / "output"))
+
+
+def damaged(converted: dict[str, Path], folder: Path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(converted["int8"], folder / "damaged"))
+
+
+@pytest.mark.parametrize("what", ["missing", "truncated"])
+def test_a_damaged_file_is_named(converted: dict[str, Path], tmp_path: Path, what: str) -> None:
+    folder = damaged(converted, tmp_path)
+    file = max((folder / "orbax" / "layer_002").rglob("*"), key=lambda path: path.stat().st_size)
+    content = file.read_bytes()
+    file.unlink() if what == "missing" else file.write_bytes(content[:-1])
+    text = sentence(lambda: check_checkpoint(folder))
+    assert sentence(lambda: convert(converted["source"], folder, "int8")) == text
+    assert str(file) in text
+    assert ("does not exist" if what == "missing" else f"{len(content)}") in text
+
+
+def test_a_checkpoint_that_orbax_cannot_read(converted: dict[str, Path], tmp_path: Path) -> None:
+    folder = damaged(converted, tmp_path)
+    (description,) = (folder / "orbax" / "layer_001").rglob("_METADATA")
+    description.write_bytes(b"?" * description.stat().st_size)
+    text = sentence(lambda: load_llama(folder))
+    assert f"{folder / 'orbax' / 'layer_001'} is damaged" in text
+
+
+def test_a_scale_that_is_not_finite(tmp_path: Path, source: Path) -> None:
+    output = tmp_path / "output"
+    convert(source, output, "int8")
+    group = Group("layer_001", 1)
+    config = check_checkpoint(output)
+    parts = {
+        name: jnp.full(spec.shape, jnp.nan if name == "up_scale" else 1, spec.dtype or jnp.float32)
+        for name, spec in group.specs(config, int8=True).items()
+    }
+    record = read_record(output)
+    shutil.rmtree(output / "orbax" / "layer_001")
+    write_group(output, group, parts)
+    dataclasses.replace(record, files=stored_files(output)).write(output)
+    text = sentence(lambda: load_llama(output))
+    assert f"The array up_scale in {output / 'orbax' / 'layer_001'} holds NaN" in text
+
+
+def test_a_config_of_another_model(converted: dict[str, Path], tmp_path: Path) -> None:
+    folder = damaged(converted, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+    text = sentence(lambda: check_checkpoint(folder))
+    assert f"The parameter gate in {folder / 'orbax'} is [3, 20, 48]" in text
+    assert "asks for [3, 20, 24]" in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"dtype": 1}'])
+def test_a_damaged_record(converted: dict[str, Path], tmp_path: Path, content: str) -> None:
+    folder = damaged(converted, tmp_path)
+    (folder / "conversion.json").write_text(content)
+    assert f"{folder / 'conversion.json'} is damaged" in sentence(lambda: check_checkpoint(folder))

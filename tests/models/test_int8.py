@@ -1,0 +1,151 @@
+"""int8 matrices: what they are made of, and that a forward pass with them is what it should be."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_golden import GOLDEN, KINDS, Golden, cached, uncached
+
+from fly_jax.models.checkpoint import load_llama
+from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.presets import preset
+from fly_jax.models.quantise import quantised
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+# Of the golden logits, whose standard deviation is about 1: the models are tiny and their weights
+# random, so that every rounding shows.
+MEAN_ERROR, LARGEST_ERROR, LEAST_AGREEMENT = 0.06, 0.8, 0.92
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    folder = GOLDEN / request.param
+    stored = np.load(folder / "golden.npz")
+    return Golden(load_llama(folder, int8=True), stored["tokens"], stored["logits"])
+
+
+def widened(model: Llama) -> Llama:
+    """The same model with the numbers that its int8 matrices stand for, in float32."""
+    parameters = model.parameters()
+    plain = {}
+    for name, spec in parameter_specs(model.config).items():
+        value = parameters[name]
+        if spec.inputs:
+            scale = parameters[scale_name(name)]
+            axes = [spec.axes.index(axis) for axis in spec.inputs]
+            value = value.astype(jnp.float32) * jnp.expand_dims(scale, axes)
+        plain[name] = value
+    return Llama(model.config, plain)
+
+
+def test_golden_logits_are_kept(golden: Golden) -> None:
+    assert golden.model.int8
+    logits = uncached(golden.model, golden.tokens)
+    error = np.abs(logits - golden.logits)
+    assert 0 < error.mean() <= MEAN_ERROR
+    assert error.max() <= LARGEST_ERROR
+    same = logits.argmax(-1) == golden.logits.argmax(-1)
+    assert same.mean() >= LEAST_AGREEMENT
+    exact = uncached(widened(golden.model), golden.tokens)
+    assert np.abs(logits - exact).max() <= 1e-4
+
+
+def test_cached_and_one_array_per_layer(golden: Golden) -> None:
+    whole = uncached(golden.model, golden.tokens)
+    found, lengths = cached(golden.model.unstacked(), golden.tokens)
+    for row, length in enumerate(lengths):
+        assert np.abs(found[row, :length] - whole[row, :length]).max() <= 1e-4
+
+
+def test_specs_describe_the_parameters(golden: Golden) -> None:
+    specs = parameter_specs(golden.model.config, int8=True)
+    parameters = golden.model.parameters()
+    assert parameters.keys() == specs.keys()
+    for name, spec in specs.items():
+        assert parameters[name].shape == spec.shape
+        assert parameters[name].dtype == (spec.dtype or golden.model.dtype)
+
+
+def test_405b_in_int8() -> None:
+    """Every matrix is int8, and a scale lies where its outputs do."""
+    config = preset("llama-3.1-405b")
+    plain, specs = parameter_specs(config), parameter_specs(config, int8=True)
+    assert {name for name in specs if specs[name].dtype == jnp.int8} == {
+        "embedding", "query", "key", "value", "output", "gate", "up", "down", "unembedding"
+    }  # fmt: skip
+    assert specs.keys() - plain.keys() == {
+        scale_name(name) for name, spec in plain.items() if spec.inputs
+    }
+    assert specs["query_scale"] == ParameterSpec(
+        (126, 128, 128), ("layers", "q_heads", "head"), (), np.dtype(np.float32)
+    )
+    assert specs["output_scale"].axes == ("layers", "embed")
+    assert specs["embedding_scale"].axes == specs["unembedding_scale"].axes == ("vocab",)
+    assert specs["down_scale"].shape == (126, 16_384)
+
+
+def test_an_output_has_a_scale_of_its_own() -> None:
+    spec = ParameterSpec((3, 2), ("embed", "ffw"), ("embed",))
+    matrix = np.array([[1.5, 200.0], [-2.0, 50.0], [0.5, -254.0]], np.float32)
+    parts = quantised("up", jnp.asarray(matrix), spec)
+    np.testing.assert_allclose(parts["up_scale"], np.array([2, 254]) / 127.5, rtol=1e-6)
+    expected = np.array([[95.625, 100.39], [-127.5, 25.1], [31.875, -127.5]])
+    assert parts["up"].dtype == jnp.int8
+    assert np.abs(parts["up"] - expected).max() <= 0.501
+    zeros = quantised("up", jnp.zeros((3, 2)), spec)
+    assert np.isfinite(zeros["up_scale"]).all()
+
+
+@pytest.mark.parametrize(("mesh", "rules"), [("2x4", "tensor"), ("2x2x2", "tensor_long")])
+def test_layouts_give_the_same_logits(mesh: str, rules: str) -> None:
+    folder = GOLDEN / "llama31"
+    tokens = np.load(folder / "golden.npz")["tokens"][:2, :9]
+    one = load_llama(folder, int8=True)
+    layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+    split = load_llama(folder, layout=layout, int8=True)
+    specs = parameter_specs(one.config, int8=True)
+    for name, value in split.parameters().items():
+        np.testing.assert_array_equal(value, one.parameters()[name])
+        wanted = layout.sharding(specs[name].axes, specs[name].shape)
+        assert value.sharding.is_equivalent_to(wanted, value.ndim), name
+    positions = np.broadcast_to(np.arange(9), (2, 9))
+    visible = np.broadcast_to(np.tri(9, dtype=bool), (2, 9, 9))
+
+    def logits(model: Llama) -> jax.Array:
+        @jax.jit
+        def run(parameters: dict[str, jax.Array]) -> jax.Array:
+            again = Llama(model.config, parameters, model.layout)
+            return again.logits(again.hidden_uncached(tokens, positions, visible))
+
+        return run(model.parameters())
+
+    np.testing.assert_allclose(logits(split), logits(one), atol=1e-4)
+
+
+def test_the_device_keeps_int8() -> None:
+    """A compiled pass takes a byte for each weight, and has no room for them widened at once."""
+    config = dataclasses.replace(
+        preset("llama-3.2-1b"), num_layers=12, embed_size=256, ffw_size=1024, vocab_size=512,
+        num_heads=8, num_kv_heads=2, head_size=32,
+    )  # fmt: skip
+    specs = parameter_specs(config, int8=True)
+    shapes = {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or jnp.float32)
+        for name, spec in specs.items()
+    }
+
+    def run(parameters: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        positions = jnp.zeros((1, 1), jnp.int32)
+        model = Llama(config, parameters)
+        return model.logits(model.hidden_uncached(tokens, positions, jnp.ones((1, 1, 1), bool)))
+
+    compiled = jax.jit(run).lower(shapes, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+    stored = sum(shape.size for shape in shapes.values() if shape.dtype == jnp.int8)
+    assert memory.argument_size_in_bytes < 1.1 * stored
+    assert memory.temp_size_in_bytes < stored

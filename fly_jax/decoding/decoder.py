@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from fly_jax.decoding.round import RoundSpec, decode_rounds
 from fly_jax.decoding.rules import Why
@@ -19,6 +19,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
+from fly_jax.sharding.processes import decide
 from fly_jax.sharding.rules import Layout
 
 _SMALLEST_BUCKET = 16
@@ -163,7 +164,7 @@ class Decoder:
         jax.block_until_ready(state.target.keys)
         start = time.perf_counter()
         pending: RoundOutput | None = None
-        while live:
+        while decide(bool(live)):
             state, output = self._models.run(self.spec, state, self._protected)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
@@ -214,7 +215,7 @@ class Decoder:
                 f"{self.capacity}; make it with a larger capacity (see capacity_for)."
             )
         # Rows without a prompt are finished from the start.
-        return self._models.admit(text, lengths, limits, bucket, jax.random.key(seed))
+        return self._models.admit(text, lengths, limits, bucket, seed)
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -297,13 +298,13 @@ class _Models:
     def config(self) -> LlamaConfig:
         return self._shapes.target
 
-    def place(self, value: np.ndarray | Array, axes: tuple[str | None, ...]) -> Array:
+    def place(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
         """Puts a host array where the programs expect it: said in words, never implicitly."""
         layout = self._shapes.target_layout
-        return jax.device_put(value, layout.sharding(axes, value.shape) if layout else None)
+        return layout.place(value, axes) if layout else jax.device_put(value)
 
     def admit(
-        self, text: np.ndarray, lengths: np.ndarray, limits: np.ndarray, bucket: int, key: Array
+        self, text: np.ndarray, lengths: np.ndarray, limits: np.ndarray, bucket: int, seed: int
     ) -> DecodeState:
         return _admit(
             self._shapes,
@@ -312,7 +313,7 @@ class _Models:
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
             self.place(limits, (None,)),
-            self.place(key, ()),
+            self.place(np.asarray(seed % 2**32, np.uint32), ()),
         )
 
     def run(
@@ -348,7 +349,7 @@ def _admit(
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
-    key: Array,
+    seed: UInt32[Array, ""],
 ) -> DecodeState:
     """Runs the prompts through both models; no logits are needed before the first round."""
     rows, capacity = text.shape
@@ -361,6 +362,7 @@ def _admit(
 
     target, draft = (prefill(model) for model in shapes.models(parameters))
     assert target is not None
+    key = jax.random.key(seed)
     return DecodeState(text, lengths, limits, lengths >= limits, target, draft, key)
 
 
@@ -373,4 +375,8 @@ def _run(
     protected: Bool[Array, " vocab"],
 ) -> tuple[DecodeState, RoundOutput]:
     target, draft = shapes.models(parameters)
-    return decode_rounds(spec, target, draft, state, protected)
+    state, output = decode_rounds(spec, target, draft, state, protected)
+    layout = shapes.target_layout
+    if layout is not None:  # whole on every device, so that every process can read it
+        output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
+    return state, output

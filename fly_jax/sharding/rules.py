@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -94,6 +95,13 @@ class Layout:
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
         """`spec` on the mesh: what `device_put` and `jit` take."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def place(self, value: np.ndarray, axes: Sequence[str | None]) -> Array:
+        """A host array on the mesh. Every process has all of it and gives its devices their part."""
+        sharding = self.sharding(axes, value.shape)
+        if sharding.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     def constrain(self, x: Array, axes: Sequence[str | None]) -> Array:
         """Tells the compiler, within `jit`, how an intermediate array lies."""

@@ -105,20 +105,22 @@ class LastWords:
             text = self._native.read_text(errors="replace")
         except OSError:
             text = ""
-        who = "a process"
-        if found := _LOST.search(text) or _LEFT.search(text):
-            who = " and ".join(map(self._named, re.findall(r"\d+", found[1])))
-        elif _COORDINATOR_LOST in text and self._place.process_id != 0:
-            who = self._named("0")
+        found = _LOST.search(text) or _LEFT.search(text)
+        lost = {int(index) for index in re.findall(r"\d+", found[1])} if found else set()
+        if not lost and _COORDINATOR_LOST in text and self._place.process_id != 0:
+            lost = {0}
+        others = sorted(lost - {self._place.process_id})
+        who = " and ".join(f"process {index} ({self._hosts[index]})" for index in others)
+        reason = (
+            "it was out of touch with the others for too long"
+            if lost and not others
+            else f"{who or 'another process'} is gone and nothing goes on without it"
+        )
         return (
-            f"Process {self._place.process_id} stops, since {who} of the "
-            f"{len(self._hosts)} processes is gone and nothing goes on without it; see what that "
-            f"one said last and start all of them again ({self._native} has what JAX says)."
+            f"Process {self._place.process_id} of {len(self._hosts)} stops, since {reason}; see "
+            "what the other processes said last and start all of them again "
+            f"({self._native} has what JAX says)."
         ), _EXIT_LOST
-
-
-    def _named(self, index: str) -> str:
-        return f"process {index} ({self._hosts[int(index)]})"
 
 
 _words: LastWords | None = None

@@ -140,6 +140,8 @@ def join(place: Place, *, timeout: int) -> tuple[str, ...]:
     Returns:
       The host name of every process.
     """
+    # It would take SIGTERM for a wish to save a checkpoint first, and go on for a minute.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator_address,
         num_processes=place.num_processes,
@@ -250,4 +252,3 @@ def _next_key() -> str:
     if place == 0 and block > 1 and process_id() == 0:
         distributed.global_state.client.key_value_delete(f"fly_jax/{block - 2}")
     return f"fly_jax/{block}/{turn}"
-

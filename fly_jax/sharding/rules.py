@@ -97,7 +97,7 @@ class Layout:
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def place(self, value: np.ndarray, axes: Sequence[str | None]) -> Array:
-        """A host array on the mesh. Every process has all of it and gives its devices their part."""
+        """A host array on the mesh; every process has all of it and fills its own devices."""
         sharding = self.sharding(axes, value.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)

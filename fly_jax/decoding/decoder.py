@@ -164,7 +164,7 @@ class Decoder:
         jax.block_until_ready(state.target.keys)
         start = time.perf_counter()
         pending: RoundOutput | None = None
-        while decide(bool(live)):
+        while self._goes_on(bool(live)):
             state, output = self._models.run(self.spec, state, self._protected)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
@@ -216,6 +216,10 @@ class Decoder:
             )
         # Rows without a prompt are finished from the start.
         return self._models.admit(text, lengths, limits, bucket, seed)
+
+    def _goes_on(self, is_live: bool) -> bool:
+        """Whether there is another dispatch; process 0's word where the mesh is of several."""
+        return decide(is_live) if self._models.spans_processes else is_live
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -297,6 +301,11 @@ class _Models:
     @property
     def config(self) -> LlamaConfig:
         return self._shapes.target
+
+    @property
+    def spans_processes(self) -> bool:
+        layout = self._shapes.target_layout
+        return layout is not None and layout.mesh.is_multi_process
 
     def place(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
         """Puts a host array where the programs expect it: said in words, never implicitly."""

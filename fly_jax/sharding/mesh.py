@@ -82,9 +82,9 @@ def prepare_devices(spec: MeshSpec) -> None:
     share, rest = divmod(spec.num_devices, num_processes())
     if rest:
         raise FlyJaxError(
-            f"The mesh {spec} has {spec.num_devices} devices and there are {num_processes()} "
-            "processes; each needs the same number: ask for another mesh with --mesh, or start "
-            "another number of processes."
+            f"The mesh {spec} does not divide over {num_processes()} processes, of which each "
+            "needs the same number of devices; ask for another mesh, or start another number of "
+            "processes."
         )
     with contextlib.suppress(RuntimeError):  # a backend is up
         jax.config.update("jax_num_cpu_devices", min(share, MOST_SIMULATED))

@@ -8,6 +8,7 @@ process 0: it works before a backend is up and needs no program to be compiled. 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -84,28 +85,27 @@ def find_place(
     }
     if num_processes == 1:
         return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of optional packages for clusters that are not meant
-            nothing_given = all(value is None for value in given.values())
-            if nothing_given and _cluster_size() <= 1:
-                return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages for clusters that are not meant
+        if all(value is None for value in given.values()) and _cluster_size() <= 1:
+            return None
+        try:
             found = ClusterEnv.auto_detect_unset_distributed_params(
                 coordinator_address, num_processes, process_id, None, None, timeout
             )
-    except Exception as error:  # each kind of cluster has errors of its own
-        raise FlyJaxError(
-            f"The cluster that this process runs on does not say which processes there are "
-            f"({' '.join(str(error).split())}); give --coordinator_address, --num_processes and "
-            "--process_id, or --num_processes=1 for this process alone."
-        ) from error
-    missing = [name for name, value in zip(given, found, strict=False) if value is None]
-    if missing:
+        except Exception as error:  # each kind of cluster has errors of its own
+            raise FlyJaxError(
+                "The cluster that this process runs on does not say which processes there are "
+                f"({' '.join(str(error).split())}); give --coordinator_address, --num_processes "
+                "and --process_id, or --num_processes=1 for this process alone."
+            ) from error
+    address, count, index, devices = found
+    if address is None or count is None or index is None:
+        missing = [name for name, value in zip(given, found, strict=False) if value is None]
         raise FlyJaxError(
             f"{' and '.join(missing)} must be given too, since no cluster says so; several "
             "processes need --coordinator_address, --num_processes and --process_id."
         )
-    address, count, index, devices = found
     if not 0 <= index < count:
         raise FlyJaxError(
             f"--process_id is {index} and --num_processes {count}; processes are numbered from 0 "
@@ -121,10 +121,16 @@ def find_place(
 
 
 def _cluster_size() -> int:
-    """Processes that the cluster says it runs; asked first, since the rest may wait for a name."""
+    """Processes that the cluster says it runs; asked first, since the rest may wait for a name.
+
+    Hosted notebooks with a TPU look like a cluster that answers nothing: there a process is alone.
+    """
     for cluster in ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
-            return cluster.get_process_count()
+            try:
+                return cluster.get_process_count()
+            except Exception:  # whatever a missing metadata server, or its client, raises
+                return 1
     return 1
 
 
@@ -141,7 +147,8 @@ def join(place: Place, *, timeout: int) -> tuple[str, ...]:
       The host name of every process.
     """
     # It would take SIGTERM for a wish to save a checkpoint first, and go on for a minute.
-    jax.config.update("jax_enable_preemption_service", False)
+    with contextlib.suppress(AttributeError):  # a JAX without that service
+        jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=place.coordinator_address,
         num_processes=place.num_processes,
@@ -169,7 +176,7 @@ def gather(value: Json) -> list[Json]:
     """What each process gives, in their order. Every process must call it, in the same turn."""
     if num_processes() == 1:
         return [value]
-    client, key = distributed.global_state.client, _next_key()
+    client, key = _client(), _next_key()
     client.key_value_set(f"{key}/{process_id():06}", json.dumps(value))
     client.wait_at_barrier(key, _DAY_MS)
     return [json.loads(text) for _, text in sorted(client.key_value_dir_get(key))]
@@ -179,7 +186,7 @@ def share(value: Json) -> Json:
     """What process 0 gives. Every process must call it, in the same turn."""
     if num_processes() == 1:
         return value
-    client, key = distributed.global_state.client, _next_key()
+    client, key = _client(), _next_key()
     if process_id() == 0:
         client.key_value_set(key, json.dumps(value))
         return value
@@ -242,6 +249,11 @@ def decide(flag: bool) -> bool:
     return bool(share(flag))
 
 
+def _client() -> Any:
+    """Of the coordination service; JAX has no public name for it."""
+    return distributed.global_state.client
+
+
 def _next_key() -> str:
     """A key for this turn; those of long ago are deleted.
 
@@ -250,5 +262,5 @@ def _next_key() -> str:
     turn = next(_turns)
     block, place = divmod(turn, _BLOCK)
     if place == 0 and block > 1 and process_id() == 0:
-        distributed.global_state.client.key_value_delete(f"fly_jax/{block - 2}")
+        _client().key_value_delete(f"fly_jax/{block - 2}")
     return f"fly_jax/{block}/{turn}"

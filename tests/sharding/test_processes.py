@@ -100,6 +100,9 @@ def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax._src.clusters.cluster, "running_in_cloud_tpu_vm", True)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(hosts))
     monkeypatch.setenv("TPU_WORKER_ID", "7")
+    # One slice; what is not in the environment would be asked of a metadata server.
+    for name, value in {"NUM_SLICES": "1", "SLICE_ID": "0", "COORDINATOR_ADDRESS": ""}.items():
+        monkeypatch.setenv(f"MEGASCALE_{name}", value)
     place = find_place()
     assert place is not None
     assert place.coordinator_address.startswith("localhost:")
@@ -109,6 +112,8 @@ def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence where nothing is typed means alone; what is typed needs the rest of the answer."""
     in_slurm(monkeypatch, SLURM_NTASKS="many")
+    assert find_place() is None
     with pytest.raises(FlyJaxError, match="--num_processes=1 for this process alone"):
-        find_place()
+        find_place("host-a:8476")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 import traceback
 from collections.abc import Iterator
@@ -61,7 +62,10 @@ def joined(values: FlagValues) -> Iterator[None]:
     from fly_jax.launch import last_words
 
     words = last_words.speak_for(place, values.coordinator_timeout)
+    # JAX waits in C++, where Python would not hear Ctrl-C.
+    heard = signal.signal(signal.SIGINT, signal.SIG_DFL)
     words.met(join(place, timeout=values.coordinator_timeout))
+    signal.signal(signal.SIGINT, heard)
     settings = values.flag_values_dict()
     check_same({name: value for name, value in settings.items() if name not in _OWN})
     try:

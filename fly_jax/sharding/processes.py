@@ -30,7 +30,6 @@ Json = Any
 HEARTBEAT_SECONDS = 30
 # How long a process that is done, or has failed, waits for the others to be so too.
 _SHUTDOWN_SECONDS = 10
-_DAY_MS = 24 * 60 * 60 * 1000
 _SLICE_MS = 1000
 _BLOCK = 1024
 
@@ -176,23 +175,27 @@ def gather(value: Json) -> list[Json]:
     """What each process gives, in their order. Every process must call it, in the same turn."""
     if num_processes() == 1:
         return [value]
-    client, key = _client(), _next_key()
-    client.key_value_set(f"{key}/{process_id():06}", json.dumps(value))
-    client.wait_at_barrier(key, _DAY_MS)
-    return [json.loads(text) for _, text in sorted(client.key_value_dir_get(key))]
+    key = _next_key()
+    _client().key_value_set(f"{key}/{process_id()}", json.dumps(value))
+    return [_await(f"{key}/{index}") for index in range(num_processes())]
 
 
 def share(value: Json) -> Json:
     """What process 0 gives. Every process must call it, in the same turn."""
     if num_processes() == 1:
         return value
-    client, key = _client(), _next_key()
+    key = _next_key()
     if process_id() == 0:
-        client.key_value_set(key, json.dumps(value))
+        _client().key_value_set(key, json.dumps(value))
         return value
+    return _await(key)
+
+
+def _await(key: str) -> Json:
+    """What a process sets, however long that takes; if it is lost, JAX stops this one as well."""
     while True:
         try:  # in slices, between which Ctrl-C is heard
-            return json.loads(client.blocking_key_value_get(key, _SLICE_MS))
+            return json.loads(_client().blocking_key_value_get(key, _SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise

@@ -29,7 +29,10 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 # How the coordination service names the tasks that it misses, and the one that left before others.
 _LOST = re.compile(r"stopped sending heartbeats\):\s*((?:\d+[,\s]*)+)")
 _LEFT = re.compile(r"first task at the barrier: (\d+)")
-_COORDINATOR_LOST = "Failed to send RPC to coordination service"
+# How a process says that the service itself, in process 0, has closed or is silent.
+_SERVICE_LOST = re.compile(
+    r"Failed to send RPC to coordination service|DEADLINE_EXCEEDED.*\s+RPC: \S+/Heartbeat"
+)
 
 
 class LastWords:
@@ -105,22 +108,27 @@ class LastWords:
             text = self._native.read_text(errors="replace")
         except OSError:
             text = ""
-        found = _LOST.search(text) or _LEFT.search(text)
-        lost = {int(index) for index in re.findall(r"\d+", found[1])} if found else set()
-        if not lost and _COORDINATOR_LOST in text and self._place.process_id != 0:
-            lost = {0}
+        lost = lost_processes(text)
         others = sorted(lost - {self._place.process_id})
         who = " and ".join(f"process {index} ({self._hosts[index]})" for index in others)
-        reason = (
-            "it was out of touch with the others for too long"
-            if lost and not others
-            else f"{who or 'another process'} is gone and nothing goes on without it"
-        )
+        gone = f"{who or 'another process'} {'are' if len(others) > 1 else 'is'} gone"
+        reason = "it was out of touch with the others" if lost and not others else gone
         return (
-            f"Process {self._place.process_id} of {len(self._hosts)} stops, since {reason}; see "
-            "what the other processes said last and start all of them again "
-            f"({self._native} has what JAX says)."
+            f"Process {self._place.process_id} of {len(self._hosts)} stops, since {reason} and "
+            "they go on together or not at all; see what the others said last and start all of "
+            f"them again ({self._native} has what JAX says)."
         ), _EXIT_LOST
+
+
+def lost_processes(native: str) -> set[int]:
+    """The processes that are gone, from what JAX's runtime wrote; empty where it does not say.
+
+    Args:
+      native: its messages in a process that it then aborted.
+    """
+    if found := _LOST.search(native) or _LEFT.search(native):
+        return {int(index) for index in re.findall(r"\d+", found[1])}
+    return {0} if _SERVICE_LOST.search(native) else set()
 
 
 _words: LastWords | None = None

@@ -51,6 +51,7 @@ setup(
             "hypothesis>=6.100",
             "mypy==2.*",
             "pip>=23.1",
+            "pyyaml>=6",
             "pytest>=8.2",
             "ruff==0.17.*",  # its formatting changes from minor to minor version
             "scipy>=1.14",

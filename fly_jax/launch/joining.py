@@ -67,11 +67,11 @@ def joined(values: FlagValues) -> Iterator[None]:
     words.met(join(place, timeout=values.coordinator_timeout))
     signal.signal(signal.SIGINT, heard)
     settings = values.flag_values_dict()
-    check_same({name: value for name, value in settings.items() if name not in _OWN})
     try:
+        check_same({name: value for name, value in settings.items() if name not in _OWN})
         yield
         share("done")  # process 0 may still be writing
-    except (FlyJaxError, OSError):
+    except (FlyJaxError, BrokenPipeError):
         raise
     except Exception as error:
         if _is_of_another(error):

@@ -54,6 +54,7 @@ setup(
             'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',
             "mypy==2.*",
             "pip>=23.1",
+            "pyyaml>=6",
             "pytest>=8.2",
             "ruff==0.17.*",  # its formatting changes from minor to minor version
             "scipy>=1.14",

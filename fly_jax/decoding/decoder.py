@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Lowered, Wrapped
-from jaxtyping import Array, Float32, Int
+from jax.stages import Lowered
 
-from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.memory import CorrectionMemory
-from fly_jax.decoding.round import RoundSpec, decode_rounds
-from fly_jax.decoding.rules import RuleState, Why
+from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.processes import decide, share
 
 _SMALLEST_BUCKET = 16
 _CAPACITY_STEP = 64
@@ -155,12 +152,12 @@ class Decoder:
         self.capacity = capacity
         self.batch_size = batch_size
         speculates = spec.num_speculative_tokens > 0
-        self._models = _Models(target, draft if speculates else None, cache_dtype)
+        self._programs = Programs(target, draft if speculates else None, cache_dtype)
         vocab = target.config.vocab_size
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
         protected[[token for token in ids if token < vocab]] = True
-        self._inputs = RuleInputs(self._models.place(protected, (None,)))
+        self._inputs = RuleInputs(self._programs.place(protected, (None,)))
         self._known: tuple[CorrectionMemory, int] | None = None
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
 
@@ -184,9 +181,9 @@ class Decoder:
         jax.block_until_ready(state.target.keys)
         start = time.perf_counter()
         pending: RoundOutput | None = None
-        while live:
+        while self._goes_on(bool(live)):
             self._refresh()
-            state, output = self._models.run(self.spec, state, self._inputs)
+            state, output = self._programs.run(self.spec, state, self._inputs)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
             if pending is not None:
@@ -227,7 +224,7 @@ class Decoder:
             return
         known = (self.memory, self.memory.version)
         if known != self._known:
-            keys = self._models.place(self.memory.keys(), (None, None))
+            keys = self._programs.place(self.memory.keys(), (None, None))
             self._inputs = dataclasses.replace(self._inputs, memory=keys)
             self._known = known
 
@@ -242,11 +239,13 @@ class Decoder:
                 state = self._admit(prompts, max(room, 1), 0, only_this)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()
-                _, output = self._models.run(self.spec, state, self._inputs)
+                _, output = self._programs.run(self.spec, state, self._inputs)
                 rounds = np.sum(np.any(jax.device_get(output.count), axis=1))
                 taken = (time.perf_counter() - start) / max(rounds, 1)
                 if repeat:
                     seconds[depth] = min(seconds[depth], taken) if repeat > 1 else taken
+        if self._programs.spans_processes:  # which must all choose the same
+            seconds = np.asarray(share(seconds.tolist()), np.float32)
         return seconds
 
     def lower_prefill(self, prompt_length: int) -> Lowered:
@@ -263,7 +262,7 @@ class Decoder:
 
     def lower_rounds(self, state: DecodeState) -> Lowered:
         """The program of a dispatch, given the abstract state that prefilling leaves."""
-        return cast(Lowered, self._models.run(self.spec, state, self._inputs))
+        return cast(Lowered, self._programs.run(self.spec, state, self._inputs))
 
     def _admit(
         self,
@@ -281,12 +280,12 @@ class Decoder:
             raise FlyJaxError(
                 f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
             )
-        context = self._models.config.max_context
+        context = self._programs.config.max_context
         lengths = np.ones(self.batch_size, np.int32)
         limits = np.ones(self.batch_size, np.int32)
         text = np.zeros((self.batch_size, self.capacity), np.int32)
         for row, prompt in enumerate(prompts):
-            check_prompt(prompt, self._models.config, name=f"Prompt {row + 1}")
+            check_prompt(prompt, self._programs.config, name=f"Prompt {row + 1}")
             lengths[row] = len(prompt)
             limits[row] = min(len(prompt) + max_new_tokens, context)
             text[row, : len(prompt)] = prompt
@@ -300,8 +299,11 @@ class Decoder:
         budget = None
         if self.spec.rule.budget is not None:
             budget = np.full(self.batch_size, self.spec.rule.budget, np.float32)
-        key = jax.random.key(seed)
-        return self._models.admit(text, lengths, limits, bucket, key, budget, seconds)
+        return self._programs.admit(text, lengths, limits, bucket, seed, budget, seconds)
+
+    def _goes_on(self, is_live: bool) -> bool:
+        """Whether there is another dispatch; process 0's word where the mesh is of several."""
+        return decide(is_live) if self._programs.spans_processes else is_live
 
     def _read(
         self, output: RoundOutput, accounts: list[Generation], live: set[int]
@@ -356,134 +358,3 @@ def check_prompt(prompt: Sequence[int], config: LlamaConfig, *, name: str = "The
 def _bucket(length: int) -> int:
     """The power of two that a prompt of this length is padded to."""
     return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
-
-
-# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
-_MOST_UNSTACKED_LAYERS = 16
-
-
-def _for_backend(model: Llama) -> Llama:
-    is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
-    on_cpu = jax.default_backend() == "cpu" and model.layout is None
-    return model.unstacked() if on_cpu and is_small else model
-
-
-class _Models:
-    """The pair as the jitted programs take it: plain arrays and static shapes."""
-
-    def __init__(self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None) -> None:
-        target, draft = _for_backend(target), draft and _for_backend(draft)
-        self._parameters = (target.parameters(), draft.parameters() if draft else None)
-        self._is_abstract = isinstance(self._parameters[0]["embedding"], jax.ShapeDtypeStruct)
-        self._shapes = _Shapes(
-            target.config,
-            draft.config if draft else None,
-            target.layout,
-            draft.layout if draft else None,
-            jnp.dtype(cache_dtype or target.dtype),
-        )
-
-    @property
-    def config(self) -> LlamaConfig:
-        return self._shapes.target
-
-    def place(self, value: np.ndarray | Array, axes: tuple[str | None, ...]) -> Array:
-        """Puts a host array where the programs expect it: said in words, never implicitly."""
-        layout = self._shapes.target_layout
-        sharding = layout.sharding(axes, value.shape) if layout else None
-        if self._is_abstract:
-            return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
-        return jax.device_put(value, sharding)
-
-    def admit(
-        self,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        bucket: int,
-        key: Array,
-        budget: np.ndarray | None,
-        seconds: np.ndarray | None,
-    ) -> DecodeState:
-        return self._call(
-            _admit,
-            self._shapes,
-            bucket,
-            self._parameters,
-            self.place(text, (None, None)),
-            self.place(lengths, (None,)),
-            self.place(limits, (None,)),
-            self.place(key, ()),
-            None if budget is None else self.place(budget, (None,)),
-            None if seconds is None else self.place(seconds, (None,)),
-        )
-
-    def run(
-        self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
-    ) -> tuple[DecodeState, RoundOutput]:
-        return self._call(_run, spec, self._shapes, self._parameters, state, inputs)
-
-    def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a program; one of abstract models is lowered instead."""
-        run = cast(Wrapped, program).lower if self._is_abstract else program
-        return run(*arguments)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shapes:
-    """What the programs know of the pair when they are compiled."""
-
-    target: LlamaConfig
-    draft: LlamaConfig | None
-    target_layout: Layout | None
-    draft_layout: Layout | None
-    cache_dtype: jnp.dtype
-
-    def models(
-        self, parameters: tuple[dict[str, Array], dict[str, Array] | None]
-    ) -> tuple[Llama, Llama | None]:
-        draft = None
-        if self.draft is not None and parameters[1] is not None:
-            draft = Llama(self.draft, parameters[1], self.draft_layout)
-        return Llama(self.target, parameters[0], self.target_layout), draft
-
-
-@functools.partial(jax.jit, static_argnames=("shapes", "bucket"))
-def _admit(
-    shapes: _Shapes,
-    bucket: int,
-    parameters: tuple[dict[str, Array], dict[str, Array] | None],
-    text: Int[Array, "rows capacity"],
-    lengths: Int[Array, " rows"],
-    limits: Int[Array, " rows"],
-    key: Array,
-    budget: Float32[Array, " rows"] | None,
-    seconds: Float32[Array, " depths"] | None,
-) -> DecodeState:
-    """Runs the prompts through both models; no logits are needed before the first round."""
-    rows, capacity = text.shape
-
-    def prefill(model: Llama | None) -> KVCache | None:
-        if model is None:
-            return None
-        cache = empty_cache(model.config, rows, capacity, shapes.cache_dtype)
-        return model.hidden(text[:, :bucket], cache)[1]
-
-    target, draft = (prefill(model) for model in shapes.models(parameters))
-    assert target is not None
-    rule = RuleState(budget)
-    pace = None if seconds is None else initial_pace(rows, seconds)
-    finished = lengths >= limits
-    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace)
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
-def _run(
-    spec: RoundSpec,
-    shapes: _Shapes,
-    parameters: tuple[dict[str, Array], dict[str, Array] | None],
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    target, draft = shapes.models(parameters)
-    return decode_rounds(spec, target, draft, state, inputs)

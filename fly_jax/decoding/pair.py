@@ -19,12 +19,14 @@ from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama
+from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.loading import check_pair, embedded_pair, resolve
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
+from fly_jax.sharding.processes import together
 from fly_jax.sharding.rules import Layout
 
 DEFAULT_SPECULATIVE_TOKENS = 15
@@ -152,13 +154,8 @@ def load_pair(
         not fit the devices. All but broken values are found before any weight is read.
     """
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    target_folder, draft_folder = _folders(target, draft)
     dtype = dtype or ("float32" if target is None else "bfloat16")
-    target_config = check_checkpoint(target_folder)
-    tokenizer = load_tokenizer(target_folder)
-    if draft_folder is not None:
-        check_pair(target_config, check_checkpoint(draft_folder))
-        check_same_vocabulary(tokenizer, load_tokenizer(draft_folder))
+    target_folder, draft_folder, target_config, tokenizer = together(lambda: _check(target, draft))
     if spec.num_devices > 1:
         prepare_devices(spec)  # has no effect once something else has started JAX's backend
     devices = create_mesh(spec)
@@ -181,6 +178,19 @@ def load_pair(
         tokenizer=tokenizer,
         replicated=replicated,
     )
+
+
+def _check(
+    target: str | Path | None, draft: str | Path | None
+) -> tuple[Path, Path | None, LlamaConfig, Tokenizer]:
+    """Where the models are, after all checks that read no weight."""
+    target_folder, draft_folder = _folders(target, draft)
+    config = check_checkpoint(target_folder)
+    tokenizer = load_tokenizer(target_folder)
+    if draft_folder is not None:
+        check_pair(config, check_checkpoint(draft_folder))
+        check_same_vocabulary(tokenizer, load_tokenizer(draft_folder))
+    return target_folder, draft_folder, config, tokenizer
 
 
 def _default_rounds() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch import last_words
 
 # Each is a module of this package with `main(arguments)`, imported only when it is asked for.
 COMMANDS = {
@@ -29,6 +30,7 @@ Commands:
 Each has its own --help.
 """
 
+_EXIT_FAILED = 1
 _EXIT_WRONG_INPUT = 2
 _EXIT_INTERRUPTED = 128 + 2  # SIGINT
 _EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
@@ -45,8 +47,18 @@ def main(arguments: Sequence[str]) -> int:
     """
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    status = _EXIT_FAILED
     try:
-        _run_command(list(arguments))
+        status = _status(list(arguments))
+    finally:
+        last_words.leave(status)
+    return status
+
+
+def _status(arguments: list[str]) -> int:
+    """Runs a command and says what went wrong for the user."""
+    try:
+        _run_command(arguments)
         sys.stdout.flush()
     except FlyJaxError as error:
         print(error, file=sys.stderr)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from fly_jax.decoding.config import DecodeConfig, load_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
+from fly_jax.launch.joining import add_process_flags, joined
 from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags, read_prompts
 
-if TYPE_CHECKING:  # JAX is imported only when the flags, the config and the prompts are good
+if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
     from fly_jax.decoding.decoder import Decoder, Generation
@@ -53,9 +54,24 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    config = dataclasses.replace(_base_config(values), **decoding_overrides(values))
-    prompts = _prompts(values)
+    with joined(values):
+        _run(values)
+
+
+def _run(values: FlagValues) -> None:
+    """What each process does. Only the first one reads prompts and is heard."""
+    from fly_jax.sharding.processes import together
+
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
+    config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
+    pair, memory, prompts, ids = _load(values, config, prompts)
+    _generate(values, config, pair, memory, prompts, ids)
+    if compares:
+        _compare(values, config, pair, memory, prompts, ids)
+
+
+def _config(values: FlagValues, compares: bool) -> DecodeConfig:
+    config = dataclasses.replace(_base_config(values), **decoding_overrides(values))
     if not _has_draft(values) and (config.num_drafted or compares):
         wanted = "--compare" if compares else f"the rule {config.rule}"
         raise FlyJaxError(
@@ -64,10 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     for one in config.side_by_side() if compares else (config,):
         one.to_rule(), one.to_lookup()
-    pair, memory, prompts, ids = _load(values, config, prompts)
-    _generate(values, config, pair, memory, prompts, ids)
-    if compares:
-        _compare(values, config, pair, memory, prompts, ids)
+    return config
 
 
 def _base_config(values: FlagValues) -> DecodeConfig:
@@ -103,6 +116,7 @@ def _flags() -> Flags:
     flags.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
     flags.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
     add_decoding_flags(flags)
+    add_process_flags(flags)
     group = "Output"
     flags.boolean(
         group, "compare",
@@ -122,8 +136,11 @@ def _has_draft(values: FlagValues) -> bool:
 
 
 def _say(line: str) -> None:
-    """Writes to standard error, where whatever is not a result goes."""
-    print(line, file=sys.stderr, flush=True)
+    """Writes to standard error, where whatever is not a result goes, once for all processes."""
+    from fly_jax.sharding.processes import process_id
+
+    if process_id() == 0:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _refuse(values: FlagValues, error: FlyJaxError) -> None:
@@ -134,6 +151,11 @@ def _refuse(values: FlagValues, error: FlyJaxError) -> None:
 
 
 def _prompts(values: FlagValues) -> list[Prompt]:
+    """The prompts, in process 0; the others are told which tokens there are to go on from."""
+    from fly_jax.sharding.processes import process_id
+
+    if process_id() != 0:
+        return []
     if not _has_prompts(values):
         return built_in_prompts()
     prompts = prompts_from_flags(values.prompt)
@@ -147,6 +169,7 @@ def _load(
 ) -> tuple[Pair, CorrectionMemory | None, list[Prompt], list[list[int]]]:
     """The pair, the rule's memory, and the prompts that fit the context with their tokens."""
     from fly_jax.sharding.mesh import create_mesh, describe, parse_mesh, prepare_devices
+    from fly_jax.sharding.processes import process_id, share, together
 
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh)  # before anything below can start a JAX backend
@@ -157,12 +180,21 @@ def _load(
     from fly_jax.models.loading import embedded_pair, resolve
     from fly_jax.models.tokenizer import load_tokenizer
 
-    folder = embedded_pair()[0] if values.target is None else resolve(values.target)
-    model = check_checkpoint(folder)
-    _check_sizes(config, model.max_context)
-    tokenizer = load_tokenizer(folder)
-    memory = _memory(config, tokenizer)
-    fitting, ids = _encode(values, prompts, tokenizer, model)
+    def inspect() -> tuple[
+        Path, CorrectionMemory | None, LlamaConfig, list[Prompt], list[list[int]]
+    ]:
+        folder = embedded_pair()[0] if values.target is None else resolve(values.target)
+        model = check_checkpoint(folder)
+        _check_sizes(config, model.max_context)
+        tokenizer = load_tokenizer(folder)
+        memory = _memory(config, tokenizer)
+        encoded = _encode(values, prompts, tokenizer, model) if process_id() == 0 else ([], [])
+        return folder, memory, model, *encoded
+
+    folder, memory, model, fitting, ids = together(inspect)
+    shared = share([[(prompt.text, prompt.source) for prompt in fitting], ids])
+    if process_id() != 0:
+        fitting, ids = [Prompt(*prompt) for prompt in shared[0]], shared[1]
     if mesh.num_devices > 1:
         _say(describe(create_mesh(mesh)))
     workload = Workload(

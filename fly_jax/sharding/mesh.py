@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.processes import num_processes
 
 AXES = ("data", "x", "y")
 _DEFAULT_NAMES = {1: ("x",), 2: ("x", "y"), 3: ("data", "x", "y")}
@@ -72,24 +73,34 @@ MOST_SIMULATED = 1024
 def prepare_devices(spec: MeshSpec) -> None:
     """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
 
-    Call it before anything touches a JAX backend. After that it changes nothing, and `create_mesh`
-    says whether the devices suffice.
+    Of several processes each simulates its share. Call it before anything touches a JAX backend.
+    After that it changes nothing, and `create_mesh` says whether the devices suffice.
+
+    Raises:
+      FlyJaxError: the mesh does not divide over the processes.
     """
+    share, rest = divmod(spec.num_devices, num_processes())
+    if rest:
+        raise FlyJaxError(
+            f"The mesh {spec} does not divide over {num_processes()} processes, of which each "
+            "needs the same number of devices; ask for another mesh, or start another number of "
+            "processes."
+        )
     with contextlib.suppress(RuntimeError):  # a backend is up
-        jax.config.update("jax_num_cpu_devices", min(spec.num_devices, MOST_SIMULATED))
+        jax.config.update("jax_num_cpu_devices", min(share, MOST_SIMULATED))
 
 
 def create_mesh(spec: MeshSpec) -> Mesh:
-    """The mesh over this machine's devices, with automatic sharding on every axis.
+    """The mesh over the devices of this machine, or of all processes', with automatic sharding.
 
     A mesh of one device takes the first one of any machine; simulated devices may be more than the
-    mesh has.
+    mesh has. Several processes need a mesh over all their devices.
 
     Raises:
       FlyJaxError: the accelerators are more or fewer than the mesh has devices, or the CPU backend
         was up before `prepare_devices` could have it simulate enough.
     """
-    devices, needed = jax.devices(), spec.num_devices
+    devices, needed, processes = jax.devices(), spec.num_devices, num_processes()
     kind = devices[0].platform
     if kind == "cpu" and needed > MOST_SIMULATED:
         raise FlyJaxError(
@@ -101,6 +112,12 @@ def create_mesh(spec: MeshSpec) -> Mesh:
             f"The mesh {spec} needs {needed} devices and JAX has started with {len(devices)} "
             f"simulated on the CPU; call prepare_devices before anything else uses JAX, or ask for "
             f"a mesh of {len(devices)}."
+        )
+    if processes > 1 and needed != len(devices):
+        raise FlyJaxError(
+            f"The mesh {spec} needs {needed} devices and the {processes} processes have "
+            f"{len(devices)} ({devices[0].device_kind}); ask for a mesh whose sizes multiply to "
+            f"{len(devices)}."
         )
     if kind != "cpu" and needed not in (1, len(devices)):
         raise FlyJaxError(
@@ -120,8 +137,9 @@ def describe(mesh: Mesh) -> str:
     """One line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
     spec = MeshSpec(tuple(mesh.shape.items()))
     device = mesh.devices.flat[0]
+    over = f" over {num_processes()} processes" if num_processes() > 1 else ""
     noun = "device" if spec.num_devices == 1 else "devices"
     if device.platform == "cpu":
         simulated = "" if spec.num_devices == 1 else "simulated "
-        return f"{spec.num_devices} {simulated}{noun} (CPU) as mesh {spec}"
-    return f"{spec.num_devices} {noun} ({device.device_kind}) as mesh {spec}"
+        return f"{spec.num_devices} {simulated}{noun} (CPU) as mesh {spec}{over}"
+    return f"{spec.num_devices} {noun} ({device.device_kind}) as mesh {spec}{over}"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -112,6 +113,13 @@ class Layout:
     def axes_of(self, axis: str, size: int) -> MeshAxes:
         """The mesh axes over which one dimension is split, on its own."""
         return next(self._assign((axis,), (size,)))[0]
+
+    def place(self, value: np.ndarray, axes: Sequence[str | None]) -> Array:
+        """A host array on the mesh; every process has all of it and fills its own devices."""
+        sharding = self.sharding(axes, value.shape)
+        if sharding.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     def constrain(self, x: Array, axes: Sequence[str | None]) -> Array:
         """Tells the compiler, within `jit`, how an intermediate array lies."""

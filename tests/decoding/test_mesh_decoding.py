@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
 
-from fly_jax.decoding import decoder as host_loop
+from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
@@ -138,9 +138,9 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
     decoder = decoder_on("2x4", "fly")
     state = decoder._admit(BATCHES[0], MAX_NEW_TOKENS, 0)
-    models = decoder._models
+    models = decoder._programs
     hlo = (
-        host_loop._run.lower(
+        programs._run.lower(
             decoder.spec, models._shapes, models._parameters, state, decoder._inputs
         )
         .compile()

@@ -12,6 +12,7 @@ import pytest
 from random_pairs import CAPACITY, EOS, random_draft, random_target
 
 from fly_jax.decoding import decoder as host_loop
+from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
@@ -112,7 +113,7 @@ def _row(item: tuple[host_loop.Settled, host_loop.Generation]) -> tuple[int, lis
 def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches are large: a round that copied them would need twice their memory."""
     states = []
-    run = host_loop._run
+    run = programs._run
 
     def spy(*arguments: object) -> object:
         states.append(arguments[3])
@@ -132,7 +133,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing() -> None:
     """The host is one dispatch behind; what it dispatched too much must not cost a round."""
     decoder = decoder_for(SPECS["exact"])
     prompts, max_new_tokens, seed = BATCHES[0]
-    models = decoder._models
+    models = decoder._programs
     state = decoder._admit(prompts, max_new_tokens, seed)
     count = 1
     while count:

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding import mesh as mesh_module
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 
 READABLE = {
@@ -102,6 +103,23 @@ def test_accelerators_that_fit(monkeypatch: pytest.MonkeyPatch, text: str, used:
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **options: seen.update(options))
     create_mesh(parse_mesh(text))
     assert seen["devices"] == devices[:used]
+
+
+def test_several_processes_need_a_mesh_of_all_their_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mesh_module, "num_processes", lambda: 2)
+    _machine(monkeypatch, 8)
+    for text in ("1x1", "2x2", "4x4"):
+        with pytest.raises(FlyJaxError, match=f"mesh {text} needs .* and the 2 processes have 8 "):
+            create_mesh(parse_mesh(text))
+    for text in ("1x1", "3x3"):
+        with pytest.raises(FlyJaxError, match=f"mesh {text} does not divide over 2 processes"):
+            prepare_devices(parse_mesh(text))
+    seen: dict[str, object] = {}
+    monkeypatch.setattr(jax, "make_mesh", lambda *_, **options: seen.update(options))
+    create_mesh(parse_mesh("2x4"))
+    assert len(seen["devices"]) == 8
 
 
 def test_a_cpu_only_machine_simulates_the_mesh() -> None:

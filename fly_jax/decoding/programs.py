@@ -1,0 +1,167 @@
+"""The two compiled programs of decoding, prefill and rounds, and the models as they take them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Wrapped
+from jaxtyping import Array, Float32, Int, UInt32
+
+from fly_jax.decoding.depth import initial_pace
+from fly_jax.decoding.round import RoundSpec, decode_rounds
+from fly_jax.decoding.rules import RuleState
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
+from fly_jax.sharding.rules import Layout
+
+# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
+_MOST_UNSTACKED_LAYERS = 16
+
+
+def _for_backend(model: Llama) -> Llama:
+    is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
+    on_cpu = jax.default_backend() == "cpu" and model.layout is None
+    return model.unstacked() if on_cpu and is_small else model
+
+
+class Programs:
+    """The pair as the jitted programs take it: plain arrays and static shapes."""
+
+    def __init__(self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None) -> None:
+        target, draft = _for_backend(target), draft and _for_backend(draft)
+        self._parameters = (target.parameters(), draft.parameters() if draft else None)
+        self._is_abstract = isinstance(self._parameters[0]["embedding"], jax.ShapeDtypeStruct)
+        self._shapes = _Shapes(
+            target.config,
+            draft.config if draft else None,
+            target.layout,
+            draft.layout if draft else None,
+            jnp.dtype(cache_dtype or target.dtype),
+        )
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The target's."""
+        return self._shapes.target
+
+    @property
+    def spans_processes(self) -> bool:
+        """The mesh has devices of several processes."""
+        layout = self._shapes.target_layout
+        return layout is not None and layout.mesh.is_multi_process
+
+    def place(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
+        """Puts a host array where the programs expect it: said in words, never implicitly."""
+        layout = self._shapes.target_layout
+        if self._is_abstract:
+            sharding = layout.sharding(axes, value.shape) if layout else None
+            return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        return layout.place(value, axes) if layout else jax.device_put(value)
+
+    def admit(
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        bucket: int,
+        seed: int,
+        budget: np.ndarray | None,
+        seconds: np.ndarray | None,
+    ) -> DecodeState:
+        """Runs prompts, padded to `bucket` tokens, through both models; see `Decoder.stream`."""
+        return self._call(
+            _admit,
+            self._shapes,
+            bucket,
+            self._parameters,
+            self.place(text, (None, None)),
+            self.place(lengths, (None,)),
+            self.place(limits, (None,)),
+            self.place(np.asarray(seed % 2**32, np.uint32), ()),
+            None if budget is None else self.place(budget, (None,)),
+            None if seconds is None else self.place(seconds, (None,)),
+        )
+
+    def run(
+        self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
+    ) -> tuple[DecodeState, RoundOutput]:
+        """One dispatch; the state is donated."""
+        return self._call(_run, spec, self._shapes, self._parameters, state, inputs)
+
+    def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a program; one of abstract models is lowered instead."""
+        run = cast(Wrapped, program).lower if self._is_abstract else program
+        return run(*arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """What the programs know of the pair when they are compiled."""
+
+    target: LlamaConfig
+    draft: LlamaConfig | None
+    target_layout: Layout | None
+    draft_layout: Layout | None
+    cache_dtype: jnp.dtype
+
+    def models(
+        self, parameters: tuple[dict[str, Array], dict[str, Array] | None]
+    ) -> tuple[Llama, Llama | None]:
+        draft = None
+        if self.draft is not None and parameters[1] is not None:
+            draft = Llama(self.draft, parameters[1], self.draft_layout)
+        return Llama(self.target, parameters[0], self.target_layout), draft
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "bucket"))
+def _admit(
+    shapes: _Shapes,
+    bucket: int,
+    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    text: Int[Array, "rows capacity"],
+    lengths: Int[Array, " rows"],
+    limits: Int[Array, " rows"],
+    seed: UInt32[Array, ""],
+    budget: Float32[Array, " rows"] | None,
+    seconds: Float32[Array, " depths"] | None,
+) -> DecodeState:
+    """Runs the prompts through both models; no logits are needed before the first round."""
+    rows, capacity = text.shape
+
+    def prefill(model: Llama | None) -> KVCache | None:
+        if model is None:
+            return None
+        cache = empty_cache(model.config, rows, capacity, shapes.cache_dtype)
+        return model.hidden(text[:, :bucket], cache)[1]
+
+    target, draft = (prefill(model) for model in shapes.models(parameters))
+    assert target is not None
+    key = jax.random.key(seed)
+    rule = RuleState(budget)
+    pace = None if seconds is None else initial_pace(rows, seconds)
+    finished = lengths >= limits
+    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
+def _run(
+    spec: RoundSpec,
+    shapes: _Shapes,
+    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    state: DecodeState,
+    inputs: RuleInputs,
+) -> tuple[DecodeState, RoundOutput]:
+    target, draft = shapes.models(parameters)
+    state, output = decode_rounds(spec, target, draft, state, inputs)
+    layout = shapes.target_layout
+    if layout is not None:  # whole on every device, so that every process can read it
+        output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
+    return state, output

@@ -1,0 +1,160 @@
+"""What a process of several says last: one sentence, where JAX's runtime would print a stack trace.
+
+When another process dies, this one may hang in a collective for ever. JAX's coordination service
+notices (missing heartbeats, or a closed connection to process 0) and ends the process from a thread
+of its own, by `abort()` after a page of C++. Python hears nothing of that, so the signal is caught
+where it is raised, and what the runtime wrote is kept in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:  # this module is there before JAX
+    from fly_jax.sharding.processes import Place
+
+_EXIT_LOST = 1
+_EXIT_WRONG_INPUT = 2
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+# How the coordination service names the tasks that it misses, and the one that left before others.
+_LOST = re.compile(r"stopped sending heartbeats\):\s*((?:\d+[,\s]*)+)")
+_LEFT = re.compile(r"first task at the barrier: (\d+)")
+# How a process says that the service itself, in process 0, has closed or is silent.
+_SERVICE_LOST = re.compile(
+    r"Failed to send RPC to coordination service|DEADLINE_EXCEEDED.*\s+RPC: \S+/Heartbeat"
+)
+
+
+class LastWords:
+    """Takes over the process's output and its way to end, once several processes are meant.
+
+    Standard output is process 0's alone. Libraries in C++ write to a file from now on: the
+    collectives announce themselves on standard output, where only results belong.
+    """
+
+    def __init__(self, place: Place, timeout: int) -> None:
+        """The words for the time until the processes have met; they know what to say from then.
+
+        Args:
+          place: of this process.
+          timeout: seconds in which they are to meet.
+        """
+        self._place = place
+        self._timeout = timeout
+        self._hosts: Sequence[str] = ()
+        self._leaving: int | None = None
+        file, name = tempfile.mkstemp(prefix=f"fly_jax-{place.process_id}-", suffix=".log")
+        self._native = Path(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._error = os.dup(2)
+        sys.stdout = _as(sys.stdout, os.dup(1) if place.process_id == 0 else _nowhere())
+        sys.stderr = _as(sys.stderr, os.dup(2))
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
+        os.close(file)
+        self._handler = _Handler(self._aborted)  # kept, or the address would dangle
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, _Handler]
+        libc.signal(signal.SIGABRT, self._handler)
+
+    def met(self, hosts: Sequence[str]) -> None:
+        """All processes are there, on these hosts."""
+        self._hosts = hosts
+
+    def leave(self, status: int) -> None:
+        """See `leave`."""
+        import jax
+
+        self._leaving = status
+        with contextlib.suppress(OSError, ValueError):  # a reader that has gone away
+            sys.stdout.flush()
+            sys.stderr.flush()
+        jax.distributed.shutdown()
+        self._native.unlink(missing_ok=True)
+        if status:  # the usual end would wait for programs that wait for lost processes
+            os._exit(status)
+
+    def _aborted(self, _: int) -> None:
+        """Runs in whichever thread called `abort()`."""
+        if self._leaving is not None:
+            self._native.unlink(missing_ok=True)
+            os._exit(self._leaving)
+        sentence, status = self._lost() if self._hosts else self._not_met()
+        os.write(self._error, f"{sentence}\n".encode(errors="replace"))
+        os._exit(status)
+
+    def _not_met(self) -> tuple[str, int]:
+        place = self._place
+        return (
+            f"The {place.num_processes} processes have not all met at {place.coordinator_address} "
+            f"within {self._timeout} seconds (this is process {place.process_id}); start the same "
+            "command on every host, process 0 on the one with this address, and keep its port "
+            f"open and unused ({self._native} has what JAX says)."
+        ), _EXIT_WRONG_INPUT
+
+    def _lost(self) -> tuple[str, int]:
+        try:
+            text = self._native.read_text(errors="replace")
+        except OSError:
+            text = ""
+        lost = lost_processes(text)
+        others = sorted(lost - {self._place.process_id})
+        who = " and ".join(f"process {index} ({self._hosts[index]})" for index in others)
+        gone = f"{who or 'another process'} {'are' if len(others) > 1 else 'is'} gone"
+        reason = "it was out of touch with the others" if lost and not others else gone
+        return (
+            f"Process {self._place.process_id} of {len(self._hosts)} stops, since {reason} and "
+            "they go on together or not at all; see what the others said last and start all of "
+            f"them again ({self._native} has what JAX says)."
+        ), _EXIT_LOST
+
+
+def lost_processes(native: str) -> set[int]:
+    """The processes that are gone, from what JAX's runtime wrote; empty where it does not say.
+
+    Args:
+      native: its messages in a process that it then aborted.
+    """
+    if found := _LOST.search(native) or _LEFT.search(native):
+        return {int(index) for index in re.findall(r"\d+", found[1])}
+    return {0} if _SERVICE_LOST.search(native) else set()
+
+
+_words: LastWords | None = None
+
+
+def speak_for(place: Place, timeout: int) -> LastWords:
+    """The last words of this process from now on, which must be one of several."""
+    global _words
+    _words = LastWords(place, timeout)
+    return _words
+
+
+def leave(status: int) -> None:
+    """Ends this process's part in the job, if it has one; does not return where it has failed.
+
+    The others are given a few seconds to end as well. Those that do not are stopped by the service,
+    so that they do not wait for this one.
+    """
+    if _words is not None:
+        _words.leave(status)
+
+
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+def _as(stream: TextIO, descriptor: int) -> TextIO:
+    """A stream like the given one onto another file."""
+    return os.fdopen(descriptor, "w", 1, encoding=stream.encoding, errors=stream.errors)

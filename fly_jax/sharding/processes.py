@@ -1,0 +1,269 @@
+"""The processes of one job: how they meet, agree and stay in step.
+
+Arrays travel by collectives of the compiled programs. What the hosts have to say to each other is a
+few bytes and goes through the key-value store of JAX's coordination service, which lives in
+process 0: it works before a backend is up and needs no program to be compiled. JAX offers it under
+`jax._src` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed
+from jax._src.clusters import ClusterEnv
+
+from fly_jax.errors import FlyJaxError
+
+T = TypeVar("T")
+Json = Any
+
+# Without a sign of life for so long a process counts as lost, and JAX stops all the others.
+HEARTBEAT_SECONDS = 30
+# How long a process that is done, or has failed, waits for the others to be so too.
+_SHUTDOWN_SECONDS = 10
+_SLICE_MS = 1000
+_BLOCK = 1024
+
+_turns = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which process this is, and where all of them meet.
+
+    Attributes:
+      coordinator_address: host and port of process 0, such as `10.0.0.1:8476`.
+      num_processes: of the job.
+      process_id: of this one.
+      local_device_ids: the accelerators of this host that are this process's; None for all.
+    """
+
+    coordinator_address: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+
+
+class JointError(FlyJaxError):
+    """An error that every process of the job raises, whichever it happened on."""
+
+
+def find_place(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: int = 300,
+) -> Place | None:
+    """This process's place among others; None where it is alone.
+
+    What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI.
+
+    Args:
+      coordinator_address: host and port of process 0.
+      num_processes: of the job; 1 asks no cluster.
+      process_id: of this process, from 0.
+      timeout: seconds to wait for the coordinator's name to be known.
+
+    Raises:
+      FlyJaxError: some are given and others neither given nor known, or they do not fit together.
+    """
+    given = {
+        "--coordinator_address": coordinator_address,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    if num_processes == 1:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages for clusters that are not meant
+        if all(value is None for value in given.values()) and _cluster_size() <= 1:
+            return None
+        try:
+            found = ClusterEnv.auto_detect_unset_distributed_params(
+                coordinator_address, num_processes, process_id, None, None, timeout
+            )
+        except Exception as error:  # each kind of cluster has errors of its own
+            raise FlyJaxError(
+                "The cluster that this process runs on does not say which processes there are "
+                f"({' '.join(str(error).split())}); give --coordinator_address, --num_processes "
+                "and --process_id, or --num_processes=1 for this process alone."
+            ) from error
+    address, count, index, devices = found
+    if address is None or count is None or index is None:
+        missing = [name for name, value in zip(given, found, strict=False) if value is None]
+        raise FlyJaxError(
+            f"{' and '.join(missing)} must be given too, since no cluster says so; several "
+            "processes need --coordinator_address, --num_processes and --process_id."
+        )
+    if not 0 <= index < count:
+        raise FlyJaxError(
+            f"--process_id is {index} and --num_processes {count}; processes are numbered from 0 "
+            f"to {count - 1}: correct one of the two."
+        )
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise FlyJaxError(
+            f"--coordinator_address is '{address}'; it needs process 0's host and a free port: "
+            "write such as 10.0.0.1:8476."
+        )
+    return Place(address, count, index, None if devices is None else tuple(devices))
+
+
+def _cluster_size() -> int:
+    """Processes that the cluster says it runs; asked first, since the rest may wait for a name.
+
+    Hosted notebooks with a TPU look like a cluster that answers nothing: there a process is alone.
+    """
+    for cluster in ClusterEnv._cluster_types:
+        if not cluster.opt_in_only_method and cluster.is_env_present():
+            try:
+                return cluster.get_process_count()
+            except Exception:  # whatever a missing metadata server, or its client, raises
+                return 1
+    return 1
+
+
+def join(place: Place, *, timeout: int) -> tuple[str, ...]:
+    """Meets the other processes. Call it before anything touches a JAX backend.
+
+    Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.last_words`.
+
+    Args:
+      place: of this process.
+      timeout: seconds to wait for the others.
+
+    Returns:
+      The host name of every process.
+    """
+    # It would take SIGTERM for a wish to save a checkpoint first, and go on for a minute.
+    with contextlib.suppress(AttributeError):  # a JAX without that service
+        jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=place.coordinator_address,
+        num_processes=place.num_processes,
+        process_id=place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=timeout,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+    return tuple(gather(socket.gethostname()))
+
+
+def num_processes() -> int:
+    """Processes of the job; 1 if this one has not joined any. Starts no backend."""
+    return distributed.global_state.num_processes
+
+
+def process_id() -> int:
+    """Of this process, from 0. Starts no backend."""
+    return distributed.global_state.process_id
+
+
+def gather(value: Json) -> list[Json]:
+    """What each process gives, in their order. Every process must call it, in the same turn."""
+    if num_processes() == 1:
+        return [value]
+    key = _next_key()
+    _client().key_value_set(f"{key}/{process_id()}", json.dumps(value))
+    return [_await(f"{key}/{index}") for index in range(num_processes())]
+
+
+def share(value: Json) -> Json:
+    """What process 0 gives. Every process must call it, in the same turn."""
+    if num_processes() == 1:
+        return value
+    key = _next_key()
+    if process_id() == 0:
+        _client().key_value_set(key, json.dumps(value))
+        return value
+    return _await(key)
+
+
+def _await(key: str) -> Json:
+    """What a process sets, however long that takes; if it is lost, JAX stops this one as well."""
+    while True:
+        try:  # in slices, between which Ctrl-C is heard
+            return json.loads(_client().blocking_key_value_get(key, _SLICE_MS))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def together(work: Callable[[], T]) -> T:
+    """Does what each process must do by itself, such as reading files, before they go on together.
+
+    Raises:
+      JointError: on every process, with the same sentence, if the work failed on any of them.
+      FlyJaxError: as `work` raises it, where there is but one process.
+    """
+    if num_processes() == 1:
+        return work()
+    problem, result = None, None
+    try:
+        result = work()
+    except FlyJaxError as error:
+        problem = str(error)
+    found = gather([socket.gethostname(), problem])
+    failed = [index for index, (_, sentence) in enumerate(found) if sentence is not None]
+    if failed:
+        host, sentence = found[failed[0]]
+        everywhere = len(failed) == len(found) and len({problem for _, problem in found}) == 1
+        raise JointError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")
+    return result  # type: ignore[return-value]  # without a problem there is a result
+
+
+def check_same(settings: dict[str, Json]) -> None:
+    """Refuses processes that were not given the same settings.
+
+    Raises:
+      JointError: on every process; it names the first setting that differs.
+    """
+    first = share(settings)
+
+    def compare() -> None:
+        for name, wanted in first.items():
+            if settings[name] != wanted:
+                raise FlyJaxError(
+                    f"--{name} is {settings[name]} here and {wanted} on process 0; all processes "
+                    "need the same command: correct one of them."
+                )
+
+    together(compare)
+
+
+def decide(flag: bool) -> bool:
+    """Process 0's decision, which all follow.
+
+    The host loop asks before each dispatch. What the hosts read of a round is the same on all, so
+    they would agree by themselves; but only one of them knows of what is not in the arrays.
+    """
+    return bool(share(flag))
+
+
+def _client() -> Any:
+    """Of the coordination service; JAX has no public name for it."""
+    return distributed.global_state.client
+
+
+def _next_key() -> str:
+    """A key for this turn; those of long ago are deleted.
+
+    No process is a thousand turns behind: the programs between them need all processes.
+    """
+    turn = next(_turns)
+    block, place = divmod(turn, _BLOCK)
+    if place == 0 and block > 1 and process_id() == 0:
+        _client().key_value_delete(f"fly_jax/{block - 2}")
+    return f"fly_jax/{block}/{turn}"

@@ -1,0 +1,49 @@
+"""One of several processes that decode through the library; writes what it got to a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.sharding.processes import find_place, join
+
+RULES = {"autoregressive": (Exact(), 0), "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
+# Rows of one batch differ in length and end at different rounds; the last batch is not full.
+PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
+MAX_NEW_TOKENS = 24
+ROWS = 3
+
+
+def results(pair: Pair) -> dict[str, list[list[object]]]:
+    """What follows each prompt, why, and after how many rounds it is done; by rule."""
+    return {
+        name: [
+            [row.token_ids, [why.name for why in row.why], row.num_rounds]
+            for row in generate(
+                pair, PROMPTS, rule=rule, num_speculative_tokens=drafted,
+                max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS,
+            )
+        ]
+        for name, (rule, drafted) in RULES.items()
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "draft", "mesh", "coordinator_address"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--process_id", type=int)
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    place = find_place(given.coordinator_address, given.num_processes, given.process_id)
+    join(place, timeout=240)
+    pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
+    (given.folder / f"results_{place.process_id}.json").write_text(json.dumps(results(pair)))
+
+
+if __name__ == "__main__":
+    main()

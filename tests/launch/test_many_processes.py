@@ -1,0 +1,132 @@
+"""Several processes on this machine, over Gloo: the same tokens, and no end without a word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import decode_together
+import pytest
+from local_processes import Job
+
+from fly_jax.decoding.pair import load_pair
+from fly_jax.launch.__main__ import main
+
+SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pair: tuple[Path, Path]) -> dict[str, list[list[object]]]:
+    return decode_together.results(load_pair(*tiny_pair, dtype="float32"))
+
+
+@pytest.mark.parametrize(("number", "mesh"), [(2, "1x2"), (4, "2x2")])
+def test_tokens_are_those_of_one_process(
+    tiny_pair: tuple[Path, Path],
+    alone: dict[str, list[list[object]]],
+    tmp_path: Path,
+    number: int,
+    mesh: str,
+) -> None:
+    target, draft = tiny_pair
+    arguments = [f"--target={target}", f"--draft={draft}", f"--mesh={mesh}", f"--folder={tmp_path}"]
+    job = Job(tmp_path, arguments, number, program=[decode_together.__file__])
+    assert job.statuses() == [0] * number, job.err(0)
+    assert len({rounds for *_, rounds in alone["fly"]}) > 1, "all rows end at once"
+    for index in range(number):
+        assert json.loads((tmp_path / f"results_{index}.json").read_text()) == alone
+
+
+def test_process_0_reads_the_prompts_and_is_heard(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows over two processes, each of which has two devices for them."""
+    prompts = ["Ada has 3 apples", "Boris", "Vera's"]
+    given = [f"--prompt={prompt}" for prompt in prompts]
+    assert main([*models, *SIZES, *given]) == 0
+    expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    arguments = [*models, *SIZES, "--prompts_file=-", "--mesh=data=2,x=2", "--batch_size=2"]
+    job = Job(tmp_path, arguments, 2, stdin="\n".join(prompts))
+    assert job.statuses() == [0, 0], job.err(0) + job.err(1)
+    found = [json.loads(line) for line in job.out(0).splitlines()]
+    for one, other in zip(expected, found, strict=True):
+        assert other.pop("tokens_per_second") > 0
+        assert other == {name: one[name] for name in other}
+    assert "4 simulated devices (CPU) as mesh data=2,x=2 over 2 processes" in job.err(0)
+    assert job.out(1) == ""
+    assert job.err(1) == ""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_is_killed_stops_the_other(models: list[str], tmp_path: Path, victim: int) -> None:
+    """In the middle of decoding, where the other one waits for it."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(20_000)))
+    arguments = [*models, *SIZES, f"--prompts_file={prompts}", "--mesh=1x2"]
+    job = Job(tmp_path, arguments, 2)
+    job.wait_for_output()
+    job.processes[victim].send_signal(signal.SIGKILL)
+    statuses = job.statuses()
+    survivor = 1 - victim
+    assert statuses[victim] == -signal.SIGKILL
+    assert statuses[survivor] == 1
+    sentence = job.err(survivor).splitlines()[-1]
+    assert sentence.startswith(
+        f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
+    )
+    said = [line for line in job.err(survivor).splitlines() if "simulated devices" not in line]
+    assert said == [sentence]
+    kept = Path(sentence.rpartition("(")[2].split()[0])
+    assert kept.parent == tmp_path
+    assert "coordination" in kept.read_text()
+
+
+def refusals(job: Job) -> list[str]:
+    """What every process said, all having ended with status 2."""
+    number = len(job.processes)
+    assert job.statuses() == [2] * number, job.err(0)
+    assert all(job.out(index) == "" for index in range(number))
+    return [job.err(index) for index in range(number)]
+
+
+def test_a_checkpoint_that_one_host_lacks(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The hosts are two home folders; the draft is in one of them."""
+    homes = {index: tmp_path / f"host_{index}" for index in range(2)}
+    for home in homes.values():
+        shutil.copytree(tiny_pair[0], home / "target")
+    shutil.copytree(tiny_pair[1], homes[0] / "draft")
+    arguments = ["--target=~/target", "--draft=~/draft", "--prompt=x", "--mesh=1x2"]
+    first, second = refusals(Job(tmp_path, arguments, 2, homes=homes))
+    assert first.splitlines()[-1] == second.strip()
+    assert second.startswith(f"Process 1 ({HOST}): '~/draft' is neither a folder that exists")
+    assert second.count("\n") == 1
+
+
+def test_prompts_that_process_0_cannot_read(models: list[str], tmp_path: Path) -> None:
+    arguments = [*models, "--prompts_file=/nowhere/prompts.txt", "--mesh=1x2"]
+    first, second = refusals(Job(tmp_path, arguments, 2))
+    assert first == second
+    assert first.startswith(f"Process 0 ({HOST}): The prompts file /nowhere/prompts.txt")
+
+
+def test_commands_that_differ(models: list[str], tmp_path: Path) -> None:
+    arguments = [*models, "--prompt=x", "--mesh=1x2"]
+    first, second = refusals(Job(tmp_path, arguments, 2, own={1: ["--max_new_tokens=7"]}))
+    assert first == second
+    assert first.startswith(f"Process 1 ({HOST}): --max_new_tokens is 7 here and 128 on process 0")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_others_that_do_not_come(models: list[str], tmp_path: Path, index: int) -> None:
+    """Nobody answers process 1, and nobody comes to process 0."""
+    arguments = [*models, "--prompt=x", "--mesh=1x2", "--coordinator_timeout=3"]
+    job = Job(tmp_path, arguments, 2, absent=[1 - index])
+    assert job.statuses() == [2]
+    address = next(one for one in job.processes[0].args if "coordinator_address" in one)
+    assert f"have not all met at {address.partition('=')[2]} within 3 seconds" in job.err(index)
+    assert job.err(index).count("\n") == 1
+    assert job.out(index) == ""

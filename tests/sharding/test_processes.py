@@ -1,0 +1,119 @@
+"""Where a process finds its place; what several of them do is tested in tests/launch."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from jax._src.clusters import cloud_tpu_cluster
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.processes import Place, decide, find_place, gather, share, together
+
+SLURM = {
+    "SLURM_JOB_ID": "4096",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*SLURM, "OMPI_MCA_orte_hnp_uri", "PRTE_LAUNCHED", "KUBERNETES_SERVICE_HOST"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", False)
+
+
+def in_slurm(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in (SLURM | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_alone() -> None:
+    assert find_place() is None
+    assert find_place(num_processes=1) is None
+    assert share({"a": 1}) == {"a": 1}
+    assert gather("b") == ["b"]
+    assert decide(True) is True
+    assert decide(False) is False
+
+
+def test_alone_an_error_is_its_own() -> None:
+    def fail() -> None:
+        raise FlyJaxError("It is broken; mend it.")
+
+    with pytest.raises(FlyJaxError, match=r"^It is broken; mend it\.$"):
+        together(fail)
+    assert together(lambda: 3) == 3
+
+
+def test_what_is_typed() -> None:
+    assert find_place("host-a:8476", 4, 3) == Place("host-a:8476", 4, 3)
+    assert find_place("[::1]:8476", 2, 0) == Place("[::1]:8476", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("host-a:8476", None, None), ["--num_processes and --process_id must be given too"]),
+        (("host-a:8476", 4, None), ["--process_id must be given too"]),
+        ((None, 4, 0), ["--coordinator_address must be given too"]),
+        (("host-a:8476", 4, 4), ["--process_id is 4", "from 0 to 3"]),
+        (("host-a", 4, 0), ["'host-a'", "10.0.0.1:8476"]),
+        (("host-a:port", 4, 0), ["'host-a:port'"]),
+        (("host-a:0", 4, 0), ["'host-a:0'"]),
+        (("host-a:65536", 4, 0), ["'host-a:65536'"]),
+        ((":8476", 4, 0), ["':8476'"]),
+    ],
+)
+def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], words: list[str]):
+    with pytest.raises(FlyJaxError) as error:
+        find_place(*given)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_slurm(monkeypatch)
+    place = find_place()
+    assert place is not None
+    host, _, port = place.coordinator_address.partition(":")
+    assert host == "gpu03"
+    assert 0 < int(port) < 2**16
+    assert place == Place(place.coordinator_address, 16, 9, (1,))
+    assert find_place("other:8476") == Place("other:8476", 16, 9, (1,))
+    assert find_place(num_processes=1) is None
+
+
+def test_one_slurm_task_keeps_all_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_slurm(monkeypatch, SLURM_NTASKS="1", SLURM_PROCID="0")
+    assert find_place() is None
+
+
+def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 pods of one slice; `localhost` stands for the first, which must have an address."""
+    hosts = ["localhost", *(f"fly-jax-slice-0-{index}.fly-jax" for index in range(1, 16))]
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setattr(jax._src.clusters.cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", ",".join(hosts))
+    monkeypatch.setenv("TPU_WORKER_ID", "7")
+    # One slice; what is not in the environment would be asked of a metadata server.
+    for name, value in {"NUM_SLICES": "1", "SLICE_ID": "0", "COORDINATOR_ADDRESS": ""}.items():
+        monkeypatch.setenv(f"MEGASCALE_{name}", value)
+    place = find_place()
+    assert place is not None
+    assert place.coordinator_address.startswith("localhost:")
+    assert (place.num_processes, place.process_id, place.local_device_ids) == (16, 7, None)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "somewhere-that-has-no-address")
+    assert find_place() is None
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence where nothing is typed means alone; what is typed needs the rest of the answer."""
+    in_slurm(monkeypatch, SLURM_NTASKS="many")
+    assert find_place() is None
+    with pytest.raises(FlyJaxError, match="--num_processes=1 for this process alone"):
+        find_place("host-a:8476")

@@ -211,10 +211,10 @@ def decode_rounds(
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
-    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives matrices that
-    are split finely another order in memory than they arrive in, and copies them whole: a 405B
-    target would not fit (docs/planner.md). The price is the round that the host has dispatched
-    ahead when the last row finishes: it runs, and changes nothing.
+    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
+    matrices that are split finely another order in memory than they arrive in, and copies them
+    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
+    dispatched ahead when the last row finishes: it runs, and changes nothing.
     """
     one_round = functools.partial(decode_round, spec, target, draft, protected=protected)
     if spec.rounds_per_dispatch == 1 and target.layout is not None:

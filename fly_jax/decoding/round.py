@@ -287,15 +287,15 @@ def decode_rounds(
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
-    """Runs `rounds_per_dispatch` rounds; several stop once every row is finished.
+    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
-    A single round runs without a loop around it. Within one, the TPU compiler gives matrices that
-    are split finely another order in memory than they arrive in, and copies them whole: a 405B
-    target would not fit (docs/planner.md). The price is the round that the host has dispatched
-    ahead when the last row finishes: it runs, and changes nothing.
+    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
+    matrices that are split finely another order in memory than they arrive in, and copies them
+    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
+    dispatched ahead when the last row finishes: it runs, and changes nothing.
     """
     one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
-    if spec.rounds_per_dispatch == 1:
+    if spec.rounds_per_dispatch == 1 and target.layout is not None:
         return one_round(state)
     shapes = jax.eval_shape(one_round, state)[1]
     empty = jax.tree.map(

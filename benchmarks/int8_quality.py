@@ -6,7 +6,7 @@ Converts the embedded target to int8 as the command `convert` does, and solves h
 with the original and with the int8 target: one token at a time, and by FLy with the embedded draft
 (which stays as it is). Activations and caches are float32 in both, so that nothing else differs.
 Retention is against the original target decoding alone. Writes results/int8_quality.json. Takes
-about five minutes on two cores.
+about ten minutes on two cores.
 """
 
 from __future__ import annotations

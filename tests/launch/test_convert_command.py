@@ -20,10 +20,10 @@ def decoded(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[in
 def test_tokens_are_those_of_the_source_on_every_mesh(
     tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, draft = tiny_pair
+    target = tiny_pair[0]
     output = tmp_path / "output"
     assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
-    flags = (f"--draft={draft}", "--dtype=float32")
+    flags = ("--rule=autoregressive", "--dtype=float32")
     expected = decoded(capsys, f"--target={target}", *flags)
     assert decoded(capsys, f"--target={output}", *flags) == expected
     assert decoded(capsys, f"--target={output}", *flags, "--mesh=2x4") == expected
@@ -33,11 +33,10 @@ def test_int8_decodes_alike_from_either_side(
     tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Quantised while it loads, or converted before."""
-    target, draft = tiny_pair
-    for name, source in (("target", target), ("draft", draft)):
+    for name, source in zip(("target", "draft"), tiny_pair, strict=True):
         folder = f"--output={tmp_path / name}"
         assert main(["convert", f"--target={source}", folder, "--dtype=int8"]) == 0
-    loaded = decoded(capsys, f"--target={target}", f"--draft={draft}", "--dtype=int8")
+    loaded = decoded(capsys, f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=int8")
     folders = (f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}")
     assert decoded(capsys, *folders, "--dtype=bfloat16") == loaded
 

@@ -299,7 +299,9 @@ def _reduce(
     if extra.full_entropy:
         full_entropy = _entropy(centred, log_mass, Entropy("full"), vocab_size, axis_names)
     if extra.runner_up:
-        runner_up_logit = vocab_top(logits, 2, axis_names)[..., -1]
+        # A second maximum is one pass; a top-2 would sort.
+        is_best = token_ids(logits.shape[-1], axis_names) == argmax[..., None]
+        runner_up_logit = vocab_max(jnp.where(is_best, -jnp.inf, logits), axis_names)
     return TargetEvidence(
         argmax=argmax,
         argmax_logit=argmax_logit,

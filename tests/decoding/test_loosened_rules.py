@@ -196,18 +196,16 @@ LIMITS: list[dict[str, float]] = [
     {},
     {"per_token": None},
     {"per_token": 0.25, "per_block": 2},
-    {"per_block": 0},
 ]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("name", MEANINGS)
 def test_rules_are_the_oracles(name: str, seed: int) -> None:
     rule, clauses = MEANINGS[name]
-    for num_draft in (1, 9):
-        case = random_case(seed, num_draft)
-        limits = LIMITS[seed % len(LIMITS)]
+    for limits in (LIMITS[0], LIMITS[1 + seed % 2]):
+        case = random_case(seed, 9)
         result = decide(
             limited(rule, limits),
             case.seen,

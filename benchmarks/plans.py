@@ -18,9 +18,8 @@ REQUESTS = {
     "405B bf16, v5e 8x8": Request(
         target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8")
     ),
-    "405B int8, 8 rows, prompts of 1024, v5e 8x8": Request(
-        target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8"), int8=True, rows=8,
-        prompt_length=1024,
+    "405B int8, 8 rows, v5e 8x8": Request(
+        target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8"), int8=True, rows=8
     ),
     "70B bf16, 8 H200 (shapes)": Request(
         target=MIDDLE, draft=SMALL, chip=CHIPS["h200"], mesh=parse_mesh("8"),

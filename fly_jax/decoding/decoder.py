@@ -13,7 +13,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from fly_jax.decoding.memory import CorrectionMemory
-from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.programs import PREFILL_PIECE, Programs
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
@@ -249,8 +249,9 @@ class Decoder:
         return seconds
 
     def lower_prefill(self, prompt_length: int) -> Lowered:
-        """The program that takes prompts of this length in, for a decoder of abstract models.
+        """The program that takes in prompts of this length, or their first piece.
 
+        For a decoder of abstract models.
         Models whose parameters are `jax.ShapeDtypeStruct`, each with a sharding, can be compiled
         for devices that are not there: the planner does so.
 
@@ -356,5 +357,7 @@ def check_prompt(prompt: Sequence[int], config: LlamaConfig, *, name: str = "The
 
 
 def _bucket(length: int) -> int:
-    """The power of two that a prompt of this length is padded to."""
+    """Tokens that a prompt of this length is padded to: a power of two, or whole pieces."""
+    if length > PREFILL_PIECE:
+        return -(-length // PREFILL_PIECE) * PREFILL_PIECE
     return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())

@@ -22,6 +22,10 @@ from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.rules import Layout
 
+# Prompts are taken in by pieces of at most so many tokens: the scores of a layer, [rows, heads,
+# piece, capacity] in float32, would otherwise be what fills a chip.
+PREFILL_PIECE = 1024
+
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 16
 
@@ -77,10 +81,11 @@ class Programs:
         seconds: np.ndarray | None,
     ) -> DecodeState:
         """Runs prompts, padded to `bucket` tokens, through both models; see `Decoder.stream`."""
-        return self._call(
+        piece = min(bucket, PREFILL_PIECE)
+        state = self._call(
             _admit,
             self._shapes,
-            bucket,
+            piece,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -89,6 +94,11 @@ class Programs:
             None if budget is None else self.place(budget, (None,)),
             None if seconds is None else self.place(seconds, (None,)),
         )
+        if not self._is_abstract:  # of which the first piece stands for all
+            for start in range(piece, bucket, piece):
+                begin = self.place(np.asarray(start, np.int32), ())
+                state = _take_in(self._shapes, piece, self._parameters, state, begin)
+        return cast(DecodeState, state)
 
     def run(
         self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
@@ -121,10 +131,10 @@ class _Shapes:
         return Llama(self.target, parameters[0], self.target_layout), draft
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "bucket"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece"))
 def _admit(
     shapes: _Shapes,
-    bucket: int,
+    piece: int,
     parameters: tuple[dict[str, Array], dict[str, Array] | None],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
@@ -133,14 +143,14 @@ def _admit(
     budget: Float32[Array, " rows"] | None,
     seconds: Float32[Array, " depths"] | None,
 ) -> DecodeState:
-    """Runs the prompts through both models; no logits are needed before the first round."""
+    """Runs the prompts' first tokens through both models; logits are not needed yet."""
     rows, capacity = text.shape
 
     def prefill(model: Llama | None) -> KVCache | None:
         if model is None:
             return None
         cache = empty_cache(model.config, rows, capacity, shapes.cache_dtype)
-        return model.hidden(text[:, :bucket], cache)[1]
+        return model.hidden(text[:, :piece], cache)[1]
 
     target, draft = (prefill(model) for model in shapes.models(parameters))
     assert target is not None
@@ -149,6 +159,29 @@ def _admit(
     pace = None if seconds is None else initial_pace(rows, seconds)
     finished = lengths >= limits
     return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "piece"), donate_argnames=("state",))
+def _take_in(
+    shapes: _Shapes,
+    piece: int,
+    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    state: DecodeState,
+    start: Int[Array, ""],
+) -> DecodeState:
+    """Runs the prompts' next tokens, from `start` on, through both models."""
+    rows = state.tokens.shape[0]
+    tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, piece))
+
+    def extended(model: Llama | None, cache: KVCache | None) -> KVCache | None:
+        if model is None or cache is None:
+            return None
+        return model.hidden(tokens, cache.with_length(jnp.full((rows,), start)))[1]
+
+    models, caches = shapes.models(parameters), (state.target, state.draft)
+    target, draft = (extended(*both) for both in zip(models, caches, strict=True))
+    assert target is not None
+    return dataclasses.replace(state, target=target, draft=draft)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))

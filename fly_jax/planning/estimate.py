@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
 from fly_jax.planning.counts import model_exchanges
@@ -42,13 +43,17 @@ def estimate(given: Estimate) -> list[EstimatedStep]:
         name: parameter_bytes(*model, int8=workload.int8) + cache_bytes(*model, workload)
         for name, model in (("target", target), ("draft", draft))
     }
-    both, once = held["target"] + held["draft"], given.prompt_length
+    both, once = held["target"] + held["draft"], min(given.prompt_length, PREFILL_PIECE)
+    passes = -(-given.prompt_length // PREFILL_PIECE)
     drafted = _exchanges(*draft, workload, 2) + [
         dataclasses.replace(one, count=one.count * (k - 1))
         for one in _exchanges(*draft, workload, 1)
     ]
     verified = _exchanges(*target, workload, k + 1)
-    taken_in = _exchanges(*target, workload, once) + _exchanges(*draft, workload, once)
+    taken_in = [
+        dataclasses.replace(one, count=one.count * passes)
+        for one in _exchanges(*target, workload, once) + _exchanges(*draft, workload, once)
+    ]
     widest = max(_temporaries(*model, workload, once, False) for model in (target, draft))
     verifying = _temporaries(*target, workload, k + 1, True)
     return [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Iterator
 
 from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
@@ -229,8 +231,12 @@ def _work(request: Request, layouts: Layouts, name: str) -> Work:
     target = (layouts.target, request.target, workload)
     draft = (layouts.draft, request.draft, workload)
     if name == "prefill":
-        tokens = request.prefilled
-        return pass_work(*target, tokens, logits=False) + pass_work(*draft, tokens, logits=False)
+        passes = [
+            pass_work(*model, tokens, logits=False)
+            for tokens in request.prefill_pieces
+            for model in (target, draft)
+        ]
+        return functools.reduce(operator.add, passes)
     if name == "autoregressive":
         return pass_work(*target, 1)
     verified, drafted = pass_work(*target, k + 1), draft_work(*draft)
@@ -248,15 +254,19 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
         prompt_length=request.prefilled,
     ):
         work = _work(request, layouts, found.name)
+        passes = len(request.prefill_pieces) if found.name == "prefill" else 1
+        exchanged = tuple(
+            dataclasses.replace(one, count=one.count * passes) for one in found.exchanges
+        )
         yield Step(
             name=found.name,
             source="compiled",
             peak_bytes=found.peak_bytes,
             argument_bytes=found.argument_bytes,
             temporary_bytes=found.temporary_bytes,
-            exchanges=found.exchanges,
+            exchanges=exchanged,
             work=work,
-            seconds=roofline_seconds(work, found.exchanges, chip, dict(request.mesh.axes)),
+            seconds=roofline_seconds(work, exchanged, chip, dict(request.mesh.axes)),
             compile_seconds=found.seconds,
         )
 

@@ -7,6 +7,7 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.decoding.decoder import capacity_for
+from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact
 from fly_jax.errors import FlyJaxError
@@ -68,6 +69,12 @@ class Request:
     def prefilled(self) -> int:
         """Tokens of the prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length
+
+    @property
+    def prefill_pieces(self) -> tuple[int, ...]:
+        """Tokens of each pass in which the prompt is taken in."""
+        whole, rest = divmod(self.prefilled, PREFILL_PIECE)
+        return (PREFILL_PIECE,) * whole + (rest,) * (rest > 0)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""

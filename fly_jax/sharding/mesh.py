@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import re
+from pathlib import Path
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -13,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import num_processes
 
+_GOOGLE = "0x1ae0"  # as a vendor of PCI devices, TPUs among them
 AXES = ("data", "x", "y")
 _DEFAULT_NAMES = {1: ("x",), 2: ("x", "y"), 3: ("data", "x", "y")}
 
@@ -88,6 +91,20 @@ def prepare_devices(spec: MeshSpec) -> None:
         )
     with contextlib.suppress(RuntimeError):  # a backend is up
         jax.config.update("jax_num_cpu_devices", min(share, MOST_SIMULATED))
+        if not jax.config.jax_platforms and _has_idle_libtpu():
+            jax.config.update("jax_platforms", "cpu")
+
+
+def _has_idle_libtpu() -> bool:
+    """Whether libtpu is installed to plan with, on a machine that has no accelerator.
+
+    JAX would load it, and it would look for the TPUs of a pod and complain at length.
+    """
+    accelerators = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    has_libtpu, *has_gpu = (importlib.util.find_spec(name) is not None for name in accelerators)
+    vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+    may_have_tpu = any(path.read_text().strip() == _GOOGLE for path in vendors)
+    return has_libtpu and not any(has_gpu) and not may_have_tpu
 
 
 def create_mesh(spec: MeshSpec) -> Mesh:

@@ -91,7 +91,7 @@ def prepare_devices(spec: MeshSpec) -> None:
         )
     with contextlib.suppress(RuntimeError):  # a backend is up
         jax.config.update("jax_num_cpu_devices", min(share, MOST_SIMULATED))
-        if not jax.config.jax_platforms and _has_idle_libtpu():
+        if not jax.config.jax_platforms and _has_idle_libtpu():  # type: ignore[attr-defined]
             jax.config.update("jax_platforms", "cpu")
 
 

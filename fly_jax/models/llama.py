@@ -263,8 +263,9 @@ class Llama(nnx.Module):
         return (rows * scale[tokens][..., None]).astype(self.dtype)
 
     def _outer_weights(self) -> Parameters:
-        names = parameter_specs(self.config, int8=self.int8).keys() - self.layers.keys()
-        return {name: getattr(self, name).get_value() for name in names}
+        names = parameter_specs(self.config, int8=self.int8)
+        # In their own order: the difference of two sets of names would change from run to run.
+        return {name: getattr(self, name).get_value() for name in names if name not in self.layers}
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}

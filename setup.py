@@ -56,6 +56,7 @@ setup(
             "pip>=23.1",
             "pyyaml>=6",
             "pytest>=8.2",
+            "pytest-xdist>=3.6",
             "ruff==0.17.*",  # its formatting changes from minor to minor version
             "scipy>=1.14",
             "setuptools>=77",

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import machine
-import numpy as np
 from absl import app, flags
+from paired import paired_interval
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.round import RoundSpec
@@ -51,26 +51,6 @@ def _on_problems(pair: Pair, worded: Sequence[Problem], specs: dict[str, RoundSp
         batch_size=FLAGS.batch_size,
         check=lambda index, text: is_correct(worded[index], text),
     )
-
-
-def _paired_interval(
-    worded: Sequence[Problem], base: Sequence[str], other: Sequence[str]
-) -> dict[str, float]:
-    """Retention with a 95% interval: problems are redrawn, both decoders' verdicts together."""
-    verdicts = np.array(
-        [[is_correct(p, a), is_correct(p, b)] for p, a, b in zip(worded, base, other, strict=True)]
-    )
-    draws = np.random.default_rng(0).integers(len(verdicts), size=(10_000, len(verdicts)))
-    sums = verdicts[draws].sum(axis=1)
-    low, high = np.quantile(sums[:, 1] / sums[:, 0], (0.025, 0.975))
-    return {
-        "retention": float(verdicts[:, 1].sum() / verdicts[:, 0].sum()),
-        "low": float(low),
-        "high": float(high),
-        "only_baseline_correct": int((verdicts[:, 0] & ~verdicts[:, 1]).sum()),
-        "only_this_correct": int((~verdicts[:, 0] & verdicts[:, 1]).sum()),
-        "same_text": float(np.mean([a == b for a, b in zip(base, other, strict=True)])),
-    }
 
 
 def _on_library(
@@ -141,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
         "library_tuning": tuned_library.to_dict(),
         "library": on_library.to_dict(),
         "paired": {
-            one.name: _paired_interval(held_out, base.texts, one.texts)
+            one.name: paired_interval(held_out, base.texts, one.texts)
             for one in on_problems.results[1:]
         },
     }

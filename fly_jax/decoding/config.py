@@ -45,6 +45,7 @@ class DecodeConfig:
       entropy_threshold: see `Fly`.
       window_size: see `Fly`.
       window: see `Fly`.
+      boundary: see `RoundSpec`; without effect on lossless rules.
       entropy: see `Fly`.
       entropy_top_k: see `Fly`.
       window_mismatches: see `Fly`.
@@ -84,6 +85,7 @@ class DecodeConfig:
     entropy_threshold: float = 0.3
     window_size: int = 6
     window: Literal["paper", "reference"] = "paper"
+    boundary: Literal["reject", "defer"] = "reject"
     entropy: Literal["top_k", "full", "normalized"] = "top_k"
     entropy_top_k: int = 3
     window_mismatches: int = 0
@@ -203,8 +205,20 @@ class DecodeConfig:
         rule = combined(self.rule, lambda name: self._loosened(name, sampling))
         if self.risk_budget is not None:
             rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
-        rule.check(self.most_drafted)
+        if self.boundary == "reject":
+            rule.check(self.most_drafted)
+        elif self._temperature > 0 or not rule.longest_window:
+            raise FlyJaxError(
+                f"boundary is 'defer' with the rule {self.rule} at temperature "
+                f"{self._temperature:g}; windows are deferred in greedy decoding with a rule that "
+                "has one, such as fly: change one of them, or leave boundary at 'reject'."
+            )
         return rule
+
+    @property
+    def round_boundary(self) -> Literal["reject", "defer"]:
+        """`boundary` as `Pair.spec` takes it: nothing is deferred by a lossless rule."""
+        return self.boundary if self.is_loosened else "reject"
 
     @property
     def most_drafted(self) -> int:

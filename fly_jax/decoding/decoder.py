@@ -57,6 +57,7 @@ class Generation:
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
+      num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the draft model while the row was live.
       seconds: from the first round's dispatch to the arrival of the row's last token.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
@@ -70,6 +71,7 @@ class Generation:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rescued_tokens: int = 0
+    num_rollbacks: int = 0
     num_draft_passes: int = 0
     seconds: float = 0.0
     regret: float | None = None
@@ -300,7 +302,10 @@ class Decoder:
         budget = None
         if self.spec.rule.budget is not None:
             budget = np.full(self.batch_size, self.spec.rule.budget, np.float32)
-        return self._programs.admit(text, lengths, limits, bucket, seed, budget, seconds)
+        window = self.spec.deferred_window
+        if window and seconds is None:
+            seconds = np.zeros(0, np.float32)
+        return self._programs.admit(text, lengths, limits, bucket, window, seed, budget, seconds)
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several."""
@@ -313,19 +318,24 @@ class Decoder:
         for index in range(output.count.shape[0]):
             for row in sorted(live):
                 account, count = accounts[row], int(output.count[index, row])
-                if count == 0:
+                drafted = int(output.num_drafted[index, row])
+                if count == 0 and drafted == 0:
                     continue
                 tokens = tuple(output.tokens[index, row, :count].tolist())
                 why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
                 account.token_ids.extend(tokens)
                 account.why.extend(why)
                 account.num_rounds += 1
-                account.num_draft_tokens += int(output.num_drafted[index, row])
+                account.num_draft_tokens += drafted
                 account.num_accepted_tokens += int(output.num_accepted[index, row])
                 account.num_rescued_tokens += int(output.num_rescued[index, row])
                 account.num_draft_passes += int(output.num_draft_passes[index])
                 if output.budget is not None and self.spec.rule.budget is not None:
                     account.regret = self.spec.rule.budget - float(output.budget[index, row])
+                if output.rolled_back is not None:
+                    account.num_rollbacks += int(output.rolled_back[index, row])
+                if not tokens:
+                    continue  # all of it is provisional
                 reason = None
                 if output.finished[index, row]:
                     stopped = tokens[-1] in self.spec.eos_token_ids

@@ -1,4 +1,4 @@
-"""How many tokens to draft: K of each round, from what was accepted and what a round costs."""
+"""How often a row's draft is accepted, and the K of each round that follows from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pace:
       rescued: [rows], mismatches that were kept.
       refused: [rows], mismatches that ended a block.
       cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      seconds: [depths], what a round of each depth takes.
+      seconds: [depths], what a round of each depth takes; empty where K is fixed.
     """
 
     matched: Float32[Array, " rows"]
@@ -74,6 +74,11 @@ def observe(pace: Pace, acceptance: Acceptance, live: Bool[Array, " rows"]) -> P
     )
 
 
+def strict_rate(pace: Pace) -> Float32[Array, " rows"]:
+    """Share of the draft tokens that the lossless rule takes."""
+    return pace.matched / (pace.matched + pace.rescued + pace.refused + pace.cut)
+
+
 def expected_tokens(pace: Pace, depth: int, strict_tail: int) -> Float32[Array, " rows"]:
     """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
 
@@ -87,9 +92,9 @@ def expected_tokens(pace: Pace, depth: int, strict_tail: int) -> Float32[Array, 
       strict_tail: last positions of a block in which no mismatch is kept.
     """
     kept = pace.matched + pace.rescued
-    strict = pace.matched / (kept + pace.refused + pace.cut)
     loose = kept / (kept + pace.refused)
     position = jnp.arange(1, depth + 1)
+    strict = strict_rate(pace)
     rate = jnp.where(position <= depth - strict_tail, loose[:, None], strict[:, None])
     return 1 + jnp.sum(jnp.cumprod(rate, axis=1), axis=1)
 

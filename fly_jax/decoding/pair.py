@@ -15,7 +15,7 @@ from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.protection import matching_tokens
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.round import Boundary, RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama
@@ -56,6 +56,7 @@ class Pair:
         rounds_per_dispatch: int | None = None,
         *,
         learns: bool = True,
+        boundary: Boundary = "reject",
     ) -> RoundSpec:
         """The static part of decoding with this pair.
 
@@ -67,15 +68,16 @@ class Pair:
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
           learns: a rule with a memory adds to it while decoding; False leaves it as it is.
+          boundary: see `RoundSpec`.
 
         Raises:
-          FlyJaxError: K leaves no room for FLy's window.
+          FlyJaxError: K leaves no room for FLy's window, or nothing can be deferred.
         """
         rule = Fly() if rule is None else rule
         depths: tuple[int, ...] = ()
         if num_speculative_tokens == "auto":
             num_speculative_tokens, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
-        if num_speculative_tokens:
+        if num_speculative_tokens and boundary == "reject":
             rule.check(num_speculative_tokens)
         return RoundSpec(
             rule=rule,
@@ -85,6 +87,7 @@ class Pair:
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
             reports_mismatches=learns and rule.uses_memory,
+            boundary=boundary,
         )
 
     def decoder(

@@ -13,6 +13,7 @@ import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import Array, Float32, Int, UInt32
 
+from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.round import RoundSpec, decode_rounds
 from fly_jax.decoding.rules import RuleState
@@ -76,16 +77,29 @@ class Programs:
         lengths: np.ndarray,
         limits: np.ndarray,
         bucket: int,
+        window_size: int,
         seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
     ) -> DecodeState:
-        """Runs prompts, padded to `bucket` tokens, through both models; see `Decoder.stream`."""
+        """Runs prompts, padded to `bucket` tokens, through both models.
+
+        Args:
+          text: [rows, capacity], the prompts.
+          lengths: of the prompts.
+          limits: length at which each row is done.
+          bucket: tokens that are run.
+          window_size: of the windows that may stay open after a round; 0 if none may.
+          seed: of the draws.
+          budget: risk budget of each row, for a rule with one.
+          seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
+        """
         piece = min(bucket, PREFILL_PIECE)
         state = self._call(
             _admit,
             self._shapes,
             piece,
+            window_size,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -131,10 +145,11 @@ class _Shapes:
         return Llama(self.target, parameters[0], self.target_layout), draft
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size"))
 def _admit(
     shapes: _Shapes,
     piece: int,
+    window_size: int,
     parameters: tuple[dict[str, Array], dict[str, Array] | None],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
@@ -157,8 +172,9 @@ def _admit(
     key = jax.random.key(seed)
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
+    window = no_windows(rows, window_size) if window_size else None
     finished = lengths >= limits
-    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace)
+    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace, window)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "piece"), donate_argnames=("state",))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import choose_depth, drafted_of, observe
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
 from fly_jax.decoding.evidence import TargetEvidence, evidence
@@ -19,6 +21,8 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
+
+Boundary = Literal["reject", "defer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,8 @@ class RoundSpec:
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
       reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
+      boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
+        published rule, or "defer", which may complete the window in the next rounds.
     """
 
     rule: Rule
@@ -43,6 +49,7 @@ class RoundSpec:
     rounds_per_dispatch: int = 1
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
+    boundary: Boundary = "reject"
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -60,6 +67,20 @@ class RoundSpec:
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
+
+        if self.boundary == "defer" and (
+            self.rule.longest_window == 0 or self.rule.sampling is not None
+        ):
+            raise FlyJaxError(
+                f"boundary='defer' was asked for with the rule {type(self.rule).__name__}; it "
+                "defers the windows of greedy decoding: choose a rule with a window, such as Fly, "
+                "and temperature 0, or boundary='reject'."
+            )
+
+    @property
+    def deferred_window(self) -> int:
+        """Size of the windows that may stay open after a round; 0 if none may."""
+        return self.rule.longest_window if self.boundary == "defer" else 0
 
     @property
     def room(self) -> int:
@@ -113,10 +134,7 @@ def settle(
     why = jnp.where(
         steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
     ).astype(jnp.int8)
-    ends = functools.reduce(
-        jnp.logical_or, (tokens == eos for eos in spec.eos_token_ids), jnp.zeros(tokens.shape, bool)
-    )
-    ends &= steps <= kept
+    ends = _is_one_of(tokens, spec.eos_token_ids) & (steps <= kept)
     until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
     room = state.limit - state.length
     count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
@@ -153,8 +171,9 @@ def decode_round(
     key, draft_key, verify_key = _split(spec, state.key)
     live = ~state.finished
     depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
-    if state.pace is not None:
-        depth = choose_depth(state.pace, live, spec.depths, spec.rule.strict_tail)
+    if spec.depths and state.pace is not None:
+        strict_tail = 0 if spec.deferred_window else spec.rule.strict_tail
+        depth = choose_depth(state.pace, live, spec.depths, strict_tail)
         drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
     proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
@@ -169,25 +188,106 @@ def decode_round(
         state=state.rule,
         num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
     )
+    conclude = _conclude_deferring if spec.deferred_window else _conclude
+    state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
+    return state, jax.tree.map(lambda leaf: leaf[None], output)
+
+
+def _conclude(
+    spec: RoundSpec,
+    state: DecodeState,
+    proposal: Draft,
+    seen: TargetEvidence,
+    acceptance: Acceptance,
+    drafted: Int[Array, ""],
+) -> tuple[DecodeState, RoundOutput]:
+    """Appends what was accepted, and says what the host is told of it."""
+    live = ~state.finished
     if state.pace is not None:
         state = dataclasses.replace(state, pace=observe(state.pace, acceptance, live))
     state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
     state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
     # What an end of text or the limit cuts off is counted nowhere.
     rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
-    output = RoundOutput(
-        tokens=tokens[None],
-        why=why[None],
-        count=count[None],
-        num_drafted=jnp.where(live, drafted, 0)[None],
-        num_accepted=jnp.minimum(acceptance.num_accepted, count)[None],
-        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32)[None],
-        num_draft_passes=proposal.num_passes[None],
-        finished=state.finished[None],
-        other=_other(proposal.tokens, seen, why)[None] if spec.reports_mismatches else None,
-        budget=None if state.rule.budget is None else state.rule.budget[None],
+    return state, RoundOutput(
+        tokens=tokens,
+        why=why,
+        count=count,
+        num_drafted=jnp.where(live, drafted, 0),
+        num_accepted=jnp.minimum(acceptance.num_accepted, count),
+        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
+        num_draft_passes=proposal.num_passes,
+        finished=state.finished,
+        other=_other(proposal.tokens, seen, why) if spec.reports_mismatches else None,
+        budget=state.rule.budget,
     )
-    return state, output
+
+
+def _conclude_deferring(
+    spec: RoundSpec,
+    state: DecodeState,
+    proposal: Draft,
+    seen: TargetEvidence,
+    acceptance: Acceptance,
+    drafted: Int[Array, ""],
+) -> tuple[DecodeState, RoundOutput]:
+    """`_conclude`, where the end of a row may be provisional."""
+    assert state.pace is not None
+    assert state.window is not None
+    live, before, window = ~state.finished, state.length, state.window
+    room = state.limit - state.length
+    whole, new = defer(acceptance, seen, state.pace, room, drafted, spec.deferred_window)
+    pace = observe(state.pace, whole, live)
+    state, _, why, count = settle(spec, state, proposal.tokens, whole)
+    ended = state.finished & live
+    broken = is_broken(window, seen, drafted, count)
+    left = close(
+        window,
+        new,
+        acceptance.next_token,
+        state.tokens,
+        before,
+        (why, _other(proposal.tokens, seen, why)),
+        count,
+        drafted,
+        broken,
+        ended,
+    )
+    rule = state.rule.after(whole, left.charged)
+    if rule.budget is not None:
+        rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
+    ends_anew = _is_one_of(left.window.replacement, spec.eos_token_ids)
+    ends_anew |= left.length >= state.limit
+    state = dataclasses.replace(
+        state,
+        tokens=left.text,
+        length=left.length,
+        finished=jnp.where(left.rolled_back, ends_anew, state.finished),
+        rule=rule,
+        pace=pace,
+        window=left.window,
+    )
+    settled = jnp.arange(left.why.shape[1]) < left.count[:, None]
+    rescued = settled & (left.why == Why.RESCUED)
+    matched = settled & (left.why == Why.MATCHED)
+    return state, RoundOutput(
+        tokens=left.tokens,
+        why=left.why,
+        count=left.count,
+        num_drafted=jnp.where(live, drafted, 0),
+        num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
+        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
+        num_draft_passes=proposal.num_passes,
+        finished=state.finished,
+        other=left.other if spec.reports_mismatches else None,
+        budget=rule.budget,
+        rolled_back=left.rolled_back,
+    )
+
+
+def _is_one_of(tokens: Int[Array, "*shape"], some: tuple[int, ...]) -> Bool[Array, "*shape"]:
+    none = jnp.zeros(tokens.shape, bool)
+    return functools.reduce(jnp.logical_or, (tokens == one for one in some), none)
 
 
 def _verify(

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
+from fly_jax.decoding.deferral import OpenWindow
 from fly_jax.decoding.depth import Pace
 from fly_jax.decoding.rules import RuleState, Why
 from fly_jax.models.cache import KVCache
@@ -20,14 +21,15 @@ class DecodeState:
 
     Attributes:
       tokens: [rows, capacity], prompt and settled tokens; what lies beyond `length` is stale.
-      length: [rows], settled tokens; the caches are valid up to `length - 1`.
+      length: [rows], tokens, provisional ones included; the caches are valid up to `length - 1`.
       limit: [rows], length at which a row is done.
       finished: [rows], the row has reached its limit or an end of text.
       target: the target's cache.
       draft: the draft model's cache, if there is a draft model.
       key: random state.
       rule: what the rule knows of each row.
-      pace: what the next K is chosen by; None where K is fixed.
+      pace: how often the draft is accepted; None where neither K nor deferral depends on it.
+      window: what is provisional at the end of each row; None where nothing ever is.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -39,6 +41,7 @@ class DecodeState:
     key: Key[Array, ""]
     rule: RuleState
     pace: Pace | None = None
+    window: OpenWindow | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +67,8 @@ class RoundOutput:
     always runs, and settles nothing in a finished row.
 
     Attributes:
-      tokens: [rounds, rows, K + 1], settled tokens, the first `count` of each row.
+      tokens: [rounds, rows, K + 1], settled tokens, the first `count` of each row; wider with
+        deferred windows, which settle what earlier rounds have left open.
       why: [rounds, rows, K + 1], int8 `Why` of each of them.
       count: [rounds, rows], tokens settled.
       num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
@@ -76,6 +80,7 @@ class RoundOutput:
         stand there: the target's choice at a rescue, the draft's at a correction, else -1; None
         unless the round is asked to report it.
       budget: [rounds, rows], risk budget that is left after the round; None without one.
+      rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
     """
 
     tokens: Int[Array, "rounds rows block"]
@@ -88,6 +93,7 @@ class RoundOutput:
     finished: Bool[Array, "rounds rows"]
     other: Int[Array, "rounds rows block"] | None = None
     budget: Float32[Array, "rounds rows"] | None = None
+    rolled_back: Bool[Array, "rounds rows"] | None = None
 
 
 def corrections(output: RoundOutput) -> list[tuple[int, int]]:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from absl import logging
+
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import last_words
 
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
       The exit status: 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away.
     """
+    logging.set_verbosity(logging.ERROR)  # what libraries say of their own work is not for users
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     status = _EXIT_FAILED

@@ -175,6 +175,11 @@ def add_decoding_flags(into: Flags) -> None:
         f"{default.window_size} if not given",
     )  # fmt: skip
     into.choice(
+        group, "boundary", None, ("reject", "defer"),
+        "what becomes of a mismatch whose window does not fit into its block: it is refused, or "
+        f"kept provisionally where that is expected to pay; {default.boundary} if not given",
+    )  # fmt: skip
+    into.choice(
         group, "entropy", None, ("top_k", "full", "normalized"),
         f"fly: what the threshold is compared with; {default.entropy} if not given",
     )  # fmt: skip

@@ -298,7 +298,11 @@ def _generate(
 
 def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
     return pair.spec(
-        config.to_rule(), config.num_drafted, config.to_lookup(), learns=config.csd_online
+        config.to_rule(),
+        config.num_drafted,
+        config.to_lookup(),
+        learns=config.csd_online,
+        boundary=config.round_boundary,
     )
 
 

@@ -119,7 +119,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         states.append(arguments[3])
         return run(*arguments)
 
-    monkeypatch.setattr(host_loop, "_run", spy)
+    monkeypatch.setattr(programs, "_run", spy)
     (prompts, max_new_tokens, seed), *_ = BATCHES
     decoder_for(SPECS[name], UNSHARED).generate(prompts, max_new_tokens, seed=seed)
     assert len(states) > 2

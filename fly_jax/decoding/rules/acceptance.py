@@ -127,6 +127,11 @@ class Rule(Protocol):
         """Last positions of a block in which no mismatch can be kept, the others being open."""
         ...
 
+    @property
+    def longest_window(self) -> int:
+        """Draft tokens that a deferred window may need after its mismatch; 0 without windows."""
+        ...
+
     def check(self, num_speculative_tokens: int) -> None:
         """Raises FlyJaxError for blocks in which the rule could not do what it is for."""
         ...
@@ -216,6 +221,11 @@ class _Lossless:
     @property
     def strict_tail(self) -> int:
         """All positions are alike."""
+        return 0
+
+    @property
+    def longest_window(self) -> int:
+        """No window."""
         return 0
 
     def check(self, num_speculative_tokens: int) -> None:

@@ -117,8 +117,15 @@ class Loose:
     @property
     def strict_tail(self) -> int:
         """The size of the smallest window that would do: too large for the block's last tokens."""
-        sizes = [max((w.size for w in clause.windows), default=0) for clause in self.clauses()]
-        return min(sizes)
+        return min(self._window_sizes())
+
+    @property
+    def longest_window(self) -> int:
+        """Of all alternatives."""
+        return max(self._window_sizes())
+
+    def _window_sizes(self) -> list[int]:
+        return [max((w.size for w in clause.windows), default=0) for clause in self.clauses()]
 
     def check(self, num_speculative_tokens: int) -> None:
         """Refuses blocks in which this rule could not rescue anything.

@@ -1,0 +1,269 @@
+"""Deferred windows that stay open across rounds: `boundary="defer"`.
+
+The published rule refuses a mismatch whose window does not fit into its block. Here such a mismatch
+may be kept provisionally: the block goes on to its end and is followed by the bonus token as if it
+had been kept whole, and the first tokens of the next rounds complete the window. They must all be
+accepted by the lossless rule. If one is not, the row is rolled back: its length is set to the
+mismatch, and the target's own token takes its place. What is provisional never leaves the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+
+from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
+from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.rules import Acceptance, Why
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OpenWindow:
+    """The provisional end of each row: a mismatch and all that follows it.
+
+    Attributes:
+      start: position of the mismatch in the row's text; of no meaning in a row without one.
+      replacement: the target's token at that position.
+      remaining: draft tokens that must still be accepted; 0 in a row without an open window.
+      why: why each provisional token stands there, if it stays.
+      other: `RoundOutput.other` of each of them.
+      regret: what the mismatch has taken from the risk budget.
+    """
+
+    start: Int32[Array, " rows"]
+    replacement: Int32[Array, " rows"]
+    remaining: Int32[Array, " rows"]
+    why: Int8[Array, "rows provisional"]
+    other: Int32[Array, "rows provisional"]
+    regret: Float32[Array, " rows"]
+
+    @property
+    def is_open(self) -> Bool[Array, " rows"]:
+        """The row has a provisional end."""
+        return self.remaining > 0
+
+
+def most_provisional(window_size: int) -> int:
+    """Tokens that may be provisional at once: the mismatch, its window, a bonus for each block."""
+    return 2 * window_size + 1
+
+
+def no_windows(rows: int, window_size: int) -> OpenWindow:
+    """Rows of which everything is settled."""
+    zeros = jnp.zeros((rows,), jnp.int32)
+    shape = (rows, most_provisional(window_size))
+    return OpenWindow(
+        start=zeros,
+        replacement=zeros,
+        remaining=zeros,
+        why=jnp.zeros(shape, jnp.int8),
+        other=jnp.zeros(shape, jnp.int32),
+        regret=jnp.zeros((rows,), jnp.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferral:
+    """What a round opens: `is_new` rows keep their first refused mismatch provisionally.
+
+    Attributes:
+      is_new: rows that open a window in this round.
+      index: of the mismatch in the block.
+      remaining: draft tokens of later blocks that the window still needs.
+      regret: of the mismatch.
+    """
+
+    is_new: Bool[Array, " rows"]
+    index: Int32[Array, " rows"]
+    remaining: Int32[Array, " rows"]
+    regret: Float32[Array, " rows"]
+
+
+def defer(
+    acceptance: Acceptance,
+    seen: TargetEvidence,
+    pace: Pace,
+    room: Int[Array, " rows"],
+    num_drafted: Int[Array, ""],
+    window_size: int,
+) -> tuple[Acceptance, Deferral]:
+    """Keeps blocks whole whose first refused mismatch is worth a provisional rescue.
+
+    Refusing it settles j tokens, its position in the block counted from 1, and the next round E
+    more. Deferring it settles K + 1 and E more if the window is completed, which has probability
+    p, and j after two rounds if it is not. So it is deferred iff p (K + 1 - j + E) > E, with
+    p = m^r for the r tokens that are missing, the row's own rate m of accepted draft tokens, and E
+    expected from the row's rates.
+
+    Args:
+      acceptance: what the rule alone decides.
+      seen: the evidence it decided on.
+      pace: the rows' rates.
+      room: tokens that each row may still emit.
+      num_drafted: K of this round.
+      window_size: W.
+    """
+    index = acceptance.num_accepted
+    num_draft = acceptance.why.shape[1]
+    at = jnp.minimum(index, num_draft - 1)[:, None]
+    why = jnp.take_along_axis(acceptance.why, at, axis=1)[:, 0]
+    remaining = index + 1 + window_size - num_drafted
+    next_round = expected_tokens(pace, num_draft, 0)
+    completed = strict_rate(pace) ** remaining
+    pays = completed * (num_drafted - index + next_round) > next_round
+    is_new = (why == Why.REFUSED_BOUNDARY) & (index < num_drafted) & pays
+    # A window that the row's limit would cut off could never be completed.
+    is_new &= room >= num_drafted + 1 + 2 * remaining
+
+    steps = jnp.arange(num_draft)
+    here = (steps == index[:, None]) & is_new[:, None]
+    after = (steps > index[:, None]) & (steps < num_drafted) & is_new[:, None]
+    kept = jnp.where(
+        here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, acceptance.why)
+    ).astype(jnp.int8)
+    gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
+    bonus = jnp.take(seen.replacement, num_drafted, axis=1)
+    whole = dataclasses.replace(
+        acceptance,
+        num_accepted=jnp.where(is_new, num_drafted, index),
+        next_token=jnp.where(is_new, bonus, acceptance.next_token),
+        next_why=jnp.where(is_new, Why.BONUS.value, acceptance.next_why).astype(jnp.int8),
+        why=kept,
+        regret=None if acceptance.regret is None else jnp.where(here, gap, acceptance.regret),
+    )
+    regret = jnp.where(is_new, jnp.take_along_axis(gap, at, axis=1)[:, 0], 0)
+    return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)
+
+
+def is_broken(
+    window: OpenWindow,
+    seen: TargetEvidence,
+    num_drafted: Int[Array, ""],
+    count: Int[Array, " rows"],
+) -> Bool[Array, " rows"]:
+    """Rows whose open window this block fails: by a mismatch in it, or by ending before it does.
+
+    Args:
+      window: as it was before the round.
+      seen: the evidence of the block.
+      num_drafted: K of this round.
+      count: tokens of the block up to an end of text or the limit.
+    """
+    needed = jnp.minimum(window.remaining, num_drafted)
+    steps = jnp.arange(seen.accepted.shape[1])
+    mismatch = jnp.any((steps < needed[:, None]) & ~seen.accepted, axis=1)
+    return window.is_open & (mismatch | (count < needed))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Settlement:
+    """What a round with deferral leaves.
+
+    Attributes:
+      text: the rows' tokens, the target's own in place of a mismatch that was dropped.
+      length: tokens of each row, provisional ones included.
+      tokens: [rows, provisional + block], those that settle, the first `count` of each row.
+      why: of the same tokens.
+      other: `RoundOutput.other` of the same tokens.
+      count: tokens that settle.
+      window: the provisional end that is left.
+      rolled_back: rows whose provisional end was dropped.
+      charged: tokens of the block whose rescues count against the risk budget.
+      refund: what goes back to the risk budget.
+    """
+
+    text: Int[Array, "rows capacity"]
+    length: Int32[Array, " rows"]
+    tokens: Int[Array, "rows width"]
+    why: Int8[Array, "rows width"]
+    other: Int32[Array, "rows width"]
+    count: Int32[Array, " rows"]
+    window: OpenWindow
+    rolled_back: Bool[Array, " rows"]
+    charged: Int32[Array, " rows"]
+    refund: Float32[Array, " rows"]
+
+
+def close(
+    window: OpenWindow,
+    new: Deferral,
+    replacement: Int[Array, " rows"],
+    text: Int[Array, "rows capacity"],
+    length: Int[Array, " rows"],
+    block: tuple[Int[Array, "rows block"], Int[Array, "rows block"]],
+    count: Int[Array, " rows"],
+    num_drafted: Int[Array, ""],
+    broken: Bool[Array, " rows"],
+    ended: Bool[Array, " rows"],
+) -> Settlement:
+    """Settles what is certain, keeps the rest open, and rolls back what has failed.
+
+    Args:
+      window: as it was before the round.
+      new: what the round opens.
+      replacement: the target's token at the new mismatch.
+      text: the rows' tokens with the block's appended.
+      length: of each row before the round.
+      block: `Why` and `RoundOutput.other` of the block's tokens.
+      count: tokens of the block that were appended; 0 in a row that had finished.
+      num_drafted: K of this round.
+      broken: from `is_broken`.
+      ended: the row's text ends with this block.
+    """
+    live = count > 0
+    begin = jnp.where(window.is_open, window.start, length)
+    start = jnp.where(new.is_new, length + new.index, window.start)
+    left = jnp.where(new.is_new, new.remaining, jnp.maximum(window.remaining - num_drafted, 0))
+    # A text must not end on a window that can never be completed.
+    failed = live & (broken | ((left > 0) & ended))
+    is_open = live & (left > 0) & ~failed
+    replacement = jnp.where(new.is_new, replacement, window.replacement)
+    end = jnp.where(failed, start + 1, length + count)
+    settled = jnp.where(is_open, start, end) - begin
+
+    rows = jnp.arange(text.shape[0])
+    dropped = text[rows, start]
+    text = text.at[rows, start].set(jnp.where(failed, replacement, dropped))
+    whys = _joined(window.why, block[0].astype(jnp.int8), length - begin)
+    others = _joined(window.other, block[1], length - begin)
+    steps = jnp.arange(whys.shape[1])
+    is_replaced = (steps == (start - begin)[:, None]) & failed[:, None]
+    whys = jnp.where(is_replaced, Why.CORRECTED.value, whys).astype(jnp.int8)
+    others = jnp.where(is_replaced, dropped[:, None], others)
+    keep = settled[:, None] + jnp.arange(window.why.shape[1])
+    return Settlement(
+        text=text,
+        length=end.astype(jnp.int32),
+        tokens=_taken(text, begin[:, None] + steps),
+        why=whys,
+        other=others,
+        count=settled.astype(jnp.int32),
+        window=OpenWindow(
+            start=start,
+            replacement=replacement,
+            remaining=jnp.where(is_open, left, 0),
+            why=_taken(whys, keep),
+            other=_taken(others, keep),
+            regret=jnp.where(new.is_new, new.regret, window.regret),
+        ),
+        rolled_back=failed,
+        charged=jnp.where(failed, jnp.maximum(start - length, 0), count),
+        refund=jnp.where(failed & ~new.is_new, window.regret, 0),
+    )
+
+
+def _taken(values: Array, at: Int[Array, "rows wanted"]) -> Array:
+    return jnp.take_along_axis(values, jnp.minimum(at, values.shape[1] - 1), axis=1)
+
+
+def _joined(pending: Array, block: Array, before: Int[Array, " rows"]) -> Array:
+    """The first `before` pending values of each row, and then the block's."""
+    steps = jnp.arange(pending.shape[1] + block.shape[1])
+    from_block = _taken(block, jnp.maximum(steps - before[:, None], 0))
+    padded = jnp.pad(pending, ((0, 0), (0, block.shape[1])))
+    return jnp.where(steps < before[:, None], padded, from_block)

@@ -1,0 +1,221 @@
+"""Windows that stay open across rounds equal a plain walk over the text, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import fly_row, greedy_evidence
+from random_pairs import (
+    CAPACITY,
+    CONFIG,
+    EOS,
+    NOISES,
+    autoregressive,
+    greedy,
+    logits_after,
+    random_draft,
+    random_target,
+)
+
+from fly_jax.decoding import deferral
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Budget, Exact, Fly, Margin, Rule, Sampled
+from fly_jax.errors import FlyJaxError
+
+LETTERS = {"MATCHED": "m", "RESCUED": "r"}
+WINDOW, THRESHOLD = 2, 0.2
+RULE = Fly(entropy_threshold=THRESHOLD, window_size=WINDOW)
+
+
+@dataclasses.dataclass
+class Plain:
+    """One row, decoded with provisional rescues as the definition has it."""
+
+    tokens: list[int]
+    why: str = ""
+    rounds: int = 0
+    deferred: int = 0
+    rollbacks: int = 0
+
+
+class Rates:
+    """The row's fading counts."""
+
+    def __init__(self) -> None:
+        self.matched, self.rescued, self.refused, self.cut = 4 * 0.9, 4 * 0.05, 4 * 0.05, 0.0
+
+    def see(self, matched: int, rescued: int, refused: int, cut: int) -> None:
+        fade = 0.5 ** (1 / 16)
+        self.matched = self.matched * fade + matched
+        self.rescued = self.rescued * fade + rescued
+        self.refused = self.refused * fade + refused
+        self.cut = self.cut * fade + cut
+
+    def pays(self, j: int, k: int) -> bool:
+        total = self.matched + self.rescued + self.refused + self.cut
+        kept = self.matched + self.rescued
+        loose = kept / (kept + self.refused)
+        expected = sum(loose**i for i in range(k + 1))
+        completed = (self.matched / total) ** (j + WINDOW - k)
+        return completed * (k + 1 - j + expected) > expected
+
+
+def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) -> Plain:
+    """Decodes one prompt with draft and target as functions of the whole text."""
+    target, draft = random_target(pair), random_draft(pair, noise)
+    text, whys, rates = list(prompt), [""] * len(prompt), Rates()
+    start, replacement, remaining = 0, 0, 0
+    row = Plain([])
+    last = len(prompt) + limit
+    while True:
+        row.rounds += 1
+        drafted = greedy(draft, [text], k)[0]
+        logits = logits_after(target, [*text, *drafted])[len(text) - 1 :]
+        seen = [
+            greedy_evidence(logits[i], drafted[i] if i < k else None, "top_k", 3)
+            for i in range(k + 1)
+        ]
+        accepted = [one.accepted for one in seen[:k]]
+        never = [
+            drafted[i] in EOS
+            or seen[i].argmax in EOS
+            or seen[i].draft_logit - seen[i].log_sum_exp < math.log(np.finfo(np.float32).tiny)
+            for i in range(k)
+        ]
+        entropy = [one.entropy for one in seen[:k]]
+        decided = fly_row(
+            accepted, entropy, never, k,
+            threshold=THRESHOLD, window_size=WINDOW, reference=False,
+        )  # fmt: skip
+        kept, new, begin = decided.num_accepted, False, len(text)
+        why = [LETTERS.get(one, "c") for one in decided.why[:kept]]
+        cut = kept < k and decided.why[kept] == "REFUSED_BOUNDARY"
+        j = kept + 1
+        room = last - len(text) >= k + 1 + 2 * (j + WINDOW - k)
+        if cut and room and rates.pays(j, k):
+            new, why = True, [*why, "r", *"m" * (k - j)]
+            block = [*drafted, seen[k].argmax]
+        else:
+            block = [*drafted[:kept], seen[kept].argmax]
+        ending = "b" if new or kept == k else "c"
+        rates.see(why.count("m"), why.count("r"), int(kept < k and not cut), int(cut and not new))
+        count = next((i + 1 for i, token in enumerate(block) if token in EOS), len(block))
+        count = min(count, last - len(text))
+        ended = len(text) + count >= last or block[count - 1] in EOS
+        needed = min(remaining, k)
+        broken = remaining > 0 and (not all(accepted[:needed]) or count < needed)
+        text += block[:count]
+        whys += [*why, ending][:count]
+        was_open = remaining > 0
+        if new:
+            start, replacement, remaining = begin + j - 1, seen[j - 1].argmax, j + WINDOW - k
+            row.deferred += 1
+        elif was_open:
+            remaining = max(remaining - k, 0)
+        if broken or (remaining > 0 and ended):
+            text, whys, remaining = [*text[:start], replacement], [*whys[:start], "c"], 0
+            row.rollbacks += 1
+            ended = len(text) >= last or replacement in EOS
+        if ended:
+            row.tokens, row.why = text[len(prompt) :], "".join(whys[len(prompt) :])
+            return row
+
+
+def decode(
+    rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
+    lookup: Lookup | None = None, rows: int = 3,
+) -> list[Generation]:  # fmt: skip
+    spec = RoundSpec(rule, k, lookup, EOS, boundary="defer", rounds_per_dispatch=2)
+    decoder = Decoder(
+        random_target(pair), random_draft(pair, noise), spec, capacity=CAPACITY, batch_size=rows
+    )
+    return decoder.generate(prompts, limit)
+
+
+token_lists = st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("k", [2, 5])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    pair=st.integers(0, 2),
+    noise=st.sampled_from((0.05, 0.2, 0.4)),
+    prompts=st.lists(token_lists, min_size=1, max_size=4),
+    limit=st.integers(1, 24),
+)
+def test_equals_the_plain_walk(
+    k: int, pair: int, noise: float, prompts: list[list[int]], limit: int
+) -> None:
+    for account, prompt in zip(decode(RULE, k, pair, noise, prompts, limit), prompts, strict=True):
+        plain = plain_row(pair, noise, prompt, limit, k)
+        assert account.token_ids == plain.tokens
+        assert "".join(why.letter for why in account.why) == plain.why
+        assert account.num_rounds == plain.rounds
+        assert account.num_rollbacks == plain.rollbacks
+        assert account.num_rescued_tokens == plain.why.count("r")
+
+
+def test_windows_are_deferred_completed_and_rolled_back() -> None:
+    """The cases above would prove nothing if no window were ever left open."""
+    rows = [plain_row(pair, 0.2, [first, 3, 5], 24, 2) for pair in range(3) for first in range(8)]
+    assert sum(row.rollbacks for row in rows) > 0
+    assert sum(row.deferred for row in rows) > sum(row.rollbacks for row in rows)
+    # At K = W the published rule rescues nothing at all.
+    assert sum(row.why.count("r") for row in rows) > 0
+
+
+def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
+    """The caches, the lookup's history and the text: from there on a fresh decoder does the same.
+
+    The rates by which deferral is chosen remember the failed attempt, so they are made blind here.
+    """
+    lookup, rule = Lookup(num_tokens=3), Fly(entropy_threshold=0.0, window_size=3)
+    prompts = [[first, 3, 5, 3] for first in range(8)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferral, "strict_rate", lambda pace: pace.matched * 0 + 1.0)
+        rows = decode(rule, 4, 1, 0.1, prompts, 24, lookup, rows=8)
+        assert sum(row.num_rollbacks for row in rows) > 3
+        for row, prompt in zip(rows, prompts, strict=True):
+            for cut in range(1, len(row.token_ids)):
+                if row.why[cut - 1].letter != "c":  # a rollback ends with a correction
+                    continue
+                rest = decode(
+                    rule, 4, 1, 0.1, [[*prompt, *row.token_ids[:cut]]], 24 - cut, lookup, rows=8
+                )[0]
+                assert rest.token_ids == row.token_ids[cut:]
+                assert rest.why == row.why[cut:]
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+    rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
+    assert [row.token_ids for row in rows] == autoregressive(random_target(1), prompts, 20)
+    assert {row.regret for row in rows} == {0.0}
+
+
+def test_the_budget_pays_for_what_stands() -> None:
+    prompts = [[first, 3, 5] for first in range(8)]
+    rows = decode(Budget(RULE, 1000.0), 2, 2, 0.2, prompts, 24, rows=8)
+    assert sum(row.num_rollbacks for row in rows) > 0
+    for row, prompt in zip(rows, prompts, strict=True):
+        logits = logits_after(random_target(2), [*prompt, *row.token_ids])
+        gaps = [
+            logits[len(prompt) + i - 1].max() - logits[len(prompt) + i - 1][token]
+            for i, token in enumerate(row.token_ids)
+            if row.why[i].letter == "r"
+        ]
+        assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
+
+
+@pytest.mark.parametrize("rule", [Exact(), Margin(), Sampled(0.5)])
+def test_what_cannot_be_deferred(rule: Rule) -> None:
+    with pytest.raises(FlyJaxError, match="boundary='defer'"):
+        RoundSpec(rule, 4, boundary="defer")

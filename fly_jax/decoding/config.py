@@ -127,6 +127,11 @@ class DecodeConfig:
                     f"{name} is {given}; a round drafts at least 1 token: give a larger number, or "
                     "the rule autoregressive to draft none."
                 )
+        if self.risk_budget is not None and not self.risk_budget >= 0:
+            raise FlyJaxError(
+                f"risk_budget is {self.risk_budget}; it must be a number of at least 0: give 0 for "
+                "lossless decoding."
+            )
         if self.prompt_lookup_max < 0:
             raise FlyJaxError(
                 f"prompt_lookup_max is {self.prompt_lookup_max}; it must not be negative: give 0 "
@@ -207,11 +212,12 @@ class DecodeConfig:
             rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
         if self.boundary == "reject":
             rule.check(self.most_drafted)
-        elif self._temperature > 0 or not rule.longest_window:
+        elif self._temperature > 0 or not rule.longest_window or rule.has_lax_windows:
             raise FlyJaxError(
-                f"boundary is 'defer' with the rule {self.rule} at temperature "
-                f"{self._temperature:g}; windows are deferred in greedy decoding with a rule that "
-                "has one, such as fly: change one of them, or leave boundary at 'reject'."
+                f"boundary is 'defer' with the rule {self.rule}, temperature "
+                f"{self._temperature:g} and window_mismatches {self.window_mismatches}; windows "
+                "are deferred in greedy decoding, with a rule that has one, such as fly, and "
+                "without mismatches in it: change them, or leave boundary at 'reject'."
             )
         return rule
 
@@ -224,7 +230,9 @@ class DecodeConfig:
     def most_drafted(self) -> int:
         """The largest K that a round may have."""
         given = self.num_speculative_tokens
-        return AUTO_DEPTHS[-1] if given == "auto" else given
+        return max(
+            AUTO_DEPTHS[-1] if given == "auto" else given, self.lossless_speculative_tokens or 0
+        )
 
     def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
         """One of the rules that `rule` is made of."""

@@ -23,7 +23,7 @@ from fly_jax.models.llama import Llama
 from fly_jax.sharding.processes import decide, share
 
 _SMALLEST_BUCKET = 16
-_CAPACITY_STEP = 64
+CAPACITY_STEP = 64
 _TIMINGS = 3
 
 
@@ -94,7 +94,7 @@ def capacity_for(
     longest = max(len(prompt) for prompt in prompts)
     needed = min(longest + max_new_tokens, max_context) + spec.room
     needed = max(needed, _bucket(longest))
-    return -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
 
 
 class Decoder:
@@ -175,6 +175,7 @@ class Decoder:
           FlyJaxError: no prompt, too many, an empty one, one longer than the context, or no new
             token asked for.
         """
+        self._refresh()
         if self.spec.depths and self._seconds is None:
             self._seconds = self._measure(prompts)
         state = self._admit(prompts, max_new_tokens, seed, self._seconds)
@@ -241,8 +242,9 @@ class Decoder:
                 state = self._admit(prompts, max(room, 1), 0, only_this)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()
-                _, output = self._programs.run(self.spec, state, self._inputs)
-                rounds = np.sum(np.any(jax.device_get(output.count), axis=1))
+                # Only what is counted is kept: the caches make room for the next ones.
+                drafted = self._programs.run(self.spec, state, self._inputs)[1].num_drafted
+                rounds = np.sum(np.any(jax.device_get(drafted), axis=1))
                 taken = (time.perf_counter() - start) / max(rounds, 1)
                 if repeat:
                     seconds[depth] = min(seconds[depth], taken) if repeat > 1 else taken
@@ -331,7 +333,8 @@ class Decoder:
                 account.num_rescued_tokens += int(output.num_rescued[index, row])
                 account.num_draft_passes += int(output.num_draft_passes[index])
                 if output.budget is not None and self.spec.rule.budget is not None:
-                    account.regret = self.spec.rule.budget - float(output.budget[index, row])
+                    left = np.float32(self.spec.rule.budget) - output.budget[index, row]
+                    account.regret = max(float(left), 0.0)
                 if output.rolled_back is not None:
                     account.num_rollbacks += int(output.rolled_back[index, row])
                 if not tokens:

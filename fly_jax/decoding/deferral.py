@@ -216,13 +216,15 @@ def close(
       ended: the row's text ends with this block.
     """
     live = count > 0
+    # What the block loses to an older window or to an end of text opens nothing.
+    is_new = new.is_new & ~broken & (new.index < count)
     begin = jnp.where(window.is_open, window.start, length)
-    start = jnp.where(new.is_new, length + new.index, window.start)
-    left = jnp.where(new.is_new, new.remaining, jnp.maximum(window.remaining - num_drafted, 0))
+    start = jnp.where(is_new, length + new.index, window.start)
+    left = jnp.where(is_new, new.remaining, jnp.maximum(window.remaining - num_drafted, 0))
     # A text must not end on a window that can never be completed.
     failed = live & (broken | ((left > 0) & ended))
     is_open = live & (left > 0) & ~failed
-    replacement = jnp.where(new.is_new, replacement, window.replacement)
+    replacement = jnp.where(is_new, replacement, window.replacement)
     end = jnp.where(failed, start + 1, length + count)
     settled = jnp.where(is_open, start, end) - begin
 
@@ -249,11 +251,11 @@ def close(
             remaining=jnp.where(is_open, left, 0),
             why=_taken(whys, keep),
             other=_taken(others, keep),
-            regret=jnp.where(new.is_new, new.regret, window.regret),
+            regret=jnp.where(is_new, new.regret, window.regret),
         ),
         rolled_back=failed,
         charged=jnp.where(failed, jnp.maximum(start - length, 0), count),
-        refund=jnp.where(failed & ~new.is_new, window.regret, 0),
+        refund=jnp.where(failed & ~is_new, window.regret, 0),
     )
 
 

@@ -18,7 +18,7 @@ from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.round import Boundary, RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoint import check_checkpoint, load_llama
+from fly_jax.models.checkpoint import check_checkpoint, load_llama, open_checkpoint
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama, parameter_specs
@@ -170,7 +170,9 @@ def load_pair(
     if spec.num_devices > 1:
         draft_config = None if draft_folder is None else check_checkpoint(draft_folder)
         chip = chip_of(jax.devices()[0].device_kind)
-        layouts = choose_layouts(devices, target_config, draft_config, workload or Workload(), chip)
+        stored_int8 = open_checkpoint(target_folder).int8
+        wanted = dataclasses.replace(workload or Workload(), int8=int8 or stored_int8)
+        layouts = choose_layouts(devices, target_config, draft_config, wanted, chip)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(target_config)))
     return Pair(
@@ -219,6 +221,7 @@ def generate(
     seed: int = 0,
     protect: Sequence[str] = (),
     memory: CorrectionMemory | None = None,
+    boundary: Boundary = "reject",
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -234,6 +237,7 @@ def generate(
       seed: of the draws, where the rule samples.
       protect: see `Pair.decoder`.
       memory: see `Pair.decoder`; it learns.
+      boundary: see `RoundSpec`.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -247,7 +251,7 @@ def generate(
     if pair.draft is None:
         num_speculative_tokens = 0
         rule = Exact() if rule is None else rule
-    spec = pair.spec(rule, num_speculative_tokens, lookup)
+    spec = pair.spec(rule, num_speculative_tokens, lookup, boundary=boundary)
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts

@@ -69,12 +69,15 @@ class RoundSpec:
             )
 
         if self.boundary == "defer" and (
-            self.rule.longest_window == 0 or self.rule.sampling is not None
+            self.rule.longest_window == 0
+            or self.rule.sampling is not None
+            or self.rule.has_lax_windows
         ):
             raise FlyJaxError(
                 f"boundary='defer' was asked for with the rule {type(self.rule).__name__}; it "
-                "defers the windows of greedy decoding: choose a rule with a window, such as Fly, "
-                "and temperature 0, or boundary='reject'."
+                "defers the windows of greedy decoding, without mismatches in them: choose a rule "
+                "with such a window, as Fly has by default, and temperature 0, or "
+                "boundary='reject'."
             )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str]) -> None:
             raise FlyJaxError(
                 f"convert needs --{name}; see python -m fly_jax.launch convert --help."
             )
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, nor waited for
     from fly_jax.models.convert import convert  # starts JAX's own imports
     from fly_jax.models.loading import resolve
 

@@ -174,6 +174,7 @@ def _load(
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh)  # before anything below can start a JAX backend
 
+    from fly_jax.decoding.decoder import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
     from fly_jax.models.checkpoint import check_checkpoint
     from fly_jax.models.layouts import Workload
@@ -197,9 +198,10 @@ def _load(
         fitting, ids = [Prompt(*prompt) for prompt in shared[0]], shared[1]
     if mesh.num_devices > 1:
         _say(describe(create_mesh(mesh)))
+    longest = min(max(map(len, ids)) + values.max_new_tokens, model.max_context)
     workload = Workload(
         rows=min(values.batch_size, len(ids)),
-        capacity=min(max(map(len, ids)) + values.max_new_tokens, model.max_context),
+        capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
         num_speculative_tokens=config.most_drafted,
     )
     target = None if values.target is None else folder

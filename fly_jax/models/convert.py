@@ -73,7 +73,9 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
     for pattern in _CARRIED:
         for file in source.glob(pattern):
             if not file.match(_NOT_CARRIED) and not (output / file.name).exists():
-                shutil.copy(file, output / file.name)
+                partial = output / f"{file.name}.partial"
+                shutil.copy(file, partial)
+                partial.replace(output / file.name)  # so that none is ever half there
     record = read_record(output)
     dataclasses.replace(record, files=stored_files(output)).write(output)
 

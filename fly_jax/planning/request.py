@@ -6,7 +6,7 @@ import dataclasses
 
 from jax.sharding import AbstractMesh, Mesh
 
-from fly_jax.decoding.decoder import capacity_for
+from fly_jax.decoding.decoder import CAPACITY_STEP, capacity_for
 from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Exact
@@ -57,7 +57,7 @@ class Request:
         k = self.num_speculative_tokens
         spec = RoundSpec(Exact(), k)
         capacity = capacity_for(spec, [range(self.prefilled)], 1, self.target.max_context)
-        needed = -(-(self.context + spec.room) // 64) * 64
+        needed = -(-(self.context + spec.room) // CAPACITY_STEP) * CAPACITY_STEP
         return Workload(
             rows=self.rows,
             capacity=max(capacity, needed),

@@ -100,11 +100,12 @@ def _has_idle_libtpu() -> bool:
 
     JAX would load it, and it would look for the TPUs of a pod and complain at length.
     """
-    accelerators = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    has_libtpu, *has_gpu = (importlib.util.find_spec(name) is not None for name in accelerators)
+    has_libtpu, has_plugin = (
+        importlib.util.find_spec(name) is not None for name in ("libtpu", "jax_plugins")
+    )
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     may_have_tpu = any(path.read_text().strip() == _GOOGLE for path in vendors)
-    return has_libtpu and not any(has_gpu) and not may_have_tpu
+    return has_libtpu and not has_plugin and not may_have_tpu
 
 
 def create_mesh(spec: MeshSpec) -> Mesh:

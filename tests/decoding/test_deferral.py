@@ -114,7 +114,7 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
         text += block[:count]
         whys += [*why, ending][:count]
         was_open = remaining > 0
-        if new:
+        if new and not broken and j - 1 < count:
             start, replacement, remaining = begin + j - 1, seen[j - 1].argmax, j + WINDOW - k
             row.deferred += 1
         elif was_open:
@@ -215,7 +215,7 @@ def test_the_budget_pays_for_what_stands() -> None:
         assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
 
 
-@pytest.mark.parametrize("rule", [Exact(), Margin(), Sampled(0.5)])
+@pytest.mark.parametrize("rule", [Exact(), Margin(), Sampled(0.5), Fly(window_mismatches=1)])
 def test_what_cannot_be_deferred(rule: Rule) -> None:
     with pytest.raises(FlyJaxError, match="boundary='defer'"):
         RoundSpec(rule, 4, boundary="defer")

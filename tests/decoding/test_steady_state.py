@@ -25,6 +25,8 @@ SPECS = {
     "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
+    "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),
+    "csd, depths": RoundSpec(Csd(1e-6), 5, None, EOS, depths=(2, 5), reports_mismatches=True),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
 }

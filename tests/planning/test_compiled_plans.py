@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
@@ -60,7 +61,7 @@ def plan(planned: tuple[Plan, Steps]) -> Plan:
 def prefill_and_round(
     mesh: str, rules: Sequence[str], *, large: bool, int8: bool, rows: int
 ) -> Steps:
-    """The first two steps of a pair, after a short prompt."""
+    """The first two steps of a pair, after a prompt of the whole context."""
     devices = slice_mesh(V5E, parse_mesh(mesh))
     target, draft = (Layout(devices, RULES[name]) for name in rules)
     steps = compiled_steps(
@@ -69,7 +70,7 @@ def prefill_and_round(
         rows=rows,
         capacity=CAPACITY,
         num_speculative_tokens=K,
-        prompt_length=16,
+        prompt_length=CONTEXT - 1,
     )
     return {step.name: step for step in (next(steps), next(steps))}
 
@@ -155,7 +156,7 @@ def test_no_exchange_carries_a_vocabulary_a_matrix_or_a_cache(
         for step in steps:
             tokens = 2 if step.name == "autoregressive" else K + 1
             if step.name == "prefill":
-                tokens = CONTEXT if steps is plan.steps else 16
+                tokens = PREFILL_PIECE
             most = rows * tokens * (LARGE.embed_size + SMALL.embed_size)
             assert step.exchanges, step.name
             for one in step.exchanges:

@@ -132,6 +132,11 @@ class Rule(Protocol):
         """Draft tokens that a deferred window may need after its mismatch; 0 without windows."""
         ...
 
+    @property
+    def has_lax_windows(self) -> bool:
+        """Some window may hold mismatches."""
+        ...
+
     def check(self, num_speculative_tokens: int) -> None:
         """Raises FlyJaxError for blocks in which the rule could not do what it is for."""
         ...
@@ -227,6 +232,11 @@ class _Lossless:
     def longest_window(self) -> int:
         """No window."""
         return 0
+
+    @property
+    def has_lax_windows(self) -> bool:
+        """No window."""
+        return False
 
     def check(self, num_speculative_tokens: int) -> None:
         """Every block will do."""

@@ -124,6 +124,11 @@ class Loose:
         """Of all alternatives."""
         return max(self._window_sizes())
 
+    @property
+    def has_lax_windows(self) -> bool:
+        """Some window may hold mismatches."""
+        return any(w.mismatches > 0 for clause in self.clauses() for w in clause.windows)
+
     def _window_sizes(self) -> list[int]:
         return [max((w.size for w in clause.windows), default=0) for clause in self.clauses()]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import machine
-import numpy as np
 from absl import app, flags
+from paired import paired_interval
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.rules import Exact, Fly
@@ -50,18 +50,13 @@ def _solve(pair: Pair, worded: Sequence[Problem]) -> Comparison:
 def _against(
     worded: Sequence[Problem], base: Sequence[str], other: Sequence[str]
 ) -> dict[str, Any]:
-    """Retention with a 95% interval: problems are redrawn, both decoders' verdicts together."""
-    verdicts = np.array(
-        [[is_correct(p, a), is_correct(p, b)] for p, a, b in zip(worded, base, other, strict=True)]
-    )
-    draws = np.random.default_rng(0).integers(len(verdicts), size=(10_000, len(verdicts)))
-    sums = verdicts[draws].sum(axis=1)
-    low, high = np.quantile(sums[:, 1] / sums[:, 0], (0.025, 0.975))
+    """How many are solved, and what share of the baseline's that is."""
+    paired = paired_interval(worded, base, other)
     return {
-        "solved": float(verdicts[:, 1].mean()),
-        "retention": float(verdicts[:, 1].sum() / verdicts[:, 0].sum()),
-        "retention_95": [float(low), float(high)],
-        "same_text": float(np.mean([a == b for a, b in zip(base, other, strict=True)])),
+        "solved": sum(map(is_correct, worded, other)) / len(worded),
+        "retention": paired["retention"],
+        "retention_95": [paired["low"], paired["high"]],
+        "same_text": paired["same_text"],
     }
 
 

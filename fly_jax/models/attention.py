@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.models.cache import CACHE_AXES, write, write_part
-from fly_jax.sharding.rules import Layout, MeshAxes
+from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 # Queries, grouped by the key/value head that they share, and what a pass adds to the cache.
 _QUERY_AXES = ("rows", None, "kv_heads", "q_heads", "head")
@@ -60,13 +60,13 @@ def attend_cached(
     query_spec = layout.spec(_QUERY_AXES, query.shape)
     new_spec = layout.spec(_NEW_AXES, key.shape)
     cache_spec = layout.spec(CACHE_AXES, keys.shape)
-    groups, rows = _names(query_spec[3]), _names(query_spec[0])
-    more_rows = tuple(name for name in _names(cache_spec[1]) if name not in rows)
+    groups, rows = axes_in(query_spec[3]), axes_in(query_spec[0])
+    more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
     attend = functools.partial(
         _attend_shard,
-        groups=tuple(name for name in groups if name in (*more_rows, *_names(cache_spec[3]))),
+        groups=tuple(name for name in groups if name in (*more_rows, *axes_in(cache_spec[3]))),
         more_rows=more_rows,
-        lengths=_names(cache_spec[3]),
+        lengths=axes_in(cache_spec[3]),
     )
     return jax.shard_map(
         attend,
@@ -231,8 +231,3 @@ def _mix(
 
 def _of(entries: Entries, layer: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(entries, layer, keepdims=False)
-
-
-def _names(entry: str | MeshAxes | None) -> MeshAxes:
-    """The mesh axes of one dimension of a `PartitionSpec`."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

@@ -7,6 +7,7 @@ counts against it on programs without a loop.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 
 from fly_jax.models.cache import CACHE_AXES, cache_shape
@@ -15,7 +16,7 @@ from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
 from fly_jax.models.llama import parameter_specs
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout, axes_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +63,10 @@ def pass_work(
     shape = cache_shape(config, workload.rows, workload.capacity)
     entries = layout.shard_bytes(CACHE_AXES, shape, 1) / workload.capacity
     heads = (config.num_kv_heads, config.queries_per_kv_head)
-    groups = _names(layout.spec(("kv_heads", "q_heads"), heads)[1])
+    groups = axes_in(layout.spec(("kv_heads", "q_heads"), heads)[1])
     # Devices that hold other rows or positions of the cache take all queries of a head.
     cache = layout.spec(CACHE_AXES, shape)
-    shared = {name for entry in (cache[1], cache[3]) for name in _names(entry)}
+    shared = {name for entry in (cache[1], cache[3]) for name in axes_in(entry)}
     split = layout.devices(tuple(name for name in groups if name not in shared))
     queries = config.queries_per_kv_head / split
     flops = 2 * rows * tokens * matrices + 4 * entries * workload.capacity * tokens * queries
@@ -135,17 +136,6 @@ def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[int, ...]:
     for first in range(len(everything)):
         for last in range(len(everything), first, -1):
             axes = everything[first:last]
-            if _product(axes) == exchange.group_size:
+            if math.prod(axes) == exchange.group_size:
                 return axes
     return (exchange.group_size,)
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _product(sizes: Iterable[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count

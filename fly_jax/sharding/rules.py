@@ -15,6 +15,11 @@ from jaxtyping import Array
 MeshAxes = tuple[str, ...]
 
 
+def axes_in(entry: str | MeshAxes | None) -> MeshAxes:
+    """The mesh axes of one dimension of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
     """The mesh axes over which each logical axis is split, the outermost first.

@@ -373,15 +373,16 @@ def _compare(
         return None if problem is None or values.target else is_correct(problem, text)
 
     _say(f"Comparing the rules on {len(ids)} prompts, {values.batch_size} at a time ...")
+    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in config.side_by_side()}
     comparison = compare(
         pair,
         ids,
-        {f"{one.rule} (K = {one.num_drafted})": _spec(pair, one) for one in config.side_by_side()},
+        {name: _spec(pair, one) for name, one in rules.items()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,
         check=check,
-        protect=config.protect,
+        protect={name: one.protect for name, one in rules.items()},
         memory=memory,
     )
     print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the values are checked before JAX is imported
 # What K is chosen from where it is not given: each is a program of its own within the round, and
 # between two neighbours there is little to gain.
 AUTO_DEPTHS = (2, 5, 9, 15, 24)
+# A level below the draft model is asked often, and what it proposes after an error is lost.
+DEFAULT_LEVEL_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class DecodeConfig:
         for each round, from what is accepted and what a round takes on this machine.
       lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
         FLy's; None for the same.
+      level_speculative_tokens: tokens that each draft model but the first proposes at a time, for
+        the one before it; without effect with one draft model.
       entropy_threshold: see `Fly`.
       window_size: see `Fly`.
       window: see `Fly`.
@@ -82,6 +86,7 @@ class DecodeConfig:
     rule: str = "fly"
     num_speculative_tokens: int | Literal["auto"] = 15
     lossless_speculative_tokens: int | None = None
+    level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS
     entropy_threshold: float = 0.3
     window_size: int = 6
     window: Literal["paper", "reference"] = "paper"
@@ -120,7 +125,9 @@ class DecodeConfig:
         if len(names) == 1:
             object.__setattr__(self, "rule", names[0])  # without spaces or parentheses
         compile_patterns(self.protect)
-        for name in ("num_speculative_tokens", "lossless_speculative_tokens"):
+        for name in (
+            "num_speculative_tokens", "lossless_speculative_tokens", "level_speculative_tokens"
+        ):  # fmt: skip
             given = getattr(self, name)
             if isinstance(given, int) and given < 1:
                 raise FlyJaxError(

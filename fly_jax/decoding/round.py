@@ -34,12 +34,14 @@ class RoundSpec:
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
       depths: what K is chosen from, round by round, in ascending order and ending with
         `num_speculative_tokens`; empty for the same K in all rounds.
-      lookup: the level below the draft model, if any.
+      lookup: the lowest drafting level, below the draft models, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
       reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
         published rule, or "defer", which may complete the window in the next rounds.
+      level_speculative_tokens: tokens that each draft model but the first proposes at a time for
+        the one before it, at most.
     """
 
     rule: Rule
@@ -50,6 +52,7 @@ class RoundSpec:
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
     boundary: Boundary = "reject"
+    level_speculative_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -67,7 +70,11 @@ class RoundSpec:
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
-
+        if any(size < 1 for size in self.level_speculative_tokens):
+            raise FlyJaxError(
+                f"level_speculative_tokens is {self.level_speculative_tokens}; a draft model "
+                "proposes at least 1 token at a time: give larger numbers."
+            )
         if self.boundary == "defer" and (
             self.rule.longest_window == 0
             or self.rule.sampling is not None
@@ -88,7 +95,7 @@ class RoundSpec:
     @property
     def room(self) -> int:
         """Positions beyond a row's last token that a round may write to."""
-        return draft_room(self.num_speculative_tokens, self.lookup)
+        return draft_room(self.num_speculative_tokens, self.level_speculative_tokens, self.lookup)
 
 
 def verify_step(
@@ -155,7 +162,7 @@ def settle(
 def decode_round(
     spec: RoundSpec,
     target: Llama,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
@@ -164,7 +171,8 @@ def decode_round(
     Args:
       spec: the static part.
       target: the target.
-      draft: the draft model; None where K is 0.
+      drafts: the draft models, the first proposing to the target and each other one to the one
+        before it; none where K is 0.
       state: the rows; rows that are finished stay as they are.
       inputs: what the rule reads besides the evidence.
 
@@ -179,7 +187,7 @@ def decode_round(
         depth = choose_depth(state.pace, live, spec.depths, strict_tail)
         drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
-    proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
+    proposal, state = _propose(spec, drafts, state, draft_key, None if depth is None else drafted)
     seen, cache = _verify(spec, target, state, proposal, verify_key, depth)
     state = dataclasses.replace(state, target=cache)
     acceptance = accept(
@@ -219,7 +227,7 @@ def _conclude(
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.minimum(acceptance.num_accepted, count),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
+        num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
         other=_other(proposal.tokens, seen, why) if spec.reports_mismatches else None,
         budget=state.rule.budget,
@@ -280,7 +288,7 @@ def _conclude_deferring(
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
+        num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
         other=left.other if spec.reports_mismatches else None,
         budget=rule.budget,
@@ -361,32 +369,33 @@ def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
 
 def _propose(
     spec: RoundSpec,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     key: Key[Array, ""],
     depth: Int[Array, ""] | None,
 ) -> tuple[Draft, DecodeState]:
-    if draft is None or state.draft is None:
+    if not drafts:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(nothing, None, jnp.int32(0)), state
-    proposal, cache = draft_step(
-        draft,
-        state.draft,
+        return Draft(nothing, None, jnp.zeros(1, jnp.int32)), state
+    proposal, caches = draft_step(
+        drafts,
+        state.drafts,
         state.tokens,
         state.length,
         spec.num_speculative_tokens,
+        level_speculative_tokens=spec.level_speculative_tokens,
         sampling=spec.rule.sampling,
         lookup=spec.lookup,
         key=key,
         depth=depth,
     )
-    return proposal, dataclasses.replace(state, draft=cache)
+    return proposal, dataclasses.replace(state, drafts=caches)
 
 
 def decode_rounds(
     spec: RoundSpec,
     target: Llama,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
@@ -397,7 +406,7 @@ def decode_rounds(
     whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
     dispatched ahead when the last row finishes: it runs, and changes nothing.
     """
-    one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
+    one_round = functools.partial(decode_round, spec, target, drafts, inputs=inputs)
     if spec.rounds_per_dispatch == 1 and target.layout is not None:
         return one_round(state)
     shapes = jax.eval_shape(one_round, state)[1]

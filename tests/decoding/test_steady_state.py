@@ -126,7 +126,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     decoder_for(SPECS[name], UNSHARED).generate(prompts, max_new_tokens, seed=seed)
     assert len(states) > 2
     for state in states:
-        caches = [state.target] + ([state.draft] if state.draft else [])
+        caches = [state.target, *state.drafts]
         assert state.tokens.is_deleted()
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 

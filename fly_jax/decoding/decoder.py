@@ -316,7 +316,10 @@ class Decoder:
         window = self.spec.deferred_window
         if window and seconds is None:
             seconds = np.zeros(0, np.float32)
-        return self._programs.admit(text, lengths, limits, bucket, window, seed, budget, seconds)
+        stops = self.spec.draft_stop is not None
+        return self._programs.admit(
+            text, lengths, limits, bucket, window, stops, seed, budget, seconds
+        )
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several."""

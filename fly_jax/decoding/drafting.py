@@ -13,10 +13,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Float32, Int, Key
 
 from fly_jax.decoding.lookup import Lookup, look_up
 from fly_jax.decoding.sampling import Sampling, sample
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
 
@@ -37,11 +38,13 @@ class Draft:
       tokens: [rows, K].
       logits: [rows, K, vocab], the first draft model's, where the rule samples; otherwise None.
       num_passes: passes of each draft model that it took.
+      num_drafted: tokens of each row, the rest of the K being of no meaning.
     """
 
     tokens: Int[Array, "rows draft"]
     logits: Float[Array, "rows draft vocab"] | None
     num_passes: Int[Array, " models"]
+    num_drafted: Int[Array, " rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,8 @@ class _Levels:
       lookup: the last level; None for none.
       sampling: how all of them draw.
       key: random state.
+      stop: ends a row's drafting early; None if nothing does.
+      threshold: of the rows, for `stop`.
       is_first: there is no level above.
     """
 
@@ -62,6 +67,8 @@ class _Levels:
     lookup: Lookup | None
     sampling: Sampling | None
     key: Key[Array, ""]
+    stop: EntropyStop | None = None
+    threshold: Float32[Array, " rows"] | None = None
     is_first: bool = True
 
     @property
@@ -69,8 +76,9 @@ class _Levels:
         """The models from the next level down; None if there is none."""
         if len(self.models) == 1:
             return None
-        rest = {"models": self.models[1:], "sizes": self.sizes[1:], "is_first": False}
-        return dataclasses.replace(self, **rest)
+        return _Levels(
+            self.models[1:], self.sizes[1:], self.lookup, self.sampling, self.key, is_first=False
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +88,7 @@ class _Progress:
 
     text: Int[Array, "rows capacity"]
     count: Int[Array, " rows"]
+    wanted: Int[Array, " rows"]
     logits: Float[Array, "rows room vocab"] | None
     caches: tuple[KVCache, ...]
     num_passes: tuple[Int[Array, ""], ...]
@@ -108,6 +117,8 @@ def draft_step(
     lookup: Lookup | None = None,
     key: Key[Array, ""],
     depth: Int[Array, ""] | None = None,
+    stop: EntropyStop | None = None,
+    threshold: Float32[Array, " rows"] | None = None,
 ) -> tuple[Draft, tuple[KVCache, ...]]:
     """Proposes K tokens after each row's text.
 
@@ -128,29 +139,33 @@ def draft_step(
         position of the text share their noise, so that levels that agree draw the same token.
       lookup: the last level; None for none.
       key: random state.
-      depth: tokens that are drafted this time, at most K, the rest being of no meaning; None for K.
+      depth: tokens that are drafted this time, at most K; None for K.
+      stop: ends a row's drafting early, the token in doubt being its last one; None for never.
+      threshold: of the rows, for `stop`.
     """
     sizes = (num_speculative_tokens, *level_speculative_tokens)
-    levels = _Levels(models, sizes, lookup, sampling, key)
+    levels = _Levels(models, sizes, lookup, sampling, key, stop, threshold)
     logits = None
     if sampling is not None:
         # A row that has its K tokens while others go on writes its logits after those of the K.
         room = draft_room(num_speculative_tokens, level_speculative_tokens[:1], lookup)
         logits = jnp.zeros((text.shape[0], room, models[0].config.vocab_size), jnp.float32)
     none = (jnp.int32(0),) * len(models)
-    progress = _Progress(text, jnp.zeros_like(length), logits, _rolled_back(caches, length), none)
-    wanted = num_speculative_tokens if depth is None else depth
-    progress = _draft(levels, progress, length, wanted)
+    wanted = jnp.full_like(length, num_speculative_tokens if depth is None else depth)
+    caches = _rolled_back(caches, length)
+    progress = _Progress(text, jnp.zeros_like(length), wanted, logits, caches, none)
+    progress = _draft(levels, progress, length)
     drafted = _slice(progress.text, length, num_speculative_tokens)
     if progress.logits is not None:
         logits = progress.logits[:, :num_speculative_tokens]
-    return Draft(drafted, logits, jnp.stack(progress.num_passes)), progress.caches
+    num_passes = jnp.stack(progress.num_passes)
+    # The same as counted where nothing stops early, and known to the compiler where K is fixed.
+    num_drafted = wanted if stop is None else progress.count
+    return Draft(drafted, logits, num_passes, num_drafted), progress.caches
 
 
-def _draft(
-    levels: _Levels, progress: _Progress, length: Int[Array, " rows"], wanted: int | Int[Array, ""]
-) -> _Progress:
-    """Lets the first of these levels draft `wanted` tokens after each row's `length`."""
+def _draft(levels: _Levels, progress: _Progress, length: Int[Array, " rows"]) -> _Progress:
+    """Lets the first of these levels draft what is wanted after each row's `length`."""
     model = levels.models[0]
     progress = _catch_up(levels, progress, length)
 
@@ -164,28 +179,33 @@ def _draft(
         progress = dataclasses.replace(progress, caches=(own, *below))
         return _extend(levels, progress, hidden, proposals, length)
 
+    asks = levels.below is not None or levels.lookup is not None
+
     def ask_and_advance(progress: _Progress) -> _Progress:
-        is_useful, propose = _asked(levels, progress, length, wanted)
-        after = jax.lax.cond(
-            is_useful,
-            lambda progress: advance(*propose(progress)),
-            lambda progress: advance(progress, None),
-            progress,
-        )
+        if asks:
+            is_useful, propose = _asked(levels, progress, length)
+            after = jax.lax.cond(
+                is_useful,
+                lambda progress: advance(*propose(progress)),
+                lambda progress: advance(progress, None),
+                progress,
+            )
+        else:
+            after = advance(progress, None)
         # A row that has its tokens waits for the others, so that it needs no more room.
-        waits = progress.count >= wanted
+        waits = progress.count >= progress.wanted
         count = jnp.where(waits, progress.count, after.count)
         own, *below = after.caches
         caches = (own, *_rolled_back(tuple(below), length + count))
         return dataclasses.replace(after, count=count, caches=caches)
 
-    if levels.below is None and levels.lookup is None:
-        progress = jax.lax.fori_loop(
-            1, wanted, lambda _, progress: advance(progress, None), progress
+    if asks or levels.stop is not None:
+        progress = jax.lax.while_loop(
+            lambda progress: jnp.any(progress.count < progress.wanted), ask_and_advance, progress
         )
     else:
-        progress = jax.lax.while_loop(
-            lambda progress: jnp.any(progress.count < wanted), ask_and_advance, progress
+        progress = jax.lax.fori_loop(
+            1, progress.wanted[0], lambda _, progress: advance(progress, None), progress
         )
     own, *below = progress.caches
     # The last token drafted has not been fed.
@@ -219,12 +239,12 @@ def _catch_up(levels: _Levels, progress: _Progress, length: Int[Array, " rows"])
 
 
 def _asked(
-    levels: _Levels, progress: _Progress, length: Int[Array, " rows"], wanted: int | Int[Array, ""]
+    levels: _Levels, progress: _Progress, length: Int[Array, " rows"]
 ) -> tuple[Array, Callable[[_Progress], tuple[_Progress, Proposals]]]:
     """Whether the level below has something to propose, and how to get it."""
     end = length + progress.count
     # One token comes from the pass itself, so of the last one there is no proposal.
-    useful = wanted - progress.count - 1
+    useful = progress.wanted - progress.count - 1
     below = levels.below
     if below is None:
         assert levels.lookup is not None
@@ -238,11 +258,12 @@ def _asked(
         lower = _Progress(
             progress.text,
             jnp.zeros_like(end),
+            jnp.full_like(end, num_proposed),
             None,
             progress.caches[1:],
             progress.num_passes[1:],
         )
-        lower = _draft(below, lower, end, num_proposed)
+        lower = _draft(below, lower, end)
         progress = dataclasses.replace(
             progress,
             caches=(progress.caches[0], *lower.caches),
@@ -270,6 +291,13 @@ def _extend(
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         confirmed = (chosen[:, :-1] == tokens) & (steps < found[:, None])
         advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
+    wanted = progress.wanted
+    if levels.stop is not None:
+        assert levels.threshold is not None
+        stops = levels.stop.stops(logits, levels.threshold)
+        first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, stops.shape[1])
+        wanted = jnp.where(first <= advance, jnp.minimum(wanted, progress.count + first), wanted)
+        advance = jnp.minimum(advance, wanted - progress.count)
     kept = progress.logits
     if kept is not None:
         kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
@@ -280,7 +308,12 @@ def _extend(
     )
     passes, *passes_below = progress.num_passes
     return _Progress(
-        text, progress.count + advance, kept, progress.caches, (passes + 1, *passes_below)
+        text,
+        progress.count + advance,
+        wanted,
+        kept,
+        progress.caches,
+        (passes + 1, *passes_below),
     )
 
 

@@ -17,6 +17,7 @@ from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.round import Boundary, RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama, open_checkpoint
 from fly_jax.models.config import LlamaConfig
@@ -64,6 +65,7 @@ class Pair:
         learns: bool = True,
         boundary: Boundary = "reject",
         level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
+        draft_stop: EntropyStop | None = None,
     ) -> RoundSpec:
         """The static part of decoding with this pair.
 
@@ -77,6 +79,7 @@ class Pair:
           learns: a rule with a memory adds to it while decoding; False leaves it as it is.
           boundary: see `RoundSpec`.
           level_speculative_tokens: tokens that each draft model but the first proposes at a time.
+          draft_stop: see `RoundSpec`.
 
         Raises:
           FlyJaxError: K leaves no room for FLy's window, or nothing can be deferred.
@@ -99,6 +102,7 @@ class Pair:
             level_speculative_tokens=(level_speculative_tokens,) * len(self.drafts[1:])
             if num_speculative_tokens
             else (),
+            draft_stop=draft_stop if num_speculative_tokens else None,
         )
 
     def decoder(
@@ -243,6 +247,7 @@ def generate(
     memory: CorrectionMemory | None = None,
     boundary: Boundary = "reject",
     level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
+    draft_stop: EntropyStop | None = None,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -260,6 +265,7 @@ def generate(
       memory: see `Pair.decoder`; it learns.
       boundary: see `RoundSpec`.
       level_speculative_tokens: see `Pair.spec`.
+      draft_stop: see `RoundSpec`.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -279,6 +285,7 @@ def generate(
         lookup,
         boundary=boundary,
         level_speculative_tokens=level_speculative_tokens,
+        draft_stop=draft_stop,
     )
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -15,9 +15,11 @@ from jaxtyping import Array, Float32, Int, UInt32
 
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
-from fly_jax.decoding.round import RoundSpec, decode_rounds
+from fly_jax.decoding.dispatch import decode_rounds
+from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import RuleState
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.stopping import first_threshold
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
@@ -78,6 +80,7 @@ class Programs:
         limits: np.ndarray,
         bucket: int,
         window_size: int,
+        stops: bool,
         seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
@@ -90,6 +93,7 @@ class Programs:
           limits: length at which each row is done.
           bucket: tokens that are run.
           window_size: of the windows that may stay open after a round; 0 if none may.
+          stops: a row's drafting may end early.
           seed: of the draws.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
@@ -100,6 +104,7 @@ class Programs:
             self._shapes,
             piece,
             window_size,
+            stops,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -143,11 +148,12 @@ class _Shapes:
         return [Llama(*part) for part in parts]
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "stops"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     window_size: int,
+    stops: bool,
     parameters: tuple[Parameters, ...],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
@@ -168,9 +174,10 @@ def _admit(
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
     window = no_windows(rows, window_size) if window_size else None
+    threshold = first_threshold(rows) if stops else None
     finished = lengths >= limits
     return DecodeState(
-        text, lengths, limits, finished, target, tuple(drafts), key, rule, pace, window
+        text, lengths, limits, finished, target, tuple(drafts), key, rule, pace, window, threshold
     )
 
 

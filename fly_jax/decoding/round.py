@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import choose_depth, drafted_of, observe
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
@@ -18,6 +19,7 @@ from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.stopping import EntropyStop, next_threshold, only_live
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -42,6 +44,7 @@ class RoundSpec:
         published rule, or "defer", which may complete the window in the next rounds.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
         the one before it, at most.
+      draft_stop: ends a row's drafting before K; None for never.
     """
 
     rule: Rule
@@ -53,6 +56,7 @@ class RoundSpec:
     reports_mismatches: bool = False
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
+    draft_stop: EntropyStop | None = None
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -91,6 +95,14 @@ class RoundSpec:
     def deferred_window(self) -> int:
         """Size of the windows that may stay open after a round; 0 if none may."""
         return self.rule.longest_window if self.boundary == "defer" else 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Draft tokens that the target's pass may be made for, in ascending order."""
+        k = self.num_speculative_tokens
+        if self.depths or self.draft_stop is None:
+            return self.depths or (k,)
+        return (*(depth for depth in AUTO_DEPTHS if depth < k), k)
 
     @property
     def room(self) -> int:
@@ -181,14 +193,17 @@ def decode_round(
     """
     key, draft_key, verify_key = _split(spec, state.key)
     live = ~state.finished
-    depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
+    depth = None
     if spec.depths and state.pace is not None:
         strict_tail = 0 if spec.deferred_window else spec.rule.strict_tail
         depth = choose_depth(state.pace, live, spec.depths, strict_tail)
-        drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
-    proposal, state = _propose(spec, drafts, state, draft_key, None if depth is None else drafted)
+    proposal, state = _propose(spec, drafts, state, draft_key, depth)
+    if spec.draft_stop is not None:
+        longest = jnp.max(jnp.where(live, proposal.num_drafted, 0))
+        depth = jnp.searchsorted(jnp.asarray(spec.widths), longest)
     seen, cache = _verify(spec, target, state, proposal, verify_key, depth)
+    drafted = proposal.num_drafted
     state = dataclasses.replace(state, target=cache)
     acceptance = accept(
         spec.rule,
@@ -197,8 +212,11 @@ def decode_round(
         protected=inputs.protected,
         memory=inputs.memory,
         state=state.rule,
-        num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
+        num_drafted=None if depth is None else drafted,
     )
+    if state.threshold is not None:
+        adapted = next_threshold(state.threshold, acceptance.num_accepted, drafted)
+        state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     conclude = _conclude_deferring if spec.deferred_window else _conclude
     state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
     return state, jax.tree.map(lambda leaf: leaf[None], output)
@@ -210,7 +228,7 @@ def _conclude(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, ""],
+    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, RoundOutput]:
     """Appends what was accepted, and says what the host is told of it."""
     live = ~state.finished
@@ -240,7 +258,7 @@ def _conclude_deferring(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, ""],
+    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, RoundOutput]:
     """`_conclude`, where the end of a row may be provisional."""
     assert state.pace is not None
@@ -316,6 +334,7 @@ def _verify(
             proposal.tokens[:, :width],
             None if proposal.logits is None else proposal.logits[:, :width],
             proposal.num_passes,
+            jnp.minimum(proposal.num_drafted, width),
         )
 
         def run(cache: KVCache) -> tuple[TargetEvidence, KVCache]:
@@ -329,7 +348,7 @@ def _verify(
 
     if depth is None:
         return at(spec.num_speculative_tokens)(state.target)
-    return jax.lax.switch(depth, [at(k) for k in spec.depths], state.target)
+    return jax.lax.switch(depth, [at(k) for k in spec.widths], state.target)
 
 
 def gather_evidence(
@@ -347,6 +366,7 @@ def gather_evidence(
         sampling=spec.rule.sampling,
         draft_logits=proposal.logits,
         key=key,
+        num_drafted=None if spec.draft_stop is None else proposal.num_drafted,
         layout=target.layout,
         extra=spec.rule.extra,
     )
@@ -376,7 +396,10 @@ def _propose(
 ) -> tuple[Draft, DecodeState]:
     if not drafts:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(nothing, None, jnp.zeros(1, jnp.int32)), state
+        return Draft(nothing, None, jnp.zeros(1, jnp.int32), jnp.zeros_like(state.length)), state
+    threshold = state.threshold
+    if threshold is not None:
+        threshold = only_live(threshold, ~state.finished)
     proposal, caches = draft_step(
         drafts,
         state.drafts,
@@ -387,48 +410,8 @@ def _propose(
         sampling=spec.rule.sampling,
         lookup=spec.lookup,
         key=key,
-        depth=depth,
+        depth=None if depth is None else drafted_of(depth, spec.depths),
+        stop=spec.draft_stop,
+        threshold=threshold,
     )
     return proposal, dataclasses.replace(state, drafts=caches)
-
-
-def decode_rounds(
-    spec: RoundSpec,
-    target: Llama,
-    drafts: tuple[Llama, ...],
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
-
-    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
-    matrices that are split finely another order in memory than they arrive in, and copies them
-    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
-    dispatched ahead when the last row finishes: it runs, and changes nothing.
-    """
-    one_round = functools.partial(decode_round, spec, target, drafts, inputs=inputs)
-    if spec.rounds_per_dispatch == 1 and target.layout is not None:
-        return one_round(state)
-    shapes = jax.eval_shape(one_round, state)[1]
-    empty = jax.tree.map(
-        lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
-    )
-
-    def run(
-        carry: tuple[Array, DecodeState, RoundOutput],
-    ) -> tuple[Array, DecodeState, RoundOutput]:
-        index, state, outputs = carry
-        state, output = one_round(state)
-        outputs = jax.tree.map(
-            lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
-            outputs,
-            output,
-        )
-        return index + 1, state, outputs
-
-    def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
-        index, state, _ = carry
-        return (index < spec.rounds_per_dispatch) & ~jnp.all(state.finished)
-
-    _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
-    return state, outputs

@@ -30,6 +30,7 @@ class DecodeState:
       rule: what the rule knows of each row.
       pace: how often the draft is accepted; None where neither K nor deferral depends on it.
       window: what is provisional at the end of each row; None where nothing ever is.
+      threshold: [rows], of `EntropyStop`; None where no row's drafting stops early.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -42,6 +43,7 @@ class DecodeState:
     rule: RuleState
     pace: Pace | None = None
     window: OpenWindow | None = None
+    threshold: Float32[Array, " rows"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -311,6 +311,7 @@ def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
         learns=config.csd_online,
         boundary=config.round_boundary,
         level_speculative_tokens=config.level_speculative_tokens,
+        draft_stop=config.to_draft_stop(),
     )
 
 

@@ -41,9 +41,8 @@ ROUND = RoundSpec(Exact(), 6, eos_token_ids=EOS, rounds_per_dispatch=2)
 FLY = Fly(entropy_threshold=0.2, window_size=2)
 # What is decoded with, how many tokens each level below proposes, the last level, and the rows.
 CASES = {
-    "fly": (dataclasses.replace(ROUND, rule=FLY), (3,), None, 3),
     "fly, four levels": (dataclasses.replace(ROUND, rule=FLY), (3, 2), LOOKUP, 1),
-    "defer": (RoundSpec(FLY, 3, eos_token_ids=EOS, boundary="defer"), (2,), LOOKUP, 3),
+    "defer": (RoundSpec(Fly(0.0, 3), 3, eos_token_ids=EOS, boundary="defer"), (2,), LOOKUP, 3),
     "depths": (dataclasses.replace(ROUND, rule=FLY, depths=(1, 2, 6)), (2,), None, 3),
     "sampled": (dataclasses.replace(ROUND, rule=Sampled(0.8, top_p=0.95)), (3,), LOOKUP, 3),
 }
@@ -95,9 +94,8 @@ def test_levels_change_no_token(name: str) -> None:
 def test_the_cases_above_are_not_empty() -> None:
     rows = [
         row
-        for name in ("fly", "defer")
-        for pair in (1, 2)
-        for row in decode(CASES[name][0], (), chain(pair, 0.2, ()), PROMPTS, pair=pair)
+        for name in ("depths", "defer")
+        for row in decode(CASES[name][0], (), chain(1, 0.2, ()), PROMPTS, pair=1)
     ]
     assert sum(row.num_rescued_tokens for row in rows) > 0
     assert sum(row.num_rollbacks for row in rows) > 0

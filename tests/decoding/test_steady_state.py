@@ -23,6 +23,9 @@ SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 4, None, EOS),
     "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
+    "levels": RoundSpec(
+        Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
+    ),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
     "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),
@@ -56,7 +59,7 @@ def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
     return Decoder(
         random_target(1),
-        random_draft(1, 0.2),
+        [random_draft(1, 0.2 + level) for level in range(1 + len(spec.level_speculative_tokens))],
         spec,
         capacity=capacity,
         batch_size=2,

@@ -316,9 +316,9 @@ class Decoder:
         window = self.spec.deferred_window
         if window and seconds is None:
             seconds = np.zeros(0, np.float32)
-        stops = self.spec.draft_stop is not None
+        stop = self.spec.draft_stop
         return self._programs.admit(
-            text, lengths, limits, bucket, window, stops, seed, budget, seconds
+            text, lengths, limits, bucket, window, stop, seed, budget, seconds
         )
 
     def _goes_on(self, is_live: bool) -> bool:

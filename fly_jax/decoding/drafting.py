@@ -295,8 +295,9 @@ def _extend(
     if levels.stop is not None:
         assert levels.threshold is not None
         stops = levels.stop.stops(logits, levels.threshold)
-        first = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, stops.shape[1])
-        wanted = jnp.where(first <= advance, jnp.minimum(wanted, progress.count + first), wanted)
+        last = jnp.argmax(stops, axis=1) + 1
+        is_cut = jnp.any(stops, axis=1) & (last <= advance)
+        wanted = jnp.where(is_cut, jnp.minimum(wanted, progress.count + last), wanted)
         advance = jnp.minimum(advance, wanted - progress.count)
     kept = progress.logits
     if kept is not None:

@@ -19,7 +19,7 @@ from fly_jax.decoding.dispatch import decode_rounds
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import RuleState
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.decoding.stopping import first_threshold
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
@@ -80,7 +80,7 @@ class Programs:
         limits: np.ndarray,
         bucket: int,
         window_size: int,
-        stops: bool,
+        stop: EntropyStop | None,
         seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
@@ -93,7 +93,7 @@ class Programs:
           limits: length at which each row is done.
           bucket: tokens that are run.
           window_size: of the windows that may stay open after a round; 0 if none may.
-          stops: a row's drafting may end early.
+          stop: what may end a row's drafting early.
           seed: of the draws.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
@@ -104,7 +104,7 @@ class Programs:
             self._shapes,
             piece,
             window_size,
-            stops,
+            stop,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -148,12 +148,12 @@ class _Shapes:
         return [Llama(*part) for part in parts]
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "stops"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "stop"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     window_size: int,
-    stops: bool,
+    stop: EntropyStop | None,
     parameters: tuple[Parameters, ...],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
@@ -174,7 +174,7 @@ def _admit(
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
     window = no_windows(rows, window_size) if window_size else None
-    threshold = first_threshold(rows) if stops else None
+    threshold = None if stop is None else jnp.full((rows,), stop.first, jnp.float32)
     finished = lengths >= limits
     return DecodeState(
         text, lengths, limits, finished, target, tuple(drafts), key, rule, pace, window, threshold

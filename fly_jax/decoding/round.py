@@ -19,7 +19,7 @@ from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.decoding.stopping import EntropyStop, next_threshold, only_live
+from fly_jax.decoding.stopping import EntropyStop, only_live
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -214,8 +214,8 @@ def decode_round(
         state=state.rule,
         num_drafted=None if depth is None else drafted,
     )
-    if state.threshold is not None:
-        adapted = next_threshold(state.threshold, acceptance.num_accepted, drafted)
+    if spec.draft_stop is not None and state.threshold is not None:
+        adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
         state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     conclude = _conclude_deferring if spec.deferred_window else _conclude
     state, output = conclude(spec, state, proposal, seen, acceptance, drafted)

@@ -15,11 +15,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from fly_jax.errors import FlyJaxError
 
-# How the threshold moves is ours: what the paper's authors chose is not known to us. Each round it
-# rises by the step times the share of its drafted tokens that was missing to the wanted one.
-_FIRST_THRESHOLD = 0.4
-_WANTED_SHARE = 0.8
-_STEP = 0.05
 # Above any bound: a row stops with its first token.
 _AT_ONCE = 2.0
 
@@ -28,19 +23,31 @@ _AT_ONCE = 2.0
 class EntropyStop:
     """Stops a row's drafting after a token of which the draft model is not sure enough.
 
+    All but `gamma` is ours: what the paper's authors chose is not known to us. After each round the
+    threshold rises by `step` times what the accepted share of the drafted tokens lacks of `share`,
+    and so falls where more than that is accepted.
+
     Attributes:
-      gamma: weight of the entropy.
+      gamma: weight of the entropy, which is in nats.
+      share: of the drafted tokens, what is wanted to be accepted.
+      first: the threshold of a row of which nothing has been seen.
+      step: how fast the threshold moves.
 
     Raises:
-      FlyJaxError: a weight that is not positive.
+      FlyJaxError: a value outside its range.
     """
 
     gamma: float = 0.2
+    share: float = 0.6
+    first: float = 0.3
+    step: float = 0.05
 
     def __post_init__(self) -> None:
-        if not self.gamma > 0:
+        if not (self.gamma > 0 and 0 < self.share < 1 and 0 <= self.first <= 1 and self.step >= 0):
             raise FlyJaxError(
-                f"The entropy's weight gamma is {self.gamma}; it must be above 0: 0.2 is usual."
+                f"Early stopping was given gamma={self.gamma}, share={self.share}, "
+                f"first={self.first} and step={self.step}; gamma must be above 0, share and first "
+                "between 0 and 1, and step at least 0: correct them."
             )
 
     def stops(
@@ -52,20 +59,15 @@ class EntropyStop:
         entropy = jnp.maximum(jnp.sum(surprise, axis=-1), 0)
         return 1 - jnp.sqrt(self.gamma * entropy) < threshold[:, None]
 
-
-def first_threshold(rows: int) -> Float32[Array, " rows"]:
-    """Of rows of which nothing has been seen."""
-    return jnp.full((rows,), _FIRST_THRESHOLD, jnp.float32)
-
-
-def next_threshold(
-    threshold: Float32[Array, " rows"],
-    num_accepted: Int[Array, " rows"],
-    num_drafted: Int[Array, " rows"],
-) -> Float32[Array, " rows"]:
-    """Drafts that are refused make a row stop earlier, drafts that are accepted later."""
-    missing = _WANTED_SHARE - num_accepted / num_drafted
-    return jnp.clip(threshold + _STEP * missing, 0, 1)
+    def after(
+        self,
+        threshold: Float32[Array, " rows"],
+        num_accepted: Int[Array, " rows"],
+        num_drafted: Int[Array, " rows"],
+    ) -> Float32[Array, " rows"]:
+        """The rows' thresholds after a round that accepted so much of what was drafted."""
+        lacking = self.share - num_accepted / num_drafted
+        return jnp.clip(threshold + self.step * lacking, 0, 1)
 
 
 def only_live(

@@ -18,6 +18,7 @@ from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Sampled
+from fly_jax.decoding.stopping import EntropyStop
 
 SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
@@ -26,6 +27,7 @@ SPECS = {
     "levels": RoundSpec(
         Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
     ),
+    "stops": RoundSpec(Fly(window_size=2), 6, Lookup(), EOS, draft_stop=EntropyStop()),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
     "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),

@@ -38,8 +38,8 @@ class EntropyStop:
     """
 
     gamma: float = 0.2
-    share: float = 0.6
-    first: float = 0.3
+    share: float = 0.4
+    first: float = 0.2
     step: float = 0.05
 
     def __post_init__(self) -> None:

@@ -92,10 +92,12 @@ def test_levels_change_no_token(name: str) -> None:
 
 
 def test_the_cases_above_are_not_empty() -> None:
+    cases = [CASES[name] for name in ("fly, four levels", "defer")]
     rows = [
         row
-        for name in ("depths", "defer")
-        for row in decode(CASES[name][0], (), chain(1, 0.2, ()), PROMPTS, pair=1)
+        for spec, _, _, size in cases
+        for pair in (1, 2)
+        for row in decode(spec, (), chain(pair, 0.2, ()), PROMPTS, pair=pair, rows=size)
     ]
     assert sum(row.num_rescued_tokens for row in rows) > 0
     assert sum(row.num_rollbacks for row in rows) > 0

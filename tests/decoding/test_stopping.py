@@ -180,7 +180,7 @@ def test_fly_equals_the_plain_walk() -> None:
         assert found.num_rounds == expected.rounds
         assert found.num_draft_tokens == expected.drafted
     assert sum(one.why.count("r") for one in plain) > 2
-    assert K > sum(one.drafted for one in plain) / sum(one.rounds for one in plain) > 2
+    assert K > sum(one.drafted for one in plain) / sum(one.rounds for one in plain) > 1.5
 
 
 tokens = st.integers(0, CONFIG.vocab_size - 1) | st.integers(0, 2)

@@ -40,7 +40,7 @@ BATCH = 16
 
 
 def _greedy(pair: Pair, model: Llama, prompts: list[list[int]]) -> list[Generation]:
-    alone = Pair(model, None, pair.tokenizer)
+    alone = Pair(model, (), pair.tokenizer)
     spec = alone.spec(Exact(), 0)
     capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, model.config.max_context)
     return alone.decoder(spec, capacity=capacity, batch_size=BATCH).generate(

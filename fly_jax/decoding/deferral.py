@@ -88,7 +88,7 @@ def defer(
     seen: TargetEvidence,
     pace: Pace,
     room: Int[Array, " rows"],
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     window_size: int,
 ) -> tuple[Acceptance, Deferral]:
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue.
@@ -104,7 +104,7 @@ def defer(
       seen: the evidence it decided on.
       pace: the rows' rates.
       room: tokens that each row may still emit.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       window_size: W.
     """
     index = acceptance.num_accepted
@@ -121,12 +121,12 @@ def defer(
 
     steps = jnp.arange(num_draft)
     here = (steps == index[:, None]) & is_new[:, None]
-    after = (steps > index[:, None]) & (steps < num_drafted) & is_new[:, None]
+    after = (steps > index[:, None]) & (steps < num_drafted[:, None]) & is_new[:, None]
     kept = jnp.where(
         here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, acceptance.why)
     ).astype(jnp.int8)
     gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
-    bonus = jnp.take(seen.replacement, num_drafted, axis=1)
+    bonus = jnp.take_along_axis(seen.replacement, num_drafted[:, None], axis=1)[:, 0]
     whole = dataclasses.replace(
         acceptance,
         num_accepted=jnp.where(is_new, num_drafted, index),
@@ -142,7 +142,7 @@ def defer(
 def is_broken(
     window: OpenWindow,
     seen: TargetEvidence,
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     count: Int[Array, " rows"],
 ) -> Bool[Array, " rows"]:
     """Rows whose open window this block fails: by a mismatch in it, or by ending before it does.
@@ -150,7 +150,7 @@ def is_broken(
     Args:
       window: as it was before the round.
       seen: the evidence of the block.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       count: tokens of the block up to an end of text or the limit.
     """
     needed = jnp.minimum(window.remaining, num_drafted)
@@ -197,7 +197,7 @@ def close(
     length: Int[Array, " rows"],
     block: tuple[Int[Array, "rows block"], Int[Array, "rows block"]],
     count: Int[Array, " rows"],
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     broken: Bool[Array, " rows"],
     ended: Bool[Array, " rows"],
 ) -> Settlement:
@@ -211,7 +211,7 @@ def close(
       length: of each row before the round.
       block: `Why` and `RoundOutput.other` of the block's tokens.
       count: tokens of the block that were appended; 0 in a row that had finished.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       broken: from `is_broken`.
       ended: the row's text ends with this block.
     """

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import choose_depth, drafted_of, observe
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
@@ -18,6 +19,7 @@ from fly_jax.decoding.evidence import TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.stopping import EntropyStop, only_live
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -34,12 +36,15 @@ class RoundSpec:
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
       depths: what K is chosen from, round by round, in ascending order and ending with
         `num_speculative_tokens`; empty for the same K in all rounds.
-      lookup: the level below the draft model, if any.
+      lookup: the lowest drafting level, below the draft models, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
       reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
         published rule, or "defer", which may complete the window in the next rounds.
+      level_speculative_tokens: tokens that each draft model but the first proposes at a time for
+        the one before it, at most.
+      draft_stop: ends a row's drafting before K; None for never.
     """
 
     rule: Rule
@@ -50,6 +55,8 @@ class RoundSpec:
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
     boundary: Boundary = "reject"
+    level_speculative_tokens: tuple[int, ...] = ()
+    draft_stop: EntropyStop | None = None
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -67,7 +74,11 @@ class RoundSpec:
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
-
+        if any(size < 1 for size in self.level_speculative_tokens):
+            raise FlyJaxError(
+                f"level_speculative_tokens is {self.level_speculative_tokens}; a draft model "
+                "proposes at least 1 token at a time: give larger numbers."
+            )
         if self.boundary == "defer" and (
             self.rule.longest_window == 0
             or self.rule.sampling is not None
@@ -86,9 +97,17 @@ class RoundSpec:
         return self.rule.longest_window if self.boundary == "defer" else 0
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Draft tokens that the target's pass may be made for, in ascending order."""
+        k = self.num_speculative_tokens
+        if self.depths or self.draft_stop is None:
+            return self.depths or (k,)
+        return (*(depth for depth in AUTO_DEPTHS if depth < k), k)
+
+    @property
     def room(self) -> int:
         """Positions beyond a row's last token that a round may write to."""
-        return draft_room(self.num_speculative_tokens, self.lookup)
+        return draft_room(self.num_speculative_tokens, self.level_speculative_tokens, self.lookup)
 
 
 def verify_step(
@@ -155,7 +174,7 @@ def settle(
 def decode_round(
     spec: RoundSpec,
     target: Llama,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
@@ -164,7 +183,8 @@ def decode_round(
     Args:
       spec: the static part.
       target: the target.
-      draft: the draft model; None where K is 0.
+      drafts: the draft models, the first proposing to the target and each other one to the one
+        before it; none where K is 0.
       state: the rows; rows that are finished stay as they are.
       inputs: what the rule reads besides the evidence.
 
@@ -173,14 +193,17 @@ def decode_round(
     """
     key, draft_key, verify_key = _split(spec, state.key)
     live = ~state.finished
-    depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
+    depth = None
     if spec.depths and state.pace is not None:
         strict_tail = 0 if spec.deferred_window else spec.rule.strict_tail
         depth = choose_depth(state.pace, live, spec.depths, strict_tail)
-        drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
-    proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
+    proposal, state = _propose(spec, drafts, state, draft_key, depth)
+    if spec.draft_stop is not None:
+        longest = jnp.max(jnp.where(live, proposal.num_drafted, 0))
+        depth = jnp.searchsorted(jnp.asarray(spec.widths), longest)
     seen, cache = _verify(spec, target, state, proposal, verify_key, depth)
+    drafted = proposal.num_drafted
     state = dataclasses.replace(state, target=cache)
     acceptance = accept(
         spec.rule,
@@ -189,8 +212,11 @@ def decode_round(
         protected=inputs.protected,
         memory=inputs.memory,
         state=state.rule,
-        num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
+        num_drafted=None if depth is None else drafted,
     )
+    if spec.draft_stop is not None and state.threshold is not None:
+        adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
+        state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     conclude = _conclude_deferring if spec.deferred_window else _conclude
     state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
     return state, jax.tree.map(lambda leaf: leaf[None], output)
@@ -202,7 +228,7 @@ def _conclude(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, ""],
+    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, RoundOutput]:
     """Appends what was accepted, and says what the host is told of it."""
     live = ~state.finished
@@ -219,7 +245,7 @@ def _conclude(
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.minimum(acceptance.num_accepted, count),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
+        num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
         other=_other(proposal.tokens, seen, why) if spec.reports_mismatches else None,
         budget=state.rule.budget,
@@ -232,7 +258,7 @@ def _conclude_deferring(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, ""],
+    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, RoundOutput]:
     """`_conclude`, where the end of a row may be provisional."""
     assert state.pace is not None
@@ -280,7 +306,7 @@ def _conclude_deferring(
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
+        num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
         other=left.other if spec.reports_mismatches else None,
         budget=rule.budget,
@@ -308,6 +334,7 @@ def _verify(
             proposal.tokens[:, :width],
             None if proposal.logits is None else proposal.logits[:, :width],
             proposal.num_passes,
+            jnp.minimum(proposal.num_drafted, width),
         )
 
         def run(cache: KVCache) -> tuple[TargetEvidence, KVCache]:
@@ -321,7 +348,7 @@ def _verify(
 
     if depth is None:
         return at(spec.num_speculative_tokens)(state.target)
-    return jax.lax.switch(depth, [at(k) for k in spec.depths], state.target)
+    return jax.lax.switch(depth, [at(k) for k in spec.widths], state.target)
 
 
 def gather_evidence(
@@ -339,6 +366,7 @@ def gather_evidence(
         sampling=spec.rule.sampling,
         draft_logits=proposal.logits,
         key=key,
+        num_drafted=None if spec.draft_stop is None else proposal.num_drafted,
         layout=target.layout,
         extra=spec.rule.extra,
     )
@@ -361,65 +389,29 @@ def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
 
 def _propose(
     spec: RoundSpec,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     key: Key[Array, ""],
     depth: Int[Array, ""] | None,
 ) -> tuple[Draft, DecodeState]:
-    if draft is None or state.draft is None:
+    if not drafts:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(nothing, None, jnp.int32(0)), state
-    proposal, cache = draft_step(
-        draft,
-        state.draft,
+        return Draft(nothing, None, jnp.zeros(1, jnp.int32), jnp.zeros_like(state.length)), state
+    threshold = state.threshold
+    if threshold is not None:
+        threshold = only_live(threshold, ~state.finished)
+    proposal, caches = draft_step(
+        drafts,
+        state.drafts,
         state.tokens,
         state.length,
         spec.num_speculative_tokens,
+        level_speculative_tokens=spec.level_speculative_tokens,
         sampling=spec.rule.sampling,
         lookup=spec.lookup,
         key=key,
-        depth=depth,
+        depth=None if depth is None else drafted_of(depth, spec.depths),
+        stop=spec.draft_stop,
+        threshold=threshold,
     )
-    return proposal, dataclasses.replace(state, draft=cache)
-
-
-def decode_rounds(
-    spec: RoundSpec,
-    target: Llama,
-    draft: Llama | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
-
-    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
-    matrices that are split finely another order in memory than they arrive in, and copies them
-    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
-    dispatched ahead when the last row finishes: it runs, and changes nothing.
-    """
-    one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
-    if spec.rounds_per_dispatch == 1 and target.layout is not None:
-        return one_round(state)
-    shapes = jax.eval_shape(one_round, state)[1]
-    empty = jax.tree.map(
-        lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
-    )
-
-    def run(
-        carry: tuple[Array, DecodeState, RoundOutput],
-    ) -> tuple[Array, DecodeState, RoundOutput]:
-        index, state, outputs = carry
-        state, output = one_round(state)
-        outputs = jax.tree.map(
-            lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
-            outputs,
-            output,
-        )
-        return index + 1, state, outputs
-
-    def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
-        index, state, _ = carry
-        return (index < spec.rounds_per_dispatch) & ~jnp.all(state.finished)
-
-    _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
-    return state, outputs
+    return proposal, dataclasses.replace(state, drafts=caches)

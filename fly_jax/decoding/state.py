@@ -25,11 +25,12 @@ class DecodeState:
       limit: [rows], length at which a row is done.
       finished: [rows], the row has reached its limit or an end of text.
       target: the target's cache.
-      draft: the draft model's cache, if there is a draft model.
+      drafts: the draft models' caches.
       key: random state.
       rule: what the rule knows of each row.
       pace: how often the draft is accepted; None where neither K nor deferral depends on it.
       window: what is provisional at the end of each row; None where nothing ever is.
+      threshold: [rows], of `EntropyStop`; None where no row's drafting stops early.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -37,11 +38,12 @@ class DecodeState:
     limit: Int[Array, " rows"]
     finished: Bool[Array, " rows"]
     target: KVCache
-    draft: KVCache | None
+    drafts: tuple[KVCache, ...]
     key: Key[Array, ""]
     rule: RuleState
     pace: Pace | None = None
     window: OpenWindow | None = None
+    threshold: Float32[Array, " rows"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +76,7 @@ class RoundOutput:
       num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
       num_accepted: [rounds, rows], draft tokens kept, rescued ones included.
       num_rescued: [rounds, rows], mismatches kept.
-      num_draft_passes: [rounds], passes of the draft model.
+      num_draft_passes: [rounds], passes of the first draft model.
       finished: [rounds, rows], after the round.
       other: [rounds, rows, K + 1], of what draft and target disagreed on, the token that does not
         stand there: the target's choice at a rescue, the draft's at a correction, else -1; None

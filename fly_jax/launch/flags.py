@@ -164,6 +164,16 @@ def add_decoding_flags(into: Flags) -> None:
         f"draft tokens of a round (K); {default.num_speculative_tokens} if not given, auto to "
         "choose K for each round from what is accepted and what a round takes",
     )  # fmt: skip
+    into.integer(
+        group, "level_speculative_tokens", None,
+        "draft tokens that each draft model but the first proposes at a time; "
+        f"{default.level_speculative_tokens} if not given",
+    )  # fmt: skip
+    into.choice(
+        group, "draft_stop", None, ("never", "entropy"),
+        "whether a round drafts fewer than K tokens where the draft model is in doubt; "
+        f"{default.draft_stop} if not given",
+    )  # fmt: skip
     into.number(
         group, "entropy_threshold", None,
         f"fly: least entropy of the target for a mismatch to be kept; {default.entropy_threshold} "

@@ -87,7 +87,7 @@ def _base_config(values: FlagValues) -> DecodeConfig:
     """What the flags are laid over: the file that is named, or what suits the embedded pair."""
     if values.config:
         return load_config(Path(values.config))
-    if values.target is None and values.draft is None:
+    if values.target is None and not values.draft:
         return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
     return DecodeConfig()
 
@@ -96,7 +96,11 @@ def _flags() -> Flags:
     flags = Flags("generate")
     group = "Models"
     flags.string(group, "target", None, "folder or hub id of the model whose text is wanted")
-    flags.string(group, "draft", None, "folder or hub id of the model that proposes")
+    flags.strings(
+        group, "draft",
+        "folder or hub id of the model that proposes; may be given several times, the first "
+        "proposing to the target and each other one to the one before it",
+    )  # fmt: skip
     flags.string(
         group, "mesh", "1x1",
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
@@ -132,7 +136,7 @@ def _has_prompts(values: FlagValues) -> bool:
 
 
 def _has_draft(values: FlagValues) -> bool:
-    return values.target is None or values.draft is not None
+    return values.target is None or bool(values.draft)
 
 
 def _say(line: str) -> None:
@@ -225,6 +229,7 @@ def _memory(config: DecodeConfig, tokenizer: Tokenizer) -> CorrectionMemory | No
 def _check_sizes(config: DecodeConfig, context: int) -> None:
     sizes = {
         "num_speculative_tokens": config.most_drafted,
+        "level_speculative_tokens": config.level_speculative_tokens,
         "prompt_lookup_max": config.prompt_lookup_max,
         "prompt_lookup_tokens": config.prompt_lookup_tokens,
     }
@@ -305,6 +310,8 @@ def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
         config.to_lookup(),
         learns=config.csd_online,
         boundary=config.round_boundary,
+        level_speculative_tokens=config.level_speculative_tokens,
+        draft_stop=config.to_draft_stop(),
     )
 
 

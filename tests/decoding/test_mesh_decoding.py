@@ -29,6 +29,7 @@ SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 3, None, EOS),
     "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
+    "levels": RoundSpec(Fly(window_size=1), 3, None, EOS, level_speculative_tokens=(2,)),
     "all": RoundSpec(
         Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin("runner_up")), 2.0, 9.0, 2),
         3,
@@ -50,6 +51,7 @@ CASES = [
     ("2x2x2", "fly", "tensor_long", "tensor_whole"),
     ("4x2", "fly", "tensor_long", "narrow_whole"),
     ("2x2x2", "all", "tensor", "replicated"),
+    ("2x2x2", "levels", "tensor", "narrow"),
 ]
 
 
@@ -73,13 +75,14 @@ def decoder_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
 ) -> Decoder:
     target, draft = pair()
+    drafts = [draft, random_draft(2, 0.4, LARGE)][: 1 + len(SPECS[name].level_speculative_tokens)]
     if mesh is not None:
         devices = create_mesh(parse_mesh(mesh))
         target = placed(target, Layout(devices, RULES[target_rules]))
-        draft = placed(draft, Layout(devices, RULES[draft_rules]))
+        drafts = [placed(one, Layout(devices, RULES[draft_rules])) for one in drafts]
     return Decoder(
         target,
-        draft,
+        drafts,
         SPECS[name],
         capacity=CAPACITY,
         batch_size=ROWS,

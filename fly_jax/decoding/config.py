@@ -292,18 +292,32 @@ class DecodeConfig:
 
         return EntropyStop() if self.draft_stop == "entropy" else None
 
-    def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
-        """One token at a time, the lossless rule, and the loosened one, with these values.
+    def side_by_side(self) -> tuple[DecodeConfig, ...]:
+        """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
 
-        That is FLy unless another one is chosen.
+        That is FLy unless another one is chosen; then FLy as published goes before it, with this
+        config's gate and window, where the window fits.
         """
         lossless = "sampled" if self._temperature > 0 else "exact"
-        loosened = self.rule if self.is_loosened else "fly"
-        return (
-            dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
-            dataclasses.replace(self, rule=lossless, temperature=self._temperature),
-            dataclasses.replace(self, rule=loosened, temperature=self._temperature),
+        given = dataclasses.replace(self, temperature=self._temperature)
+        first = [dataclasses.replace(given, rule=rule) for rule in ("autoregressive", lossless)]
+        if self.rule in (*LOSSLESS_RULES, "fly"):
+            return *first, dataclasses.replace(given, rule="fly")
+        published = DecodeConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            level_speculative_tokens=self.level_speculative_tokens,
+            draft_stop=self.draft_stop,
+            entropy_threshold=self.entropy_threshold,
+            window_size=self.window_size,
+            prompt_lookup_max=self.prompt_lookup_max,
+            prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_tokens=self.prompt_lookup_tokens,
+            temperature=self._temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
         )
+        fits = published.most_drafted > self.window_size
+        return *first, *([published] if fits else []), given
 
 
 def load_config(path: Path) -> DecodeConfig:

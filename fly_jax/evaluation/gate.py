@@ -20,7 +20,7 @@ from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
 from fly_jax.sharding.processes import process_id, share
 
 MIN_PROMPTS = 8
-_VALUES = 49
+_VALUES = 97
 _DRAWS = 10_000
 # What is measured scatters around what is promised: aiming at the bound itself would miss it in
 # every other try, each of which is compiled.

@@ -96,8 +96,8 @@ def _flags() -> Flags:
     group = "Gate"
     flags.number(
         group, "max_disagreement", None,
-        "most rescues in each token: the share of tokens that are not what the target, given the "
-        "text before them, finds most probable",
+        "most rescues per token: the share of tokens that are not what the target, given the text "
+        "before them, finds most probable",
     )  # fmt: skip
     flags.number(
         group, "max_regret", None,
@@ -149,7 +149,11 @@ def _run(values: FlagValues, command: str) -> None:
 
     def begin() -> tuple[DecodeConfig, list[Prompt]]:
         config = _config(values)
-        return config, prompts_of_file(values) if process_id() == 0 else []
+        if process_id() != 0:
+            return config, []
+        if values.gate is not None:
+            check_new(Path(values.gate))
+        return config, prompts_of_file(values)
 
     config, prompts = together(begin)
     reading = read(values, config, prompts)
@@ -162,14 +166,11 @@ def _run(values: FlagValues, command: str) -> None:
 def _config(values: FlagValues) -> DecodeConfig:
     """How prompts are continued, once everything about it that can be checked is."""
     if values.gate is None:
-        return dataclasses.replace(
-            DecodeConfig(rule="exact"),
-            **decoding_overrides(values) | {"memory": None},
-        )
+        exact = DecodeConfig(rule="exact")
+        return dataclasses.replace(exact, **decoding_overrides(values) | {"memory": None})
     config = dataclasses.replace(base_config(values), **decoding_overrides(values))
     _bound(values), strictness_of(config), windows_of(config, values.window_size)
     config.to_lookup()
-    check_new(Path(values.gate))
     return config
 
 

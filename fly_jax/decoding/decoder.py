@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
+from jaxtyping import Array, Bool
 
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.programs import PREFILL_PIECE, Programs
@@ -102,6 +103,9 @@ class Decoder:
 
     Programs are compiled at the first batch; later batches of the same row count and capacity
     reuse them.
+
+    Attributes:
+      listener: is told of every dispatch's rounds, on the host, before their tokens are handed out.
     """
 
     def __init__(
@@ -160,6 +164,7 @@ class Decoder:
             )
         self.spec = spec
         self.memory = memory
+        self.listener: Callable[[RoundOutput], None] | None = None
         self.capacity = capacity
         self.batch_size = batch_size
         speculates = spec.num_speculative_tokens > 0
@@ -202,6 +207,8 @@ class Decoder:
                 pending = jax.device_get(pending)
                 if self.memory is not None and self.spec.reports_mismatches:
                     self.memory.add(corrections(pending))
+                if self.listener is not None:
+                    self.listener(pending)
                 for settled in self._read(pending, accounts, live):
                     accounts[settled.row].seconds = time.perf_counter() - start
                     yield settled, accounts[settled.row]
@@ -260,6 +267,16 @@ class Decoder:
         if self._programs.spans_processes:  # which must all choose the same
             seconds = np.asarray(share(seconds.tolist()), np.float32)
         return seconds
+
+    @property
+    def max_context(self) -> int:
+        """Of the target."""
+        return self._programs.config.max_context
+
+    @property
+    def protected(self) -> Bool[Array, " vocab"]:
+        """True for the tokens that are never rescued."""
+        return self._inputs.protected
 
     def lower_prefill(self, prompt_length: int) -> Lowered:
         """The program that takes in prompts of this length, or their first piece.

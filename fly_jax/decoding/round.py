@@ -40,6 +40,8 @@ class RoundSpec:
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
       reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
+      reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
+        other settings of the rule can be judged.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
         published rule, or "defer", which may complete the window in the next rounds.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
@@ -54,6 +56,7 @@ class RoundSpec:
     rounds_per_dispatch: int = 1
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
+    reports_evidence: bool = False
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
     draft_stop: EntropyStop | None = None
@@ -219,6 +222,8 @@ def decode_round(
         state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     conclude = _conclude_deferring if spec.deferred_window else _conclude
     state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
+    if spec.reports_evidence:
+        output = dataclasses.replace(output, draft_tokens=proposal.tokens, evidence=seen)
     return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
 from fly_jax.decoding.deferral import OpenWindow
 from fly_jax.decoding.depth import Pace
+from fly_jax.decoding.evidence import TargetEvidence
 from fly_jax.decoding.rules import RuleState, Why
 from fly_jax.models.cache import KVCache
 
@@ -83,6 +84,9 @@ class RoundOutput:
         unless the round is asked to report it.
       budget: [rounds, rows], risk budget that is left after the round; None without one.
       rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
+      draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
+        its evidence.
+      evidence: of [rounds, rows, K + 1], what the rule decided on; None likewise.
     """
 
     tokens: Int[Array, "rounds rows block"]
@@ -96,6 +100,8 @@ class RoundOutput:
     other: Int[Array, "rounds rows block"] | None = None
     budget: Float32[Array, "rounds rows"] | None = None
     rolled_back: Bool[Array, "rounds rows"] | None = None
+    draft_tokens: Int[Array, "rounds rows draft"] | None = None
+    evidence: TargetEvidence | None = None
 
 
 def corrections(output: RoundOutput) -> list[tuple[int, int]]:

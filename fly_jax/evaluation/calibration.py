@@ -16,6 +16,7 @@ from fly_jax.decoding.memory import CorrectionMemory, load_memory
 from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.rules import Exact
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.processes import process_id, share, together
 
 _SECONDS_BETWEEN_SAVES = 10.0
 
@@ -26,18 +27,22 @@ def fill_memory(
     path: Path,
     *,
     num_speculative_tokens: int,
+    models: str,
     max_new_tokens: int = 128,
     batch_size: int = 1,
 ) -> CorrectionMemory:
     """Decodes the prompts exactly and counts what is corrected (CSD's initialisation).
 
     A run that was interrupted goes on after the last whole batch whose counts are in the file.
+    Where several processes decode on one mesh, all of them see the corrections of all rows, and the
+    first one has the file; the others return what they have counted themselves.
 
     Args:
       pair: with a draft model.
       prompts: token ids.
       path: where the memory goes, now and then and at the end.
       num_speculative_tokens: K.
+      models: what tells this pair from others, so that a run does not go on with another one.
       max_new_tokens: limit of each continuation.
       batch_size: prompts decoded together.
 
@@ -46,9 +51,10 @@ def fill_memory(
         of another run.
     """
     memory, start = begin_memory(
-        path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens
+        path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens, models
     )
-    run = json.loads(memory.note)["run"]
+    is_first = process_id() == 0
+    run = json.loads(memory.note)["run"] if is_first else None
     spec = pair.spec(Exact(), num_speculative_tokens)
     spec = dataclasses.replace(spec, reports_mismatches=True)
     capacity = capacity_for(spec, prompts, max_new_tokens, pair.target.config.max_context)
@@ -56,7 +62,7 @@ def fill_memory(
     decoder = pair.decoder(spec, capacity=capacity, batch_size=rows)
     saved_at = time.monotonic()
     try:
-        with tqdm(total=len(prompts), initial=start, unit="prompt") as bar:
+        with tqdm(total=len(prompts), initial=start, unit="prompt", disable=not is_first) as bar:
             for first in range(start, len(prompts), rows):
                 batch = prompts[first : first + rows]
                 decoder.memory = CorrectionMemory(memory.vocabulary)
@@ -66,11 +72,12 @@ def fill_memory(
                 memory.note = json.dumps({"run": run, "done": first + len(batch)})
                 bar.set_postfix(pairs=len(memory), refresh=False)
                 bar.update(len(batch))
-                if time.monotonic() - saved_at > _SECONDS_BETWEEN_SAVES:
+                if is_first and time.monotonic() - saved_at > _SECONDS_BETWEEN_SAVES:
                     memory.save(path)
                     saved_at = time.monotonic()
     finally:
-        memory.save(path)
+        if is_first:
+            memory.save(path)
     return memory
 
 
@@ -80,31 +87,46 @@ def begin_memory(
     prompts: Sequence[Sequence[int]],
     num_speculative_tokens: int,
     max_new_tokens: int,
+    models: str,
 ) -> tuple[CorrectionMemory, int]:
     """The memory that `fill_memory` goes on with, and how many of the prompts it has counted.
 
+    Only process 0 looks at the file. Every process must call it.
+
     Raises:
-      FlyJaxError: as `fill_memory`.
+      FlyJaxError: as `fill_memory`, on every process.
     """
+    run = _digest(prompts, num_speculative_tokens, max_new_tokens, models)
+
+    def begun() -> tuple[CorrectionMemory, int]:
+        if process_id() != 0:
+            return CorrectionMemory(vocabulary), 0
+        return _begun(path, vocabulary, run)
+
+    memory, done = together(begun)
+    return memory, share(done)
+
+
+def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int]:
     if not path.exists():
         memory = CorrectionMemory(vocabulary)
-        memory.note = json.dumps({"run": _digest(prompts, num_speculative_tokens, max_new_tokens)})
+        memory.note = json.dumps({"run": run})
         memory.save(path)  # a path that cannot be written is found before any work is done
         return memory, 0
     memory = load_memory(path, vocabulary)
     try:
         note = json.loads(memory.note)
-        run, done = note["run"], int(note.get("done", 0))
+        found, done = note["run"], int(note.get("done", 0))
     except (ValueError, KeyError, TypeError, AttributeError):
-        run, done = None, 0
-    if run != _digest(prompts, num_speculative_tokens, max_new_tokens):
+        found, done = None, 0
+    if found != run:
         raise FlyJaxError(
-            f"{path} holds the counts of another run; give another file to fill, or delete this "
-            "one."
+            f"{path} holds the counts of another run (other prompts, models or sizes); give "
+            "another file to fill, or delete this one."
         )
     return memory, done
 
 
-def _digest(prompts: Sequence[Sequence[int]], *values: int) -> str:
+def _digest(prompts: Sequence[Sequence[int]], *values: int | str) -> str:
     """What makes two runs the same."""
     return hashlib.sha256(json.dumps([list(map(list, prompts)), *values]).encode()).hexdigest()

@@ -1,34 +1,56 @@
-"""The command calibrate: fills a memory of corrections for the rule csd."""
+"""The command calibrate: fills a memory for the rule csd, or finds how strict a rule must be."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodeConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags
-from fly_jax.launch.prompts import Prompt, read_prompts
+from fly_jax.evaluation.strictness import (
+    CALIBRATED,
+    WINDOWS,
+    Bound,
+    as_toml,
+    check_new,
+    strictness_of,
+    windows_of,
+)
+from fly_jax.launch.flags import Flags, add_model_flags, add_prompt_flags, decoding_overrides
+from fly_jax.launch.joining import add_process_flags, joined
+from fly_jax.launch.prompts import Prompt
+from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
 
 if TYPE_CHECKING:  # JAX is imported only when the flags and the prompts are good
     from absl.flags import FlagValues
 
 _HELP = """\
-python -m fly_jax.launch calibrate --prompts_file FILE --memory OUT [flags]
+python -m fly_jax.launch calibrate --prompts_file FILE (--memory OUT | --gate OUT BOUND) [flags]
 
-Continues the prompts exactly and counts which draft token the target puts which of its own in the
-place of. The rule csd then keeps what was corrected often and matters little. A run that was
-interrupted goes on where it was when it is started again.
+Learns from prompts without answers, which it continues.
+
+--memory counts which draft token the target puts which of its own in the place of. The rule csd
+then keeps what was corrected often and matters little. A run that was interrupted goes on where it
+was when it is started again.
+
+--gate finds how lax a rule may be, and how long its window must be, to meet a bound, and writes a
+config: --max_disagreement 0.02 lets 2 tokens in 100 be others than the target would choose.
 
 Examples:
   python -m fly_jax.launch calibrate --prompts_file prompts.jsonl --memory corrections.npz
   python -m fly_jax.launch --rule csd --memory corrections.npz --prompts_file questions.jsonl
+  python -m fly_jax.launch calibrate --prompts_file prompts.jsonl --gate two_percent.toml \\
+    --max_disagreement 0.02 --batch_size 8
+  python -m fly_jax.launch --config two_percent.toml --prompts_file questions.jsonl
 
 {flags}
 """
+
+# What only one of the two is about.
+_OF_GATE = ("max_disagreement", "max_regret", "config", "rule", "window_size")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -43,106 +65,165 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    for name, what in (("prompts_file", "prompts to learn from"), ("memory", "file to fill")):
-        if getattr(values, name) is None:
-            raise FlyJaxError(f"calibrate needs the {what}; give --{name}.")
-    if values.target is not None and values.draft is None:
+    _check_flags(values)
+    if values.target is not None and not values.draft:
         raise FlyJaxError(
             "--target was given without --draft, and without a draft model there is nothing to "
             "correct; give --draft."
         )
-    prompts = read_prompts(values.prompts_file, lambda error: _refuse(values, error))
+    command = shlex.join(["python", "-m", "fly_jax.launch", "calibrate", *arguments])
     try:
-        _calibrate(values, prompts)
+        with joined(values):
+            _run(values, command)
     except KeyboardInterrupt as interrupt:
-        again = shlex.join(["python", "-m", "fly_jax.launch", "calibrate", *arguments])
-        raise KeyboardInterrupt(f"Go on where it was with: {again}") from interrupt
+        what = "Go on where it was" if values.memory else "Nothing was written; begin again"
+        raise KeyboardInterrupt(f"{what} with: {command}") from interrupt
 
 
 def _flags() -> Flags:
     flags = Flags("calibrate")
-    group = "Models"
-    flags.string(group, "target", None, "folder or hub id of the model whose text is wanted")
-    flags.string(group, "draft", None, "folder or hub id of the model that proposes")
-    flags.string(group, "mesh", "1x1", "devices along each axis, such as 8x8")
-    flags.choice(
-        group, "dtype", None, ("float32", "bfloat16"),
-        "type of weights and caches; if not given, float32 for the pair that ships with the "
-        "package and bfloat16 for others",
-    )  # fmt: skip
+    add_model_flags(flags)
     group = "Calibration"
-    flags.string(
-        group, "prompts_file", None,
-        "a prompt on each line, as plain text or as a JSON object with prompt; - is standard input",
-    )  # fmt: skip
-    flags.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
-    flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
+    add_prompt_flags(flags, group)
     flags.integer(
-        group, "num_speculative_tokens", DecodeConfig().most_drafted,
-        "draft tokens of a round (K)", lower_bound=1,
+        group, "num_speculative_tokens", None,
+        "draft tokens of a round (K); if not given, those of the config, else "
+        f"{DecodeConfig().most_drafted}",
+        lower_bound=1,
     )  # fmt: skip
-    flags.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
-    flags.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
-    flags.boolean(group, "help", "show this")
+    flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
+    flags.string(group, "gate", None, "the config to write, a new .toml file")
+    group = "Gate"
+    flags.number(
+        group, "max_disagreement", None,
+        "most rescues per token: the share of tokens that are not what the target, given the text "
+        "before them, finds most probable",
+    )  # fmt: skip
+    flags.number(
+        group, "max_regret", None,
+        "instead: most nats a token by which rescues are less probable than the target's choice",
+    )  # fmt: skip
+    flags.string(
+        group, "rule", None,
+        f"a loosened rule ({', '.join(CALIBRATED)}), or several joined by & and |, of which the "
+        "first is varied; that of the config if not given, else fly",
+    )  # fmt: skip
+    flags.integer(
+        group, "window_size", None,
+        f"fly: the window; if not given, {', '.join(map(str, WINDOWS))} are tried", lower_bound=0,
+    )  # fmt: skip
+    flags.string(
+        group, "config", None,
+        "TOML file with all that is not varied; if not given, what suits the pair that ships with "
+        "the package, and else the defaults",
+    )  # fmt: skip
+    add_process_flags(flags)
+    flags.boolean("Output", "help", "show this")
     return flags
 
 
-def _calibrate(values: FlagValues, prompts: list[Prompt]) -> None:
-    from fly_jax.sharding.mesh import parse_mesh, prepare_devices
-
-    prepare_devices(parse_mesh(values.mesh))  # before anything below can start a JAX backend
-
-    from fly_jax.decoding.decoder import check_prompt
-    from fly_jax.decoding.pair import load_pair
-    from fly_jax.evaluation.calibration import begin_memory, fill_memory
-    from fly_jax.models.checkpoint import check_checkpoint
-    from fly_jax.models.loading import embedded_pair, resolve
-    from fly_jax.models.tokenizer import load_tokenizer
-
-    folder = embedded_pair()[0] if values.target is None else resolve(values.target)
-    model, tokenizer = check_checkpoint(folder), load_tokenizer(folder)
-    if values.num_speculative_tokens >= model.max_context:
+def _check_flags(values: FlagValues) -> None:
+    if values.prompts_file is None:
+        raise FlyJaxError("calibrate needs prompts to learn from; give --prompts_file.")
+    if (values.memory is None) == (values.gate is None):
         raise FlyJaxError(
-            f"num_speculative_tokens is {values.num_speculative_tokens} and the model's context is "
-            f"{model.max_context}; give a smaller number."
+            "calibrate fills a memory or finds a gate; give either --memory or --gate, with the "
+            "file to write."
         )
-    fitting: list[list[int]] = []
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt.text)
-        try:
-            check_prompt(ids, model, name=prompt.source)
-        except FlyJaxError as error:
-            _refuse(values, error)
-        else:
-            fitting.append(ids)
-    if not fitting:
-        raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
-    path = Path(values.memory)
-    # A file that will not do is refused before the weights are read.
-    begin_memory(
-        path, tokenizer.digest, fitting, values.num_speculative_tokens, values.max_new_tokens
-    )
-    pair = load_pair(
-        None if values.target is None else folder, values.draft, mesh=values.mesh,
-        dtype=values.dtype,
-    )  # fmt: skip
-    memory = fill_memory(
-        pair,
-        fitting,
-        path,
-        num_speculative_tokens=values.num_speculative_tokens,
+    bounds = [name for name in ("max_disagreement", "max_regret") if values[name].value is not None]
+    if values.gate is not None and len(bounds) != 1:
+        raise FlyJaxError(
+            "calibrate --gate needs one bound to meet; give either --max_disagreement or "
+            "--max_regret."
+        )
+    for name in _OF_GATE:
+        if values.gate is None and values[name].value is not None:
+            raise FlyJaxError(
+                f"--{name} was given with --memory, and is about --gate alone; leave it out."
+            )
+
+
+def _run(values: FlagValues, command: str) -> None:
+    """What each process does. Only the first one reads prompts and is heard."""
+    from fly_jax.sharding.processes import process_id, together
+
+    def begin() -> tuple[DecodeConfig, list[Prompt]]:
+        config = _config(values)
+        if process_id() != 0:
+            return config, []
+        if values.gate is not None:
+            check_new(Path(values.gate))
+        return config, prompts_of_file(values)
+
+    config, prompts = together(begin)
+    reading = read(values, config, prompts)
+    if values.gate is None:
+        _fill(values, config, reading)
+    else:
+        _find(values, config, reading, command)
+
+
+def _config(values: FlagValues) -> DecodeConfig:
+    """How prompts are continued, once everything about it that can be checked is."""
+    if values.gate is None:
+        exact = DecodeConfig(rule="exact")
+        return dataclasses.replace(exact, **decoding_overrides(values) | {"memory": None})
+    config = dataclasses.replace(base_config(values), **decoding_overrides(values))
+    _bound(values), strictness_of(config), windows_of(config, values.window_size)
+    config.to_lookup()
+    return config
+
+
+def _bound(values: FlagValues) -> Bound:
+    if values.max_disagreement is not None:
+        return Bound("disagreement", values.max_disagreement)
+    return Bound("regret", values.max_regret)
+
+
+def _find(values: FlagValues, config: DecodeConfig, reading: Reading, command: str) -> None:
+    from fly_jax.evaluation.gate import check_prompts, find_gate
+    from fly_jax.sharding.processes import process_id
+
+    check_prompts(reading.ids)
+    gate = find_gate(
+        load(values, config, reading),
+        reading.ids,
+        config,
+        _bound(values),
+        window_size=values.window_size,
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
     )
-    _say(f"{path} counts {len(memory)} pairs.")
+    if process_id() == 0:
+        text = as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
+        Path(values.gate).write_text(text, encoding="utf-8")
+    say(f"{gate.summary()}\n{values.gate} says so; decode with --config {values.gate}.")
 
 
-def _refuse(values: FlagValues, error: FlyJaxError) -> None:
-    """Raises the error, or only says it where bad prompts are to be skipped."""
-    if not values.skip_bad_prompts:
-        raise error
-    _say(f"Skipped: {error}")
+def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
+    from fly_jax.evaluation.calibration import begin_memory, fill_memory
+    from fly_jax.models.identity import identity
+    from fly_jax.models.loading import embedded_pair, resolve
+    from fly_jax.sharding.processes import process_id, share, together
 
+    def models() -> str:
+        if process_id() != 0:
+            return ""
+        # What the draft models below the first one are does not change a token.
+        draft = resolve(values.draft[0]) if values.draft else embedded_pair()[1]
+        return " ".join([identity(reading.target), identity(draft), str(values.dtype)])
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    path, which = Path(values.memory), share(together(models))
+    sizes = (config.most_drafted, values.max_new_tokens)
+    # A file that will not do is refused before the weights are read.
+    begin_memory(path, reading.tokenizer.digest, reading.ids, *sizes, which)
+    memory = fill_memory(
+        load(values, config, reading),
+        reading.ids,
+        path,
+        num_speculative_tokens=config.most_drafted,
+        max_new_tokens=values.max_new_tokens,
+        batch_size=values.batch_size,
+        models=which,
+    )
+    say(f"{path} counts {len(memory)} pairs.")

@@ -144,6 +144,37 @@ def _shown(flag: flags.Flag) -> str:
     return str(flag.default)
 
 
+def add_model_flags(into: Flags) -> None:
+    """Adds the flags that name a target and a draft, their mesh and their type."""
+    group = "Models"
+    into.string(group, "target", None, "folder or hub id of the model whose text is wanted")
+    into.strings(
+        group, "draft",
+        "folder or hub id of the model that proposes; may be given several times, the first "
+        "proposing to the target and each other one to the one before it",
+    )  # fmt: skip
+    into.string(
+        group, "mesh", "1x1",
+        "devices along each axis, such as 8x8; a machine without accelerators simulates them",
+    )  # fmt: skip
+    into.choice(
+        group, "dtype", None, ("float32", "bfloat16", "int8"),
+        "type of weights and caches; if not given, float32 for the pair that ships with the "
+        "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
+    )  # fmt: skip
+
+
+def add_prompt_flags(into: Flags, group: str) -> None:
+    """Adds the flags of a file of prompts, and of how far and how many at a time they go on."""
+    into.string(
+        group, "prompts_file", None,
+        "a prompt on each line, as plain text or as a JSON object with prompt; - is standard input",
+    )  # fmt: skip
+    into.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
+    into.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
+    into.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
+
+
 def add_decoding_flags(into: Flags) -> None:
     """Adds a flag for every field of `DecodeConfig` that has one; None is 'not given'."""
     default, group = DecodeConfig(), "Decoding"

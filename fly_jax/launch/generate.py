@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -9,11 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fly_jax.decoding.config import DecodeConfig, load_config
+from fly_jax.decoding.config import DecodeConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
+from fly_jax.launch.flags import (
+    Flags,
+    add_decoding_flags,
+    add_model_flags,
+    add_prompt_flags,
+    decoding_overrides,
+)
 from fly_jax.launch.joining import add_process_flags, joined
-from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags, read_prompts
+from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags
+from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
 
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
@@ -22,7 +30,6 @@ if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
     from fly_jax.decoding.round import RoundSpec
-    from fly_jax.models.config import LlamaConfig
     from fly_jax.models.tokenizer import Tokenizer
 
 _HELP = """\
@@ -64,14 +71,16 @@ def _run(values: FlagValues) -> None:
 
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
     config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
-    pair, memory, prompts, ids = _load(values, config, prompts)
-    _generate(values, config, pair, memory, prompts, ids)
+    reading = read(values, config, prompts)
+    memory = together(lambda: _memory(values, config, reading.tokenizer))
+    pair = load(values, config, reading)
+    _generate(values, config, pair, memory, reading)
     if compares:
-        _compare(values, config, pair, memory, prompts, ids)
+        _compare(values, config, pair, memory, reading)
 
 
 def _config(values: FlagValues, compares: bool) -> DecodeConfig:
-    config = dataclasses.replace(_base_config(values), **decoding_overrides(values))
+    config = dataclasses.replace(base_config(values), **decoding_overrides(values))
     if not _has_draft(values) and (config.num_drafted or compares):
         wanted = "--compare" if compares else f"the rule {config.rule}"
         raise FlyJaxError(
@@ -80,51 +89,42 @@ def _config(values: FlagValues, compares: bool) -> DecodeConfig:
         )
     for one in config.side_by_side() if compares else (config,):
         one.to_rule(), one.to_lookup()
+    _check_memory(values, config)
     return config
 
 
-def _base_config(values: FlagValues) -> DecodeConfig:
-    """What the flags are laid over: the file that is named, or what suits the embedded pair."""
-    if values.config:
-        return load_config(Path(values.config))
-    if values.target is None and not values.draft:
-        return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
-    return DecodeConfig()
+def _check_memory(values: FlagValues, config: DecodeConfig) -> None:
+    """A config may name a memory for some of its rules; who gives one on the spot means it."""
+    for name in ("memory", "update_memory"):
+        if values[name].value and not config.to_rule().uses_memory:
+            raise FlyJaxError(
+                f"--{name} was given, and the rule {config.rule} as it is set looks nothing up in "
+                f"a memory; give a rule that does, such as csd, or leave --{name} out."
+            )
+    if values.update_memory and (config.memory is None or not config.csd_online):
+        missing = "--memory" if config.memory is None else "--csd_online"
+        raise FlyJaxError(
+            f"--update_memory was given without {missing}; what is learned while decoding needs a "
+            f"file to go to: give {missing} as well."
+        )
 
 
 def _flags() -> Flags:
     flags = Flags("generate")
-    group = "Models"
-    flags.string(group, "target", None, "folder or hub id of the model whose text is wanted")
-    flags.strings(
-        group, "draft",
-        "folder or hub id of the model that proposes; may be given several times, the first "
-        "proposing to the target and each other one to the one before it",
-    )  # fmt: skip
-    flags.string(
-        group, "mesh", "1x1",
-        "devices along each axis, such as 8x8; a machine without accelerators simulates them",
-    )  # fmt: skip
-    flags.choice(
-        group, "dtype", None, ("float32", "bfloat16", "int8"),
-        "type of weights and caches; if not given, float32 for the pair that ships with the "
-        "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
-    )  # fmt: skip
-    group = "Prompts"
-    flags.strings(group, "prompt", "what to continue; may be given several times")
-    flags.string(
-        group, "prompts_file", None,
-        "a prompt on each line, as plain text or as a JSON object with prompt; - is standard input",
-    )  # fmt: skip
-    flags.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
-    flags.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
-    flags.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
+    add_model_flags(flags)
+    flags.strings("Prompts", "prompt", "what to continue; may be given several times")
+    add_prompt_flags(flags, "Prompts")
     add_decoding_flags(flags)
     add_process_flags(flags)
     group = "Output"
     flags.boolean(
         group, "compare",
         "end with a table of autoregressive, lossless speculative and FLy decoding on the prompts",
+    )  # fmt: skip
+    flags.boolean(
+        group, "update_memory",
+        "csd: at the end, also after Ctrl-C, write what was learned to the file of --memory, which "
+        "need not be there yet",
     )  # fmt: skip
     flags.boolean(group, "json", "one JSON object for each prompt on standard output")
     flags.boolean(group, "help", "show this")
@@ -139,21 +139,6 @@ def _has_draft(values: FlagValues) -> bool:
     return values.target is None or bool(values.draft)
 
 
-def _say(line: str) -> None:
-    """Writes to standard error, where whatever is not a result goes, once for all processes."""
-    from fly_jax.sharding.processes import process_id
-
-    if process_id() == 0:
-        print(line, file=sys.stderr, flush=True)
-
-
-def _refuse(values: FlagValues, error: FlyJaxError) -> None:
-    """Raises the error, or only says it where bad prompts are to be skipped."""
-    if not values.skip_bad_prompts:
-        raise error
-    _say(f"Skipped: {error}")
-
-
 def _prompts(values: FlagValues) -> list[Prompt]:
     """The prompts, in process 0; the others are told which tokens there are to go on from."""
     from fly_jax.sharding.processes import process_id
@@ -164,99 +149,27 @@ def _prompts(values: FlagValues) -> list[Prompt]:
         return built_in_prompts()
     prompts = prompts_from_flags(values.prompt)
     if values.prompts_file is not None:
-        prompts += read_prompts(values.prompts_file, lambda error: _refuse(values, error))
+        prompts += prompts_of_file(values)
     return prompts
 
 
-def _load(
-    values: FlagValues, config: DecodeConfig, prompts: list[Prompt]
-) -> tuple[Pair, CorrectionMemory | None, list[Prompt], list[list[int]]]:
-    """The pair, the rule's memory, and the prompts that fit the context with their tokens."""
-    from fly_jax.sharding.mesh import create_mesh, describe, parse_mesh, prepare_devices
-    from fly_jax.sharding.processes import process_id, share, together
-
-    mesh = parse_mesh(values.mesh)
-    prepare_devices(mesh)  # before anything below can start a JAX backend
-
-    from fly_jax.decoding.decoder import CAPACITY_STEP
-    from fly_jax.decoding.pair import load_pair
-    from fly_jax.models.checkpoint import check_checkpoint
-    from fly_jax.models.layouts import Workload
-    from fly_jax.models.loading import embedded_pair, resolve
-    from fly_jax.models.tokenizer import load_tokenizer
-
-    def inspect() -> tuple[
-        Path, CorrectionMemory | None, LlamaConfig, list[Prompt], list[list[int]]
-    ]:
-        folder = embedded_pair()[0] if values.target is None else resolve(values.target)
-        model = check_checkpoint(folder)
-        _check_sizes(config, model.max_context)
-        tokenizer = load_tokenizer(folder)
-        memory = _memory(config, tokenizer)
-        encoded = _encode(values, prompts, tokenizer, model) if process_id() == 0 else ([], [])
-        return folder, memory, model, *encoded
-
-    folder, memory, model, fitting, ids = together(inspect)
-    shared = share([[(prompt.text, prompt.source) for prompt in fitting], ids])
-    if process_id() != 0:
-        fitting, ids = [Prompt(*prompt) for prompt in shared[0]], shared[1]
-    if mesh.num_devices > 1:
-        _say(describe(create_mesh(mesh)))
-    longest = min(max(map(len, ids)) + values.max_new_tokens, model.max_context)
-    workload = Workload(
-        rows=min(values.batch_size, len(ids)),
-        capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
-        num_speculative_tokens=config.most_drafted,
-    )
-    target = None if values.target is None else folder
-    pair = load_pair(target, values.draft, mesh=mesh, dtype=values.dtype, workload=workload)
-    for line in pair.replicated:
-        _say(line)
-    return pair, memory, fitting, ids
-
-
-def _memory(config: DecodeConfig, tokenizer: Tokenizer) -> CorrectionMemory | None:
+def _memory(
+    values: FlagValues, config: DecodeConfig, tokenizer: Tokenizer
+) -> CorrectionMemory | None:
     """What the rule begins with: the file that is named, or nothing counted yet."""
     from fly_jax.decoding.memory import CorrectionMemory, load_memory
+    from fly_jax.sharding.processes import process_id
 
     if not config.to_rule().uses_memory:
         return None
-    if config.memory is None:
-        return CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
-    return load_memory(Path(config.memory), tokenizer.digest, min_count=config.csd_min_count)
-
-
-def _check_sizes(config: DecodeConfig, context: int) -> None:
-    sizes = {
-        "num_speculative_tokens": config.most_drafted,
-        "level_speculative_tokens": config.level_speculative_tokens,
-        "prompt_lookup_max": config.prompt_lookup_max,
-        "prompt_lookup_tokens": config.prompt_lookup_tokens,
-    }
-    for name, size in sizes.items():
-        if size >= context:
-            raise FlyJaxError(
-                f"{name} is {size} and the model's context is {context}; give a smaller number."
-            )
-
-
-def _encode(
-    values: FlagValues, prompts: list[Prompt], tokenizer: Tokenizer, model: LlamaConfig
-) -> tuple[list[Prompt], list[list[int]]]:
-    from fly_jax.decoding.decoder import check_prompt
-
-    fitting: list[tuple[Prompt, list[int]]] = []
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt.text)
-        try:
-            check_prompt(ids, model, name=prompt.source)
-        except FlyJaxError as error:
-            _refuse(values, error)
-        else:
-            fitting.append((prompt, ids))
-    if not fitting:
-        raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
-    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
+    path = None if config.memory is None else Path(config.memory)
+    if path is None or (values.update_memory and not path.exists()):
+        memory = CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
+    else:
+        memory = load_memory(path, tokenizer.digest, min_count=config.csd_min_count)
+    if path is not None and values.update_memory and process_id() == 0:
+        memory.save(path)  # a path that cannot be written is found before any work is done
+    return memory
 
 
 def _generate(
@@ -264,13 +177,12 @@ def _generate(
     config: DecodeConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
-    prompts: list[Prompt],
-    ids: list[list[int]],
+    reading: Reading,
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
     from fly_jax.decoding.decoder import capacity_for
-    from fly_jax.launch.view import TextView, legend, wants_colour
 
+    ids = reading.ids
     spec = _spec(pair, config)
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
@@ -281,6 +193,29 @@ def _generate(
         memory=None if memory is None else memory.copy(),
     )
     decoder.warm_up(ids[:1])  # so that no prompt's speed has the compilation in it
+    with _learning(values, config, decoder):
+        _show(values, config, pair, decoder, reading)
+
+
+@contextlib.contextmanager
+def _learning(values: FlagValues, config: DecodeConfig, decoder: Decoder) -> Iterator[None]:
+    """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
+    from fly_jax.sharding.processes import process_id
+
+    try:
+        yield
+    finally:
+        if values.update_memory and decoder.memory and config.memory and process_id() == 0:
+            decoder.memory.save(Path(config.memory))
+
+
+def _show(
+    values: FlagValues, config: DecodeConfig, pair: Pair, decoder: Decoder, reading: Reading
+) -> None:
+    """Writes every continuation."""
+    from fly_jax.launch.view import TextView, legend, wants_colour
+
+    prompts, ids = reading.prompts, reading.ids
     if values.json:
         for index, account in enumerate(_in_order(values, decoder, ids)):
             record = _record(pair, config, prompts[index].text, account)
@@ -300,7 +235,7 @@ def _generate(
             if settled.finish_reason:
                 finished[settled.row] = account
         for row in sorted(finished):
-            _say(_summary(first + row + 1, len(ids), finished[row]))
+            say(_summary(first + row + 1, len(ids), finished[row]))
 
 
 def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
@@ -367,24 +302,22 @@ def _compare(
     config: DecodeConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
-    prompts: list[Prompt],
-    ids: list[list[int]],
+    reading: Reading,
 ) -> None:
     """Ends with the table of the three rules."""
     from fly_jax.evaluation.compare import compare
     from fly_jax.training.problems import is_correct
 
     def check(index: int, text: str) -> bool | None:
-        problem = prompts[index].problem
+        problem = reading.prompts[index].problem
         # Other models know nothing of how a problem of ours is to be answered.
         return None if problem is None or values.target else is_correct(problem, text)
 
-    _say(f"Comparing the rules on {len(ids)} prompts, {values.batch_size} at a time ...")
-    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in config.side_by_side()}
+    say(f"Comparing the rules on {len(reading.ids)} prompts, {values.batch_size} at a time ...")
     comparison = compare(
         pair,
-        ids,
-        {name: _spec(pair, one) for name, one in rules.items()},
+        reading.ids,
+        {f"{one.rule} (K = {one.num_drafted})": _spec(pair, one) for one in config.side_by_side()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,

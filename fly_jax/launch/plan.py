@@ -69,7 +69,7 @@ def _flags() -> Flags:
         "preset, or folder with a config.json, of the model whose text is wanted",
     )  # fmt: skip
     flags.string(group, "draft", "llama-3.1-8b", "the same of the model that proposes")
-    flags.choice(group, "dtype", "bf16", ("bf16", "int8"), "type of the matrices of both")
+    flags.choice(group, "dtype", "bfloat16", ("bfloat16", "int8"), "type of the matrices of both")
     group = "Chips"
     flags.string(group, "chip", "v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
     flags.string(group, "mesh", "8x8", "chips along each axis; their product is that of a slice")

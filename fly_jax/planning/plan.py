@@ -167,7 +167,7 @@ class Plan:
             "fits": self.fits,
             "chip": request.chip.name,
             "mesh": str(request.mesh),
-            "dtype": "int8" if request.int8 else "bf16",
+            "dtype": "int8" if request.int8 else "bfloat16",
             "context": request.context,
             "batch_size": request.rows,
             "num_speculative_tokens": request.num_speculative_tokens,

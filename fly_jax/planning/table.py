@@ -11,8 +11,8 @@ def table(plan: Plan) -> str:
     """The plan as text: memory, steps, exchanges, speed, and what else fits."""
     request = plan.request
     lines = [
-        f"{request.chip.name}, mesh {request.mesh}, {'int8' if request.int8 else 'bf16'}, context "
-        f"{request.context}, {request.rows} rows, K = {request.num_speculative_tokens}",
+        f"{request.chip.name}, mesh {request.mesh}, {'int8' if request.int8 else 'bfloat16'}, "
+        f"context {request.context}, {request.rows} rows, K = {request.num_speculative_tokens}",
         f"layouts: target {plan.layouts.target_rules}, draft {plan.layouts.draft_rules}",
         *plan.replicated(),
         "",

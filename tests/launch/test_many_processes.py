@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import decode_together
+import numpy as np
 import pytest
 from local_processes import Job
 
@@ -59,6 +60,19 @@ def test_process_0_reads_the_prompts_and_is_heard(
     assert "4 simulated devices (CPU) as mesh data=2,x=2 over 2 processes" in job.err(0)
     assert job.out(1) == ""
     assert job.err(1) == ""
+
+
+def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(8)))
+    arguments = ["calibrate", *models, f"--prompts_file={prompts}", *SIZES[:2], "--batch_size=4"]
+    assert main([*arguments, f"--memory={tmp_path / 'alone.npz'}"]) == 0
+    job = Job(tmp_path, [*arguments, f"--memory={tmp_path / 'both.npz'}", "--mesh=1x2"], 2)
+    assert job.statuses() == [0, 0], job.err(0) + job.err(1)
+    assert job.err(1) == ""
+    files = [np.load(tmp_path / name) for name in ("alone.npz", "both.npz")]
+    for name in ("pairs", "counts"):
+        assert files[0][name].tolist() == files[1][name].tolist()
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from fly_jax.decoding.memory import CorrectionMemory, load_memory
 from fly_jax.evaluation import calibration
+from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import load_tokenizer
 
@@ -46,8 +47,10 @@ def calibrate(models: tuple[Path, Path], prompts: Path, path: Path, *more: str) 
 def test_rules_by_name(models: list[str], memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One with a memory, and one with evidence of its own; what each means is tested elsewhere."""
     exact = [one["token_ids"] for one in records(capsys, *models, *PROMPTS, "--rule=exact")]
-    loose = [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]
-    for rule in ("csd", "fly & margin | typical"):
+    for rule, loose in (
+        ("csd", [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]),
+        ("fly & margin | typical", []),
+    ):
         found = records(capsys, *models, *PROMPTS, f"--rule={rule}", *loose, "--batch_size=2")
         assert [one["rule"] for one in found] == [rule] * 2
         assert sum(one["num_rescued_tokens"] for one in found) > 0, rule
@@ -103,6 +106,46 @@ def test_a_config_has_all_of_it(
     assert 0 <= one["regret"] <= 5
 
 
+def test_what_is_learned_is_kept_if_asked_for(
+    models: list[str],
+    memory: Path,
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a file that is there or not, and when the decoding is interrupted; else nothing is."""
+    digest = load_tokenizer(tiny_pair[0]).digest
+    path = tmp_path / "new" / "learned.npz"
+    arguments = [*models, *PROMPTS, "--rule=csd", f"--memory={path}", "--csd_min_count=0"]
+    records(capsys, *arguments, "--update_memory")
+    learned = load_memory(path, digest)
+    assert len(learned) > 5
+    records(capsys, *arguments)
+    assert load_memory(path, digest)._counts == learned._counts
+    records(capsys, *arguments, "--update_memory")
+    again = load_memory(path, digest)
+    assert sum(again._counts.values()) > sum(learned._counts.values())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_record", interrupted)
+    assert main([*arguments, *SIZES, "--json", "--update_memory"]) == 130
+    assert sum(load_memory(path, digest)._counts.values()) > sum(again._counts.values())
+    capsys.readouterr()
+    assert main([*arguments, *SIZES, f"--memory={tmp_path}", "--update_memory"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_config_may_name_a_memory_for_some_of_its_rules(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "some.toml"
+    config.write_text('rule = "csd"\nmemory = "nowhere.npz"\n')
+    records(capsys, *models, "--prompt=Boris", f"--config={config}", "--rule=exact")
+
+
 def test_the_comparison_is_with_the_rule_that_was_asked_for(
     models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +168,11 @@ def test_the_comparison_is_with_the_rule_that_was_asked_for(
         (["--rule=csd", "--temperature=0.7"], ["csd is greedy", "0.7"]),
         (["--rule=csd", "--csd_consistency=0", "--nocsd_memory"], ["csd", "neither"]),
         (["--rule=csd", "--memory=/nowhere/memory.npz"], ["/nowhere/memory.npz"]),
+        (["--rule=fly", "--memory=x"], ["--memory", "rule fly", "csd"]),
+        (["--rule=csd", "--nocsd_memory", "--memory=x"], ["--memory", "csd", "leave"]),
+        (["--rule=margin", "--update_memory"], ["--update_memory", "margin"]),
+        (["--rule=csd", "--update_memory"], ["give --memory as well"]),
+        (["--rule=csd", "--update_memory", "--memory=x", "--nocsd_online"], ["--csd_online"]),
         (["--rule=csd", "--csd_min_count=-1"], ["csd_min_count"]),
         (["--rule=lossy", "--lossy_threshold=0.7"], ["lossy_threshold", "0.5"]),
         (["--rule=lenience", "--lenience=0"], ["lenience is 0"]),
@@ -201,8 +249,8 @@ def test_what_calibrate_refuses(
     assert "--draft" in refused(
         "calibrate", f"--target={tiny_pair[0]}", f"--prompts_file={prompts}", "--memory=x"
     )
-    more = "--max_new_tokens=19"
-    assert "another run" in refused(*calibrate(tiny_pair, prompts, memory, more))
+    for more in ("--max_new_tokens=19", "--dtype=int8", f"--draft={tiny_pair[0]}"):
+        assert "another run" in refused(*calibrate(tiny_pair, prompts, memory, more))
     long = tmp_path / "long.txt"
     long.write_text("Ada " * 200)
     assert "context" in refused(*calibrate(tiny_pair, long, tmp_path / "a.npz"))

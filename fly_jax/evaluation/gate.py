@@ -1,0 +1,239 @@
+"""Finds the laxest setting of a rule that meets a bound, on prompts without answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.decoder import Decoder, capacity_for
+from fly_jax.decoding.expression import rule_names
+from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.rules import Budget, Loose, Rule
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
+from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
+from fly_jax.sharding.processes import process_id, share
+
+MIN_PROMPTS = 8
+_VALUES = 97
+_DRAWS = 10_000
+# What is measured scatters around what is promised: aiming at the bound itself would miss it in
+# every other try, each of which is compiled.
+_AIM = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A setting, and what replaying exact decoding's rounds with it promises.
+
+    Attributes:
+      config: the setting.
+      rate: of the risk that is bounded, per token.
+      mean_accepted_tokens: tokens per pass of the target.
+    """
+
+    config: DecodeConfig
+    rate: float
+    mean_accepted_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """What was found, and what it did on the prompts that it was not found on.
+
+    Attributes:
+      config: the setting.
+      varied: the names of what was varied in it.
+      bound: what it meets.
+      checked: the prompts to check, decoded with it.
+      exact: the same prompts, decoded exactly.
+      num_tried: settings that were decoded with; all but the last missed the bound.
+    """
+
+    config: DecodeConfig
+    varied: tuple[str, ...]
+    bound: Bound
+    checked: Tally
+    exact: Tally
+    num_tried: int
+
+    @property
+    def rate(self) -> float:
+        """Of the risk, per token, on the prompts to check."""
+        return self.bound.rate(self.checked)
+
+    @property
+    def upper(self) -> float:
+        """End of the one-sided 95% interval of `rate`, from prompts that are drawn anew."""
+        return upper_bound(self.bound.of(self.checked), self.checked.tokens)
+
+    def summary(self) -> str:
+        """A few lines for the file and for eyes."""
+        chosen = ", ".join(f"{name} = {getattr(self.config, name)}" for name in self.varied)
+        checked, bound = self.checked, self.bound
+        other = Bound("regret" if bound.risk == "disagreement" else "disagreement", 1.0)
+        return (
+            f"The rule {self.config.rule} with {chosen} keeps to at most "
+            f"{bound.in_words(bound.limit)}.\n"
+            f"On {len(checked.tokens)} prompts that it was not found on "
+            f"({int(checked.tokens.sum())} tokens): {bound.in_words(self.rate)},\n"
+            f"with 95% confidence at most {bound.in_words(self.upper)}; "
+            f"{other.in_words(other.rate(checked))};\n"
+            f"{checked.mean_accepted_tokens:.2f} mean accepted tokens, "
+            f"{self.exact.mean_accepted_tokens:.2f} with exact decoding and the same K.\n"
+            f"Settings decoded with: {self.num_tried}."
+        )
+
+
+def upper_bound(
+    amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 0.95, seed: int = 0
+) -> float:
+    """One-sided upper end of a rate's bootstrap interval, with prompts as what is drawn.
+
+    Args:
+      amounts: of each prompt.
+      tokens: of each prompt; the rate is all amounts over all tokens.
+      confidence: of the interval.
+      seed: of the draws.
+    """
+    draws = np.random.default_rng(seed).integers(len(tokens), size=(_DRAWS, len(tokens)))
+    rates = amounts[draws].sum(axis=1) / np.maximum(tokens[draws].sum(axis=1), 1)
+    return float(np.quantile(rates, confidence))
+
+
+def find_gate(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    config: DecodeConfig,
+    bound: Bound,
+    *,
+    window_size: int | None = None,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+) -> Gate:
+    """Finds a rule's strictness, and FLy's window, for a bound.
+
+    Every other prompt is to search with, and the rest to check. The prompts to search with are
+    decoded exactly, and each round is judged with every setting. The one that promises most mean
+    accepted tokens within the bound is decoded with. A rescue changes the text that follows, so
+    that more may come of it than was promised: then less may be promised, in proportion.
+    The prompts to check are decoded with what has met the bound on the others, and must meet it
+    too.
+
+    Args:
+      pair: with a draft model.
+      prompts: token ids.
+      config: the rule, K, and all that is not varied.
+      bound: what to meet.
+      window_size: FLy's W; None tries `WINDOWS`.
+      max_new_tokens: limit of each continuation.
+      batch_size: prompts decoded together.
+
+    Raises:
+      FlyJaxError: too few prompts, a config that cannot be calibrated, or no setting that rescues
+        anything and meets the bound.
+    """
+    check_prompts(prompts)
+    search, check = prompts[0::2], prompts[1::2]
+    windows = windows_of(config, window_size)
+    rule = dataclasses.replace(config, window_size=windows[0]).to_rule()
+    assert isinstance(rule, Loose)
+    with tqdm(unit="prompt", disable=process_id() != 0) as bar:
+
+        def decode(decoder: Decoder, some: Sequence[Sequence[int]]) -> Rounds:
+            bar.total = (bar.total or 0) + len(some)
+            return record(decoder, some, max_new_tokens, bar)
+
+        def decoder_of(one: Rule) -> Decoder:
+            spec = pair.spec(one, config.num_drafted, config.to_lookup())
+            spec = dataclasses.replace(spec, reports_evidence=True)
+            context = pair.target.config.max_context
+            capacity = capacity_for(spec, prompts, max_new_tokens, context)
+            rows = min(batch_size, len(search))
+            return pair.decoder(spec, capacity=capacity, batch_size=rows, protect=config.protect)
+
+        bar.set_description("exact decoding")
+        lossless = decoder_of(Budget(rule, 0.0))  # which has the rule's evidence
+        rounds, exact = decode(lossless, search), tally(decode(lossless, check))
+        found = list(candidates(lossless, rounds, config, bound, windows))
+        allowed = bound.limit
+        for num_tried in range(1, len(found) + 1):
+            candidate = best(found, allowed)
+            if candidate is None:
+                break
+            bar.set_description(_shown(candidate.config))
+            decoder = decoder_of(candidate.config.to_rule())
+            for some in (search, check):
+                seen = tally(decode(decoder, some))
+                rate = bound.rate(seen)
+                if rate > bound.limit:
+                    allowed = _AIM * min(allowed, candidate.rate) * bound.limit / rate
+                    break
+            else:
+                return Gate(candidate.config, varied(config), bound, seen, exact, num_tried)
+    raise FlyJaxError(
+        f"No setting of the rule {config.rule} that rescues anything keeps to at most "
+        f"{bound.in_words(bound.limit)} on these prompts; allow more, give more prompts, or decode "
+        "with the rule exact."
+    )
+
+
+def check_prompts(prompts: Sequence[object]) -> None:
+    """Raises FlyJaxError for fewer prompts than can be searched and checked with."""
+    if len(prompts) < MIN_PROMPTS:
+        raise FlyJaxError(
+            f"There are {len(prompts)} prompts to calibrate with, half of them to search and half "
+            f"to check; give at least {MIN_PROMPTS}, better some hundred."
+        )
+
+
+def candidates(
+    decoder: Decoder,
+    rounds: Rounds,
+    config: DecodeConfig,
+    bound: Bound,
+    windows: Sequence[int],
+) -> Iterator[Candidate]:
+    """Every setting that would have rescued something in these rounds."""
+    strictness = strictness_of(config)
+    protected = np.asarray(decoder.protected)
+    for value in strictness.values(rounds, _VALUES):
+        for size in windows:
+            changes: dict[str, Any] = {strictness.name: value, "window_size": size}
+            one = dataclasses.replace(config, **changes)
+            seen = tally(
+                replay(
+                    rounds,
+                    one.to_rule(),
+                    protected=protected,
+                    eos_token_ids=decoder.spec.eos_token_ids,
+                )
+            )
+            if seen.rescues.any():
+                yield Candidate(one, bound.rate(seen), seen.mean_accepted_tokens)
+
+
+def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
+    """The candidate with most mean accepted tokens, and of equal ones the least risk."""
+    within = [
+        (one.mean_accepted_tokens, -one.rate, index)
+        for index, one in enumerate(found)
+        if one.rate <= allowed
+    ]
+    index = share(max(within)[2] if within else None)  # that all processes decode with the same
+    return None if index is None else found[index]
+
+
+def varied(config: DecodeConfig) -> tuple[str, ...]:
+    """The names of what is varied in a config."""
+    windows = ("window_size",) if "fly" in rule_names(config.rule) else ()
+    return (strictness_of(config).name, *windows)
+
+
+def _shown(config: DecodeConfig) -> str:
+    return ", ".join(f"{name}={getattr(config, name)}" for name in varied(config))

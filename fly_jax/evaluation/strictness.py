@@ -1,0 +1,195 @@
+"""What the calibration of a gate varies, and the bound that it is to meet; needs no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.expression import rule_names
+from fly_jax.errors import FlyJaxError
+
+if TYPE_CHECKING:
+    from fly_jax.evaluation.replay import Rounds, Tally
+
+Levels = Float[np.ndarray, "rounds block"]
+Risk = Literal["disagreement", "regret"]
+
+WINDOWS = (4, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """How far from the target's greedy text decoding may go.
+
+    Attributes:
+      risk: "disagreement": rescues per settled token, which is the share of tokens that are not
+        what the target, given the same text before them, finds most probable. "regret": nats per
+        settled token, where a rescue of the draft token x costs max z - z(x).
+      limit: most of it.
+
+    Raises:
+      FlyJaxError: a limit that is no such number.
+    """
+
+    risk: Risk
+    limit: float
+
+    def __post_init__(self) -> None:
+        most = 1.0 if self.risk == "disagreement" else math.inf
+        if not (0 < self.limit <= most and math.isfinite(self.limit)):
+            unit = (
+                "the share of tokens, such as 0.02" if most == 1 else "nats a token, such as 0.01"
+            )
+            raise FlyJaxError(
+                f"max_{self.risk} is {self.limit}; it is {unit}, and must be above 0"
+                f"{' and at most 1' if most == 1 else ''}: correct it."
+            )
+
+    def of(self, tally: Tally) -> Float[np.ndarray, " prompts"]:
+        """What each prompt's rescues add up to."""
+        return tally.rescues if self.risk == "disagreement" else tally.regret
+
+    def rate(self, tally: Tally) -> float:
+        """Of all prompts together, per settled token."""
+        return float(self.of(tally).sum() / max(tally.tokens.sum(), 1))
+
+    def in_words(self, rate: float) -> str:
+        """Such a rate as it is read."""
+        if self.risk == "disagreement":
+            return f"{100 * rate:.2f} rescues in 100 tokens"
+        return f"{rate:.4f} nats a token"
+
+
+@dataclasses.dataclass(frozen=True)
+class Strictness:
+    """The number of a rule that makes it stricter or laxer.
+
+    Attributes:
+      name: field of `DecodeConfig`.
+      levels: for each mismatch the number at which the rule just rescues it, windows aside.
+      most: largest number allowed.
+    """
+
+    name: str
+    levels: Callable[[Rounds], Levels]
+    most: float = math.inf
+
+    def values(self, rounds: Rounds, number: int) -> list[float]:
+        """Numbers to try: at the quantiles of what these rounds' mismatches need."""
+        levels = self.levels(rounds)[rounds.is_mismatch]
+        levels = np.minimum(levels[np.isfinite(levels)], self.most)
+        if not levels.size:
+            return []
+        found = np.quantile(levels, np.linspace(0, 1, number))
+        return sorted({float(f"{value:.3g}") for value in found})
+
+
+def _probability(rounds: Rounds) -> Levels:
+    return np.exp(rounds.evidence.draft_logit - rounds.evidence.log_sum_exp)
+
+
+def _typical(rounds: Rounds) -> Levels:
+    assert rounds.evidence.full_entropy is not None
+    return np.asarray(_probability(rounds) * np.exp(rounds.evidence.full_entropy))
+
+
+_OF_RULE = {
+    "fly": Strictness("entropy_threshold", lambda rounds: np.asarray(rounds.evidence.entropy)),
+    "lossy": Strictness("lossy_threshold", _probability, 0.5),
+    "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.gap), 1.0),
+    "typical": Strictness("typical_delta", _typical, 1.0),
+    "margin": Strictness("margin_gap", lambda rounds: rounds.gap),
+}
+
+
+CALIBRATED = tuple(_OF_RULE)
+
+
+def strictness_of(config: DecodeConfig) -> Strictness:
+    """What is varied: the number of the first rule that is named.
+
+    Raises:
+      FlyJaxError: a config whose decoding cannot be judged from single rounds, or has no such
+        number.
+    """
+    names = rule_names(config.rule)
+    if not config.is_loosened or "csd" in names:
+        raise FlyJaxError(
+            f"The rule is {config.rule}, and a gate is calibrated for "
+            f"{', '.join(CALIBRATED)} or a combination of them: give one of these with --rule."
+        )
+    unsuitable = {
+        "boundary": config.boundary == "defer",
+        "risk_budget": config.risk_budget is not None,
+        "temperature": bool(config.temperature),
+    }
+    for name, found in unsuitable.items():
+        if found:
+            raise FlyJaxError(
+                f"{name} is {getattr(config, name)!r}, and a gate is calibrated in greedy decoding "
+                f"by what each round does by itself; leave {name} out."
+            )
+    if names[0] == "margin" and config.margin == "runner_up":
+        raise FlyJaxError(
+            "margin is 'runner_up', and a gate is calibrated for margin = 'gap': choose that, or "
+            "another rule."
+        )
+    return _OF_RULE[names[0]]
+
+
+def windows_of(config: DecodeConfig, window_size: int | None) -> tuple[int, ...]:
+    """The window sizes to try: the one that is given, or all that leave room in a block.
+
+    Raises:
+      FlyJaxError: none does.
+    """
+    if "fly" not in rule_names(config.rule):
+        return (config.window_size,)
+    given = WINDOWS if window_size is None else (window_size,)
+    fitting = tuple(size for size in given if size < config.most_drafted)
+    if not fitting:
+        dataclasses.replace(config, window_size=given[0]).to_rule()  # says why
+    return fitting or given[:1]
+
+
+def check_new(path: Path) -> None:
+    """Checks that a config can be written, and replaces none.
+
+    Raises:
+      FlyJaxError: it has another kind of name, is there already, or has no folder to be in.
+    """
+    if path.suffix != ".toml":
+        raise FlyJaxError(f"The config {path} is not .toml; give its file such a name.")
+    if path.exists():
+        raise FlyJaxError(f"{path} is there already; give another file, or delete this one.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise FlyJaxError(
+            f"The config {path} cannot be written; give a folder that exists and is yours to write."
+        )
+
+
+def as_toml(config: DecodeConfig, varied: Sequence[str], comment: str) -> str:
+    """A config as a file: the values that differ from the defaults, and those that were varied.
+
+    Args:
+      config: what the file says.
+      varied: fields that it says in any case.
+      comment: lines that it begins with.
+    """
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    default = DecodeConfig()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        stated = field.name in ("rule", "num_speculative_tokens", *varied)
+        if value is not None and (stated or value != getattr(default, field.name)):
+            lines.append(f"{field.name} = {json.dumps(value)}")  # which TOML reads as well
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""Judging recorded rounds gives what decoding gave; and which mismatches each strictness passes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_pair import write_pair
+from tqdm import tqdm
+
+from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.decoding.rules import Budget, Fly, Margin, Rule, Typical, Why
+from fly_jax.evaluation.replay import Rounds, record, replay, tally
+from fly_jax.evaluation.strictness import CALIBRATED, strictness_of
+
+PROMPTS = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(5)]
+EOS = tuple(range(10, 320, 16))
+MAX_NEW_TOKENS = 18
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return load_pair(*write_pair(tmp_path_factory.mktemp("pair")), dtype="float32")
+
+
+def decoder_of(pair: Pair, rule: Rule) -> Decoder:
+    spec = dataclasses.replace(pair.spec(rule, 6), reports_evidence=True, eos_token_ids=EOS)
+    return pair.decoder(spec, capacity=64, batch_size=3)
+
+
+def recorded(pair: Pair, decoder: Decoder) -> Rounds:
+    ids = [pair.tokenizer.encode(prompt) for prompt in PROMPTS]
+    return record(decoder, ids, MAX_NEW_TOKENS, tqdm(disable=True))
+
+
+@pytest.fixture(scope="module")
+def exact(pair: Pair) -> tuple[Decoder, Rounds]:
+    """Lossless decoding with all the evidence there is."""
+    decoder = decoder_of(pair, Budget(Fly(0.1, 2) | Typical(), 0.0))
+    return decoder, recorded(pair, decoder)
+
+
+def test_the_rule_that_decoded_finds_its_own_rounds_again(
+    pair: Pair, exact: tuple[Decoder, Rounds]
+) -> None:
+    rule = Fly(0.1, 2) | Margin(gap=0.3)
+    decoder = decoder_of(pair, rule)
+    rounds = recorded(pair, decoder)
+    accounts = decoder.generate([pair.tokenizer.encode(one) for one in PROMPTS], MAX_NEW_TOKENS)
+    assert {account.finish_reason for account in accounts} == {"stop", "length"}
+    again = replay(rounds, rule, protected=np.asarray(decoder.protected), eos_token_ids=EOS)
+    settled = np.arange(rounds.why.shape[1]) < rounds.count[:, None]
+    assert again.count.tolist() == rounds.count.tolist()
+    assert again.why[settled].tolist() == rounds.why[settled].tolist()
+    for found in (tally(rounds), tally(again)):
+        assert found.tokens.tolist() == [len(one.token_ids) for one in accounts]
+        assert found.rounds.tolist() == [one.num_rounds for one in accounts]
+        assert found.rescues.tolist() == [one.num_rescued_tokens for one in accounts]
+        assert found.rescues.sum() > 5
+        assert (found.regret[found.rescues > 0] > 0).all()
+    # What exact decoding recorded is of other texts, but begins alike.
+    lossless = tally(exact[1])
+    assert lossless.rescues.sum() == 0
+    assert lossless.mean_accepted_tokens < tally(rounds).mean_accepted_tokens
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Rounds]) -> None:
+    decoder, rounds = exact
+    config = DecodeConfig(rule=name, num_speculative_tokens=6, window_size=0)
+    strictness = strictness_of(config)
+    values = strictness.values(rounds, 9)
+    assert len(values) > (1 if name == "typical" else 3)  # of which 1 is the most
+    laxer_is_smaller = name != "margin"
+    levels = strictness.levels(rounds)
+    rescues = []
+    for value in values:
+        one = dataclasses.replace(config, **{strictness.name: value})
+        found = replay(
+            rounds, one.to_rule(), protected=np.asarray(decoder.protected), eos_token_ids=EOS
+        )
+        passing = levels >= value if laxer_is_smaller else levels <= value
+        close = np.abs(levels - value) < 1e-4 * (1 + abs(value))  # where float32 decides
+        kept = (found.why == Why.RESCUED) & ~close
+        refused = (found.why == Why.REFUSED_GATE) & ~close
+        assert passing[kept].all()
+        if name == "typical":  # which asks no more than epsilon of anybody
+            refused &= levels < 1
+        assert not passing[refused].any()
+        rescues.append(tally(found).rescues.sum())
+    assert max(rescues[0], rescues[-1]) == max(rescues) > 0
+    assert (rescues[0] > rescues[-1]) == laxer_is_smaller

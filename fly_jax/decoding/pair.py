@@ -56,6 +56,7 @@ class Pair:
         rounds_per_dispatch: int | None = None,
         *,
         learns: bool = True,
+        audits: bool = False,
         boundary: Boundary = "reject",
     ) -> RoundSpec:
         """The static part of decoding with this pair.
@@ -68,6 +69,7 @@ class Pair:
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
           learns: a rule with a memory adds to it while decoding; False leaves it as it is.
+          audits: see `RoundSpec`.
           boundary: see `RoundSpec`.
 
         Raises:
@@ -87,6 +89,7 @@ class Pair:
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
             reports_mismatches=learns and rule.uses_memory,
+            audits=audits,
             boundary=boundary,
         )
 
@@ -222,6 +225,7 @@ def generate(
     protect: Sequence[str] = (),
     memory: CorrectionMemory | None = None,
     boundary: Boundary = "reject",
+    audits: bool = False,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -238,6 +242,7 @@ def generate(
       protect: see `Pair.decoder`.
       memory: see `Pair.decoder`; it learns.
       boundary: see `RoundSpec`.
+      audits: fills `Generation.reports`.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -251,7 +256,7 @@ def generate(
     if pair.draft is None:
         num_speculative_tokens = 0
         rule = Exact() if rule is None else rule
-    spec = pair.spec(rule, num_speculative_tokens, lookup, boundary=boundary)
+    spec = pair.spec(rule, num_speculative_tokens, lookup, boundary=boundary, audits=audits)
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts

@@ -78,6 +78,7 @@ class Programs:
         limits: np.ndarray,
         bucket: int,
         window_size: int,
+        reports: bool,
         seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
@@ -90,6 +91,7 @@ class Programs:
           limits: length at which each row is done.
           bucket: tokens that are run.
           window_size: of the windows that may stay open after a round; 0 if none may.
+          reports: the rounds report on every token.
           seed: of the draws.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
@@ -100,6 +102,7 @@ class Programs:
             self._shapes,
             piece,
             window_size,
+            reports,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -145,11 +148,12 @@ class _Shapes:
         return Llama(self.target, parameters[0], self.target_layout), draft
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "reports"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     window_size: int,
+    reports: bool,
     parameters: tuple[dict[str, Array], dict[str, Array] | None],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
@@ -172,7 +176,7 @@ def _admit(
     key = jax.random.key(seed)
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
-    window = no_windows(rows, window_size) if window_size else None
+    window = no_windows(rows, window_size, reports) if window_size else None
     finished = lengths >= limits
     return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace, window)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodeConfig, load_config
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch.auditing import Auditor, add_audit_flags, auditing, check_audit
 from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
 from fly_jax.launch.joining import add_process_flags, joined
 from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags, read_prompts
@@ -18,7 +19,7 @@ from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags,
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.decoder import Decoder, Generation
+    from fly_jax.decoding.decoder import Decoder, Generation, Settled
     from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
     from fly_jax.decoding.round import RoundSpec
@@ -63,7 +64,9 @@ def _run(values: FlagValues) -> None:
     from fly_jax.sharding.processes import together
 
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
+    config, prompts, _ = together(
+        lambda: (_config(values, compares), _prompts(values), check_audit(values))
+    )
     pair, memory, prompts, ids = _load(values, config, prompts)
     _generate(values, config, pair, memory, prompts, ids)
     if compares:
@@ -116,6 +119,7 @@ def _flags() -> Flags:
     flags.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
     flags.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
     add_decoding_flags(flags)
+    add_audit_flags(flags)
     add_process_flags(flags)
     group = "Output"
     flags.boolean(
@@ -266,7 +270,7 @@ def _generate(
     from fly_jax.decoding.decoder import capacity_for
     from fly_jax.launch.view import TextView, legend, wants_colour
 
-    spec = _spec(pair, config)
+    spec = _spec(pair, config, audits=values.audit is not None)
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
         spec,
@@ -276,47 +280,64 @@ def _generate(
         memory=None if memory is None else memory.copy(),
     )
     decoder.warm_up(ids[:1])  # so that no prompt's speed has the compilation in it
-    if values.json:
-        for index, account in enumerate(_in_order(values, decoder, ids)):
-            record = _record(pair, config, prompts[index].text, account)
-            print(json.dumps(record), flush=True)
-        return
-    if wants_colour(sys.stdout):
-        print(legend(), end="\n\n")
-    view = TextView(sys.stdout, pair.tokenizer)
-    for first in range(0, len(ids), decoder.batch_size):
-        batch = ids[first : first + decoder.batch_size]
-        view.begin([prompt.text for prompt in prompts[first : first + len(batch)]])
-        finished: dict[int, Generation] = {}
-        for settled, account in decoder.stream(
-            batch, values.max_new_tokens, seed=values.seed + first
-        ):
-            view.push(settled.row, settled.token_ids, settled.why, done=bool(settled.finish_reason))
-            if settled.finish_reason:
-                finished[settled.row] = account
-        for row in sorted(finished):
-            _say(_summary(first + row + 1, len(ids), finished[row]))
+    texts = [prompt.text for prompt in prompts]
+    with auditing(values, config, pair, decoder, texts, ids) as auditor:
+        if values.json:
+            for index, account in enumerate(_in_order(values, decoder, ids, auditor)):
+                print(json.dumps(_record(pair, config, texts[index], account)), flush=True)
+            return
+        if wants_colour(sys.stdout):
+            print(legend(), end="\n\n")
+        view = TextView(sys.stdout, pair.tokenizer)
+        for first in range(0, len(ids), decoder.batch_size):
+            view.begin(texts[first : first + decoder.batch_size])
+            finished: dict[int, Generation] = {}
+            for settled, account in _stream(values, decoder, ids, first, auditor):
+                done = bool(settled.finish_reason)
+                view.push(settled.row, settled.token_ids, settled.why, done=done)
+                if done:
+                    finished[settled.row] = account
+            for row in sorted(finished):
+                _say(_summary(first + row + 1, len(ids), finished[row]))
 
 
-def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
+def _stream(
+    values: FlagValues,
+    decoder: Decoder,
+    ids: list[list[int]],
+    first: int,
+    auditor: Auditor | None,
+) -> Iterator[tuple[Settled, Generation]]:
+    """The tokens of the batch that begins at `first`; once all are there they are audited."""
+    batch = ids[first : first + decoder.batch_size]
+    finished: dict[int, Generation] = {}
+    for settled, account in decoder.stream(batch, values.max_new_tokens, seed=values.seed + first):
+        if settled.finish_reason:
+            finished[settled.row] = account
+        yield settled, account
+    if auditor is not None:
+        auditor.add(first, finished)
+
+
+def _spec(pair: Pair, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
     return pair.spec(
         config.to_rule(),
         config.num_drafted,
         config.to_lookup(),
         learns=config.csd_online,
+        audits=audits,
         boundary=config.round_boundary,
     )
 
 
-def _in_order(values: FlagValues, decoder: Decoder, ids: list[list[int]]) -> Iterator[Generation]:
+def _in_order(
+    values: FlagValues, decoder: Decoder, ids: list[list[int]], auditor: Auditor | None
+) -> Iterator[Generation]:
     """Each prompt's account as soon as it and those before it are done."""
     for first in range(0, len(ids), decoder.batch_size):
-        batch = ids[first : first + decoder.batch_size]
         finished: dict[int, Generation] = {}
         given = 0
-        for settled, account in decoder.stream(
-            batch, values.max_new_tokens, seed=values.seed + first
-        ):
+        for settled, account in _stream(values, decoder, ids, first, auditor):
             if settled.finish_reason:
                 finished[settled.row] = account
             while given in finished:

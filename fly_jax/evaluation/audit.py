@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -106,11 +105,11 @@ class Continuation:
       choice_probabilities: of the target's most probable token at each.
       entropies: of the target at each.
       text: of the tokens, without control tokens.
-      answer: `final_answer` of the text.
+      answer: `final_answer` of the text; None if the limit cut it off.
       finish_reason: "stop" or "length".
       num_rounds: passes of the target.
       exact_text: what the target alone continues the prompt with; None if that was not decoded.
-      exact_answer: its `final_answer`.
+      exact_answer: its `final_answer`; None if the limit cut it off.
     """
 
     prompt: int
@@ -121,7 +120,7 @@ class Continuation:
     choice_probabilities: list[float]
     entropies: list[float]
     text: str
-    answer: str
+    answer: str | None
     finish_reason: str
     num_rounds: int
     exact_text: str | None
@@ -146,7 +145,7 @@ def audited(
     *,
     has_window: bool,
     budget: float | None = None,
-    exact: Sequence[int] | None = None,
+    exact: Generation | None = None,
 ) -> tuple[list[Mismatch], Continuation]:
     """What an audit says of one prompt.
 
@@ -190,8 +189,8 @@ def audited(
                 )
             )
         before = (before + text)[-_CONTEXT_CHARACTERS:]
-    text = tokenizer.decode(ids)
-    exact_text = None if exact is None else tokenizer.decode(exact)
+    text, answer = _ended(generation, tokenizer)
+    exact_text, exact_answer = (None, None) if exact is None else _ended(exact, tokenizer)
     return mismatches, Continuation(
         prompt=index,
         prompt_text=prompt,
@@ -201,12 +200,18 @@ def audited(
         choice_probabilities=[report.choice_probability for report in reports],
         entropies=[report.entropy for report in reports],
         text=text,
-        answer=final_answer(text),
+        answer=answer,
         finish_reason=generation.finish_reason,
         num_rounds=generation.num_rounds,
         exact_text=exact_text,
-        exact_answer=None if exact_text is None else final_answer(exact_text),
+        exact_answer=exact_answer,
     )
+
+
+def _ended(generation: Generation, tokenizer: Tokenizer) -> tuple[str, str | None]:
+    """A generation's text, and its answer if it came to its end."""
+    text = tokenizer.decode(generation.token_ids)
+    return text, final_answer(text) if generation.finish_reason == "stop" else None
 
 
 def _window(report: TokenReport, has_window: bool) -> Window | None:

@@ -102,6 +102,7 @@ class Summary:
       refusals: mismatches that were refused, by what refused them.
       compared: prompts of which the target's own text is known.
       texts_differ: of these, those whose text is another.
+      answered: of these, those where both texts came to their end within the limit.
       answers_differ: of these, those whose final answer is another.
     """
 
@@ -117,6 +118,7 @@ class Summary:
     refusals: dict[str, int]
     compared: int
     texts_differ: int
+    answered: int
     answers_differ: int
 
     @property
@@ -143,6 +145,7 @@ def summarise(audit: Audit) -> Summary:
     for one in audit.mismatches:
         of_class[pair_class(one)][0 if one.is_rescue else 1].append(one)
     known = [one for one in audit.continuations.values() if one.exact_text is not None]
+    ended = [one for one in known if None not in (one.answer, one.exact_answer)]
     return Summary(
         rule=audit.run.rule,
         prompts=len(audit.continuations),
@@ -160,7 +163,8 @@ def summarise(audit: Audit) -> Summary:
         refusals=_counted(one.refused_by or "" for one in refusals),
         compared=len(known),
         texts_differ=sum(one.text != one.exact_text for one in known),
-        answers_differ=sum(one.answer != one.exact_answer for one in known),
+        answered=len(ended),
+        answers_differ=sum(one.answer != one.exact_answer for one in ended),
     )
 
 
@@ -205,8 +209,9 @@ def table(summary: Summary, most_pairs: int) -> str:
     ]
     if summary.compared:
         lines.append(
-            f"beside the target's own text, known of {summary.compared} prompts: the text differs "
-            f"in {summary.texts_differ}, the final answer in {summary.answers_differ}"
+            f"beside the target's own text: {summary.texts_differ} of {summary.compared} texts "
+            f"differ, and {summary.answers_differ} final answers of the {summary.answered} texts "
+            "that end within the limit"
         )
     else:
         lines.append("the target's own text was not decoded: nothing is known of the answers")
@@ -217,14 +222,17 @@ def table(summary: Summary, most_pairs: int) -> str:
         refused = ", ".join(f"{count} by {name}" for name, count in summary.refusals.items())
         lines.append(f"refused: {refused}")
     if summary.classes:
-        rows = [
+        classes = [
             (name, str(one.rescues), str(one.refusals), _nats(one.mean_regret), CLASSES[name])
             for name, one in summary.classes.items()
         ]
-        lines += ["", *_aligned([("class", "rescued", "refused", "mean regret", ""), *rows], {4})]
+        lines += [
+            "",
+            *_aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4}),
+        ]
     if summary.pairs:
         shown = summary.pairs[:most_pairs]
-        rows = [
+        pairs = [
             (
                 repr(one.draft),
                 repr(one.choice),
@@ -237,7 +245,7 @@ def table(summary: Summary, most_pairs: int) -> str:
             for one in shown
         ]
         heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
-        lines += ["", *_aligned([(*heading, "class"), *rows], {1, 6})]
+        lines += ["", *_aligned([(*heading, "class"), *pairs], {1, 6})]
         if len(shown) < len(summary.pairs):
             lines.append(f"and {len(summary.pairs) - len(shown)} more pairs")
     return "\n".join(lines)

@@ -83,11 +83,10 @@ class Auditor:
           first: index of its first prompt.
           finished: what became of each of its rows.
         """
-        exact: list[list[int] | None] = [None] * len(finished)
+        exact: Sequence[Generation | None] = [None] * len(finished)
         if self.exact is not None:
             batch = self.ids[first : first + len(finished)]
-            texts = self.exact.generate(batch, self.max_new_tokens)
-            exact = [one.token_ids for one in texts]
+            exact = self.exact.generate(batch, self.max_new_tokens)
         if self.file is None:
             return
         rule = self.decoder.spec.rule

@@ -64,9 +64,8 @@ def _run(values: FlagValues) -> None:
     from fly_jax.sharding.processes import together
 
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    config, prompts, _ = together(
-        lambda: (_config(values, compares), _prompts(values), check_audit(values))
-    )
+    together(lambda: check_audit(values))
+    config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
     pair, memory, prompts, ids = _load(values, config, prompts)
     _generate(values, config, pair, memory, prompts, ids)
     if compares:

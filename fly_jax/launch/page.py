@@ -45,15 +45,22 @@ h2 { font-size: 1.05rem; margin: 0; display: inline; }
 p { margin: .25rem 0; }
 .dim, .hint { color: var(--dim); }
 .legend { list-style: none; margin: 1rem 0 .5rem; padding: 0; }
-.legend li { display: flex; gap: .6rem; align-items: baseline; margin: .2rem 0; }
-.legend b { min-width: 3rem; text-align: right; font-variant-numeric: tabular-nums; }
-.legend .t { flex: none; min-width: 11.5rem; }
+.legend li { display: grid; grid-template-columns: max-content 1fr; gap: 0 .6rem;
+             margin: .3rem 0; align-items: baseline; }
+.legend b { font-variant-numeric: tabular-nums; }
+.legend li > span:last-child { grid-column: 1 / -1; color: var(--dim); }
+@media (min-width: 40rem) {
+  .legend li { grid-template-columns: 11.5rem 3rem 1fr; }
+  .legend b { text-align: right; }
+  .legend .t { justify-self: start; }
+  .legend li > span:last-child { grid-column: auto; color: inherit; }
+}
 .text, .plain {
   white-space: pre-wrap; overflow-wrap: anywhere; tab-size: 4;
   font: .95rem/1.9 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
   border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0;
 }
-.t { border-radius: .2rem; }
+.t { border-radius: .2rem; margin-right: 1px; }
 .m { color: var(--m); }
 .r { color: var(--r); background: var(--r-back); font-weight: bold;
      text-decoration: underline double; text-underline-offset: .25em; }
@@ -85,7 +92,8 @@ summary { cursor: pointer; }
 table { border-collapse: collapse; margin: .75rem 0; font-size: .92rem; }
 th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--line);
          vertical-align: top; }
-.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.token code { white-space: pre; }
 """
 
 
@@ -149,12 +157,13 @@ def _verdict(one: Continuation) -> str:
         return "<p>What the target alone would have written was not decoded.</p>"
     if one.text == one.exact_text:
         return "<p>The target alone writes the same text.</p>"
+    answers = (one.answer, one.exact_answer)
+    if None in answers:
+        return "<p>The target alone writes another text.</p>"
     if one.answer == one.exact_answer:
         return "<p>The target alone writes another text with the same final answer.</p>"
-    return (
-        f"<p>The target alone writes another text, with the final answer "
-        f"{_code(one.exact_answer or '')} in place of {_code(one.answer)}.</p>"
-    )
+    mine, exact = (_code(answer or "") for answer in answers)
+    return f"<p>The target alone writes another text, and ends with {exact} instead of {mine}.</p>"
 
 
 def _token(at: int, one: Continuation, mismatch: Mismatch | None, measure: str) -> str:
@@ -175,7 +184,7 @@ def _tip(at: int, one: Continuation, why: Why, mismatch: Mismatch | None, measur
         choice = one.choice_probabilities[at]
         return f"{head}<br>The target's most probable token has p = {choice:.4f}; {entropy}."
     facts = [entropy]
-    facts.append(f"regret {_nats(mismatch.regret)}")
+    facts.append(f"regret {_number(mismatch.regret)} nats")
     if mismatch.window is not None:
         facts.append(f"window {_WINDOWS[mismatch.window]}")
     if mismatch.refused_by is not None:
@@ -205,7 +214,7 @@ def _table(mismatches: Mapping[int, Mismatch]) -> str:
     rows = "".join(map(_row, mismatches.values()))
     headings = (
         "token", "text before", "draft's token", "p", "target's choice", "p", "entropy",
-        "regret", "what became of it",
+        "regret (nats)", "what became of it",
     )  # fmt: skip
     head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in headings)
     return (
@@ -222,12 +231,12 @@ def _row(one: Mismatch) -> str:
     cells = (
         ("n", str(one.position + 1)),
         ("", _code(one.context[-24:])),
-        ("", _code(one.draft_text)),
+        ("token", _code(one.draft_text)),
         ("n", f"{one.draft_probability:.3f}"),
-        ("", _code(one.choice_text)),
+        ("token", _code(one.choice_text)),
         ("n", f"{one.choice_probability:.3f}"),
         ("n", f"{one.entropy:.3f}"),
-        ("n", _nats(one.regret)),
+        ("n", _number(one.regret)),
         ("", html.escape(outcome)),
     )
     return "<tr>" + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells) + "</tr>"
@@ -252,5 +261,5 @@ def _code(text: str) -> str:
     return f"<code>{html.escape(repr(text.translate(CONTROLS)))}</code>"
 
 
-def _nats(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.3f} nats"
+def _number(value: float | None) -> str:
+    return "infinite" if value is None else f"{value:.3f}"

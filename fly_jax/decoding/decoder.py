@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool
 
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.programs import PREFILL_PIECE, Programs
+from fly_jax.decoding.reports import TokenReport, token_reports
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
@@ -62,6 +63,7 @@ class Generation:
       num_draft_passes: passes of the first draft model while the row was live.
       seconds: from the first round's dispatch to the arrival of the row's last token.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
+      reports: what is known of each token, if `RoundSpec.audits`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -76,6 +78,7 @@ class Generation:
     num_draft_passes: int = 0
     seconds: float = 0.0
     regret: float | None = None
+    reports: list[TokenReport] = dataclasses.field(default_factory=list)
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -333,10 +336,8 @@ class Decoder:
         window = self.spec.deferred_window
         if window and seconds is None:
             seconds = np.zeros(0, np.float32)
-        stop = self.spec.draft_stop
-        return self._programs.admit(
-            text, lengths, limits, bucket, window, stop, seed, budget, seconds
-        )
+        carried = (window, self.spec.reports, self.spec.draft_stop)
+        return self._programs.admit(text, lengths, limits, bucket, *carried, seed, budget, seconds)
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several."""
@@ -356,6 +357,8 @@ class Decoder:
                 why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
                 account.token_ids.extend(tokens)
                 account.why.extend(why)
+                if output.reports is not None and self.spec.audits:
+                    account.reports += token_reports(tokens, why, output.reports, (index, row))
                 account.num_rounds += 1
                 account.num_draft_tokens += drafted
                 account.num_accepted_tokens += int(output.num_accepted[index, row])

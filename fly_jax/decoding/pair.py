@@ -63,6 +63,7 @@ class Pair:
         rounds_per_dispatch: int | None = None,
         *,
         learns: bool = True,
+        audits: bool = False,
         boundary: Boundary = "reject",
         level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
         draft_stop: EntropyStop | None = None,
@@ -77,6 +78,7 @@ class Pair:
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
           learns: a rule with a memory adds to it while decoding; False leaves it as it is.
+          audits: see `RoundSpec`.
           boundary: see `RoundSpec`.
           level_speculative_tokens: tokens that each draft model but the first proposes at a time.
           draft_stop: see `RoundSpec`.
@@ -98,6 +100,7 @@ class Pair:
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
             reports_mismatches=learns and rule.uses_memory,
+            audits=audits,
             boundary=boundary,
             level_speculative_tokens=(level_speculative_tokens,) * len(self.drafts[1:])
             if num_speculative_tokens
@@ -248,6 +251,7 @@ def generate(
     boundary: Boundary = "reject",
     level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
     draft_stop: EntropyStop | None = None,
+    audits: bool = False,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -266,6 +270,7 @@ def generate(
       boundary: see `RoundSpec`.
       level_speculative_tokens: see `Pair.spec`.
       draft_stop: see `RoundSpec`.
+      audits: fills `Generation.reports`.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -283,6 +288,7 @@ def generate(
         rule,
         num_speculative_tokens,
         lookup,
+        audits=audits,
         boundary=boundary,
         level_speculative_tokens=level_speculative_tokens,
         draft_stop=draft_stop,

@@ -80,6 +80,7 @@ class Programs:
         limits: np.ndarray,
         bucket: int,
         window_size: int,
+        reports: bool,
         stop: EntropyStop | None,
         seed: int,
         budget: np.ndarray | None,
@@ -93,6 +94,7 @@ class Programs:
           limits: length at which each row is done.
           bucket: tokens that are run.
           window_size: of the windows that may stay open after a round; 0 if none may.
+          reports: the rounds report on every token.
           stop: what may end a row's drafting early.
           seed: of the draws.
           budget: risk budget of each row, for a rule with one.
@@ -104,6 +106,7 @@ class Programs:
             self._shapes,
             piece,
             window_size,
+            reports,
             stop,
             self._parameters,
             self.place(text, (None, None)),
@@ -148,11 +151,12 @@ class _Shapes:
         return [Llama(*part) for part in parts]
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "stop"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "reports", "stop"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     window_size: int,
+    reports: bool,
     stop: EntropyStop | None,
     parameters: tuple[Parameters, ...],
     text: Int[Array, "rows capacity"],
@@ -173,7 +177,7 @@ def _admit(
     key = jax.random.key(seed)
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
-    window = no_windows(rows, window_size) if window_size else None
+    window = no_windows(rows, window_size, reports) if window_size else None
     threshold = None if stop is None else jnp.full((rows,), stop.first, jnp.float32)
     finished = lengths >= limits
     return DecodeState(

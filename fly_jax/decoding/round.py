@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from fly_jax.decoding.config import AUTO_DEPTHS
-from fly_jax.decoding.deferral import close, defer, is_broken
-from fly_jax.decoding.depth import choose_depth, drafted_of, observe
+from fly_jax.decoding.depth import choose_depth, drafted_of
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
-from fly_jax.decoding.evidence import TargetEvidence, evidence
+from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
+from fly_jax.decoding.rules import Rule, Why, accept
+from fly_jax.decoding.settling import settle_all, settle_deferring
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.decoding.stopping import EntropyStop, only_live
 from fly_jax.errors import FlyJaxError
@@ -39,7 +38,9 @@ class RoundSpec:
       lookup: the lowest drafting level, below the draft models, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
-      reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
+      reports_mismatches: fills `RoundOutput.reports`, which a memory of corrections learns from.
+      audits: fills it too, with an entropy even where the rule asks for none, and with it
+        `Generation.reports`.
       reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
         other settings of the rule can be judged.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
@@ -56,6 +57,7 @@ class RoundSpec:
     rounds_per_dispatch: int = 1
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
+    audits: bool = False
     reports_evidence: bool = False
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
@@ -108,6 +110,23 @@ class RoundSpec:
         return (*(depth for depth in AUTO_DEPTHS if depth < k), k)
 
     @property
+    def reports(self) -> bool:
+        """Rounds report on every token."""
+        return self.reports_mismatches or self.audits
+
+    @property
+    def entropy_measure(self) -> Entropy | None:
+        """The entropy that the evidence carries: the rule's own, or what an audit is given.
+
+        That is the one over the whole vocabulary where the rule asks for that anyhow, and
+        otherwise the one that FLy's gate is published with.
+        """
+        own = self.rule.entropy_measure
+        if own is not None or not self.audits:
+            return own
+        return Entropy("full") if self.rule.extra.full_entropy else Entropy()
+
+    @property
     def room(self) -> int:
         """Positions beyond a row's last token that a round may write to."""
         return draft_room(self.num_speculative_tokens, self.level_speculative_tokens, self.lookup)
@@ -136,42 +155,6 @@ def verify_step(
     block = jnp.concatenate((last, draft_tokens), axis=1)
     hidden, cache = model.hidden(block, cache.with_length(length - 1))
     return model.logits(hidden), cache
-
-
-def settle(
-    spec: RoundSpec,
-    state: DecodeState,
-    draft_tokens: Int[Array, "rows draft"],
-    acceptance: Acceptance,
-) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
-    """Appends what was accepted, up to an end of text or the row's limit.
-
-    Returns:
-      The state, the block's tokens, why each stands there, and how many of them are settled.
-    """
-    drafted = draft_tokens.shape[1]
-    steps = jnp.arange(drafted + 1, dtype=jnp.int32)
-    kept = acceptance.num_accepted[:, None]
-    pad = ((0, 0), (0, 1))
-    tokens = jnp.where(
-        steps < kept, jnp.pad(draft_tokens, pad), acceptance.next_token[:, None]
-    ).astype(jnp.int32)
-    why = jnp.where(
-        steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
-    ).astype(jnp.int8)
-    ends = _is_one_of(tokens, spec.eos_token_ids) & (steps <= kept)
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
-    room = state.limit - state.length
-    count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
-    count = jnp.where(state.finished, 0, count).astype(jnp.int32)
-    ended = jnp.any(ends & (steps < count[:, None]), axis=1)
-    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
-        state.tokens, tokens, state.length
-    )
-    length = state.length + count
-    finished = state.finished | ended | (length >= state.limit)
-    state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
-    return state, tokens, why, count
 
 
 def decode_round(
@@ -220,108 +203,29 @@ def decode_round(
     if spec.draft_stop is not None and state.threshold is not None:
         adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
         state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
-    conclude = _conclude_deferring if spec.deferred_window else _conclude
-    state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
-    if spec.reports_evidence:
-        output = dataclasses.replace(output, draft_tokens=proposal.tokens, evidence=seen)
-    return state, jax.tree.map(lambda leaf: leaf[None], output)
-
-
-def _conclude(
-    spec: RoundSpec,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    acceptance: Acceptance,
-    drafted: Int[Array, " rows"],
-) -> tuple[DecodeState, RoundOutput]:
-    """Appends what was accepted, and says what the host is told of it."""
     live = ~state.finished
-    if state.pace is not None:
-        state = dataclasses.replace(state, pace=observe(state.pace, acceptance, live))
-    state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
-    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
+    settle = settle_deferring if spec.deferred_window else settle_all
+    state, settled = settle(spec, state, proposal, seen, acceptance, drafted)
     # What an end of text or the limit cuts off is counted nowhere.
-    rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
-    return state, RoundOutput(
-        tokens=tokens,
-        why=why,
-        count=count,
-        num_drafted=jnp.where(live, drafted, 0),
-        num_accepted=jnp.minimum(acceptance.num_accepted, count),
-        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes[0],
-        finished=state.finished,
-        other=_other(proposal.tokens, seen, why) if spec.reports_mismatches else None,
-        budget=state.rule.budget,
-    )
-
-
-def _conclude_deferring(
-    spec: RoundSpec,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    acceptance: Acceptance,
-    drafted: Int[Array, " rows"],
-) -> tuple[DecodeState, RoundOutput]:
-    """`_conclude`, where the end of a row may be provisional."""
-    assert state.pace is not None
-    assert state.window is not None
-    live, before, window = ~state.finished, state.length, state.window
-    room = state.limit - state.length
-    whole, new = defer(acceptance, seen, state.pace, room, drafted, spec.deferred_window)
-    pace = observe(state.pace, whole, live)
-    state, _, why, count = settle(spec, state, proposal.tokens, whole)
-    ended = state.finished & live
-    broken = is_broken(window, seen, drafted, count)
-    left = close(
-        window,
-        new,
-        acceptance.next_token,
-        state.tokens,
-        before,
-        (why, _other(proposal.tokens, seen, why)),
-        count,
-        drafted,
-        broken,
-        ended,
-    )
-    rule = state.rule.after(whole, left.charged)
-    if rule.budget is not None:
-        rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_one_of(left.window.replacement, spec.eos_token_ids)
-    ends_anew |= left.length >= state.limit
-    state = dataclasses.replace(
-        state,
-        tokens=left.text,
-        length=left.length,
-        finished=jnp.where(left.rolled_back, ends_anew, state.finished),
-        rule=rule,
-        pace=pace,
-        window=left.window,
-    )
-    settled = jnp.arange(left.why.shape[1]) < left.count[:, None]
-    rescued = settled & (left.why == Why.RESCUED)
-    matched = settled & (left.why == Why.MATCHED)
-    return state, RoundOutput(
-        tokens=left.tokens,
-        why=left.why,
-        count=left.count,
+    counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
+    rescued = counts & (settled.why == Why.RESCUED)
+    matched = counts & (settled.why == Why.MATCHED)
+    output = RoundOutput(
+        tokens=settled.tokens,
+        why=settled.why,
+        count=settled.count,
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
         num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
-        other=left.other if spec.reports_mismatches else None,
-        budget=rule.budget,
-        rolled_back=left.rolled_back,
+        reports=settled.reports,
+        budget=state.rule.budget,
+        rolled_back=settled.rolled_back,
+        draft_tokens=proposal.tokens if spec.reports_evidence else None,
+        evidence=seen if spec.reports_evidence else None,
     )
-
-
-def _is_one_of(tokens: Int[Array, "*shape"], some: tuple[int, ...]) -> Bool[Array, "*shape"]:
-    none = jnp.zeros(tokens.shape, bool)
-    return functools.reduce(jnp.logical_or, (tokens == one for one in some), none)
+    return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 
 def _verify(
@@ -367,7 +271,7 @@ def gather_evidence(
     return evidence(
         logits,
         proposal.tokens,
-        entropy=spec.rule.entropy_measure,
+        entropy=spec.entropy_measure,
         sampling=spec.rule.sampling,
         draft_logits=proposal.logits,
         key=key,
@@ -375,15 +279,6 @@ def gather_evidence(
         layout=target.layout,
         extra=spec.rule.extra,
     )
-
-
-def _other(
-    draft_tokens: Int[Array, "rows draft"], seen: TargetEvidence, why: Int[Array, "rows block"]
-) -> Int[Array, "rows block"]:
-    """Where draft and target disagreed, the token that does not stand there; else -1."""
-    drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
-    conditions = [why == Why.RESCUED.value, why == Why.CORRECTED.value]
-    return jnp.select(conditions, [seen.argmax, drafted], -1).astype(jnp.int32)
 
 
 def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:

@@ -31,6 +31,7 @@ SPECS = {
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
     "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),
+    "audited": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer", audits=True),
     "csd, depths": RoundSpec(Csd(1e-6), 5, None, EOS, depths=(2, 5), reports_mismatches=True),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),

@@ -32,7 +32,6 @@ flags.DEFINE_string("name", "draft_stop", "of the result file")
 MAX_NEW_TOKENS = 160
 PROMPT_TOKENS = 40
 CASES: tuple[tuple[str, Rule, int | Literal["auto"]], ...] = (
-    ("exact", Exact(), 8),
     ("exact", Exact(), 15),
     ("exact", Exact(), "auto"),
     ("fly", Fly(), 15),

@@ -22,7 +22,7 @@ from fly_jax.decoding.evidence import Entropy
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Budget, Exact, Fly, Margin, Rule, Sampled, Typical, Why
 
-PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9], [1, 3, 5], [4, 3, 5]]
+PROMPTS = [[first, 3, 5] for first in range(8)]
 DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
 FLY = Fly(entropy_threshold=0.4, window_size=2)
 GAP, TOTAL = 1.5, 2.5

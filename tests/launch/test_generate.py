@@ -19,7 +19,7 @@ from fly_jax.training.problems import Problem
 KEYS = {
     "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",
     "mean_accepted_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens",
-    "tokens_per_second", "why",
+    "num_rollbacks", "tokens_per_second", "why",
 }  # fmt: skip
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]

@@ -3,7 +3,7 @@
     python benchmarks/draft_stop.py
 
 Exact and FLy, each with its usual K and with K chosen round by round, all in turns on the same
-held-out prompts, one row at a time. Writes results/draft_stop.json. Takes about ten minutes on two
+held-out prompts, one row at a time. Writes results/draft_stop.json. Takes about five minutes on two
 cores; run nothing else meanwhile.
 """
 

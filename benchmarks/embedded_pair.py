@@ -1,29 +1,27 @@
-"""The embedded pair: one token at a time, exact speculative decoding and FLy, each with its best K.
+"""The embedded pair: one token at a time, and each rule with its best K.
 
     python benchmarks/embedded_pair.py
 
-First finds the best K of exact speculative decoding and of FLy on development problems and on
-development library text, each for itself, then runs the three side by side, in turns, on what is
-held out of both. Writes results/embedded_pair.json. Takes about a quarter of an hour on two cores;
-run nothing else meanwhile.
+First finds the best K of exact speculative decoding, of FLy and of the recommended rule on
+development problems and on development library text, each for itself, then runs them side by side,
+in turns, on what is held out of both. Writes results/embedded_pair.json. Takes about twenty minutes
+on two cores; run nothing else meanwhile.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import machine
 from absl import app, flags
 from paired import paired_interval
+from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.decoding.rules import Exact, Fly, Margin, Rule
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.training.library_text import documents
-from fly_jax.training.problems import Problem, Split, is_correct, problems
+from fly_jax.training.problems import Problem, is_correct
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 1000, "held-out problems")
@@ -33,81 +31,70 @@ flags.DEFINE_integer("num_tuning_documents", 20, "development chunks on which K 
 flags.DEFINE_integer("batch_size", 1, "rows decoded together")
 flags.DEFINE_string("name", "embedded_pair", "of the result file")
 
-EXACT_K = (5, 7, 8, 9, 10, 12, 15, 18)
-FLY_K = (9, 11, 13, 15, 18, 20, 22, 25)
-LIBRARY_EXACT_K = (1, 2, 3, 4, 5, 6, 8)
-LIBRARY_FLY_K = (7, 8, 9, 11, 13)
+# A rule with the tokens that it leaves to the target.
+RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
+    "exact": (Exact(), ()),
+    "fly": (Fly(), ()),
+    "margin": (Margin(gap=1.0), (r"\d",)),
+}
+PROBLEM_K = {
+    "exact": (5, 7, 9, 10, 12, 15),
+    "fly": (11, 15, 18, 20, 22, 25),
+    "margin": (6, 9, 12, 15, 18, 22),
+}
+LIBRARY_K = {"exact": (2, 3, 4, 5, 6, 8), "fly": (7, 8, 9, 11), "margin": (3, 4, 5, 6, 8)}
 PUBLISHED_K = 15
-MAX_NEW_TOKENS = 160
-PROMPT_TOKENS = 40
 
 
-def _on_problems(pair: Pair, worded: Sequence[Problem], specs: dict[str, RoundSpec]) -> Comparison:
-    return compare(
-        pair,
-        [problem.prompt for problem in worded],
-        specs,
-        max_new_tokens=MAX_NEW_TOKENS,
-        batch_size=FLAGS.batch_size,
-        check=lambda index, text: is_correct(worded[index], text),
-    )
-
-
-def _on_library(
-    pair: Pair, split: Split, num_documents: int, specs: dict[str, RoundSpec]
+def _on(
+    pair: Pair,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    depths: Mapping[str, Sequence[int]],
+    worded: Sequence[Problem] = (),
 ) -> Comparison:
-    """Continues the beginnings of `num_documents` chunks spread evenly over the split."""
-    encoded = (pair.tokenizer.encode(text) for text in documents(split))
-    prompts = [ids[:PROMPT_TOKENS] for ids in encoded if len(ids) >= 2 * PROMPT_TOKENS]
-    stride = max(1, len(prompts) // num_documents)
-    return compare(
+    """One token at a time, and every rule with each of its K."""
+    chosen = {f"{rule} K={k}": (rule, k) for rule, several in depths.items() for k in several}
+    specs = {"autoregressive": pair.spec(Exact(), 0)} | {
+        name: pair.spec(RULES[rule][0], k) for name, (rule, k) in chosen.items()
+    }
+    compared = compare(
         pair,
-        prompts[::stride][:num_documents],
+        prompts,
         specs,
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=FLAGS.batch_size,
+        check=(lambda index, text: is_correct(worded[index], text)) if worded else None,
+        protect={name: RULES[rule][1] for name, (rule, _) in chosen.items()},
     )
+    print(compared.table(), flush=True)
+    return compared
 
 
-def _specs(pair: Pair, exact_k: Sequence[int], fly_k: Sequence[int]) -> dict[str, RoundSpec]:
-    """One token at a time, and both rules with each K."""
-    return (
-        {"autoregressive": pair.spec(Exact(), 0)}
-        | {f"exact K={k}": pair.spec(Exact(), k) for k in exact_k}
-        | {f"fly K={k}": pair.spec(Fly(), k) for k in fly_k}
-    )
-
-
-def _best(tuned: Comparison, rule: str) -> int:
-    """The K with which the rule was fastest."""
-    of_rule = [one for one in tuned.results if one.name.startswith(rule)]
-    return int(max(of_rule, key=lambda one: one.tokens_per_second).name.partition("=")[2])
+def _best(tuned: Comparison) -> dict[str, int]:
+    """The K with which each rule was fastest."""
+    by_speed = sorted(tuned.results[1:], key=lambda one: one.tokens_per_second)
+    named = (one.name.partition(" K=") for one in by_speed)
+    return {rule: int(k) for rule, _, k in named}
 
 
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
     pair = load_pair()
-    tuning = list(itertools.islice(problems(3, "development"), FLAGS.num_tuning_problems))
-    tuned = _on_problems(pair, tuning, _specs(pair, EXACT_K, FLY_K))
-    print(tuned.table(), flush=True)
-    best = {"exact": _best(tuned, "exact"), "fly": _best(tuned, "fly")}
-    held_out = list(itertools.islice(problems(4, "held_out"), FLAGS.num_problems))
-    chosen = _specs(pair, (best["exact"],), sorted({best["fly"], PUBLISHED_K}, reverse=True))
-    on_problems = _on_problems(pair, held_out, chosen)
-    print(on_problems.table(), flush=True)
+    tuning = word_problems("development", FLAGS.num_tuning_problems)
+    tuned = _on(pair, [one.prompt for one in tuning], PROBLEM_K, tuning)
+    best = _best(tuned)
+    held_out = word_problems("held_out", FLAGS.num_problems)
+    depths = {rule: (k,) for rule, k in best.items()}
+    for rule in ("fly", "margin"):
+        depths[rule] = tuple(sorted({best[rule], PUBLISHED_K}, reverse=True))
+    on_problems = _on(pair, [one.prompt for one in held_out], depths, held_out)
 
-    tuned_library = _on_library(
-        pair,
-        "development",
-        FLAGS.num_tuning_documents,
-        _specs(pair, LIBRARY_EXACT_K, LIBRARY_FLY_K),
-    )
-    print(tuned_library.table(), flush=True)
-    best_library = {"exact": _best(tuned_library, "exact"), "fly": _best(tuned_library, "fly")}
-    chosen = _specs(pair, (best_library["exact"],), (best_library["fly"],))
-    on_library = _on_library(pair, "held_out", FLAGS.num_documents, chosen)
-    print(on_library.table(), flush=True)
+    beginnings = library_beginnings(pair, "development", FLAGS.num_tuning_documents)
+    tuned_library = _on(pair, beginnings, LIBRARY_K)
+    best_library = _best(tuned_library)
+    beginnings = library_beginnings(pair, "held_out", FLAGS.num_documents)
+    on_library = _on(pair, beginnings, {rule: (k,) for rule, k in best_library.items()})
 
     base = on_problems.results[0]
     result: dict[str, Any] = {

@@ -11,7 +11,6 @@ about ten minutes on two cores.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,20 +19,20 @@ from typing import Any
 import machine
 from absl import app, flags
 from paired import paired_interval
+from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.models.convert import convert
 from fly_jax.models.loading import embedded_pair
-from fly_jax.training.problems import Problem, is_correct, problems
+from fly_jax.training.problems import Problem, is_correct
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")
 flags.DEFINE_boolean("save", True, "write the result file")
 
 BATCH = 16
-MAX_NEW_TOKENS = 160
 
 
 def _solve(pair: Pair, worded: Sequence[Problem]) -> Comparison:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
     target, draft = embedded_pair()
-    worded = list(itertools.islice(problems(4, "held_out"), FLAGS.num_problems))
+    worded = word_problems("held_out", FLAGS.num_problems)
     solved = {"float32": _solve(load_pair(), worded)}
     with tempfile.TemporaryDirectory() as temporary:
         convert(target, Path(temporary) / "int8", "int8")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import machine
 import numpy as np
 from absl import app, flags
+from texts import MAX_NEW_TOKENS, PROMPT_TOKENS, word_problems
 
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
@@ -26,7 +27,7 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.loading import embedded_pair
 from fly_jax.training.dataset import token_rows
 from fly_jax.training.library_text import documents
-from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct, problems
+from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")
@@ -35,13 +36,11 @@ flags.DEFINE_integer("num_problems", 600, "held-out problems")
 flags.DEFINE_integer("num_documents", 100, "held-out chunks of library text")
 flags.DEFINE_boolean("save", True, "write the result file")
 
-MAX_NEW_TOKENS = 160
-PROMPT_TOKENS = 40
 BATCH = 16
 
 
 def _greedy(pair: Pair, model: Llama, prompts: list[list[int]]) -> list[Generation]:
-    alone = Pair(model, None, pair.tokenizer)
+    alone = Pair(model, (), pair.tokenizer)
     spec = alone.spec(Exact(), 0)
     capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, model.config.max_context)
     return alone.decoder(spec, capacity=capacity, batch_size=BATCH).generate(
@@ -123,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
     pair = load_pair(FLAGS.target, FLAGS.draft, dtype="float32")
     assert pair.draft is not None
-    worded = list(itertools.islice(problems(4, "held_out"), FLAGS.num_problems))
+    worded = word_problems("held_out", FLAGS.num_problems)
     of_target, accounts = _measure(pair, pair.target, worded)
     of_draft, _ = _measure(pair, pair.draft, worded)
     chunks = [pair.tokenizer.encode(text) for text in documents("held_out")]

@@ -5,17 +5,16 @@ python benchmarks/picture.py
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from absl import app, logging
+from texts import word_problems
 
 from fly_jax.decoding.pair import generate, load_pair
 from fly_jax.decoding.rules import Why
-from fly_jax.training.problems import problems
 
 COLOURS = {
     Why.MATCHED: ("#1a7f37", "matched: draft and target agree"),
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
     logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
     pair = load_pair()
-    prompts = [problem.prompt for problem in itertools.islice(problems(4, "held_out"), 20)]
+    prompts = [problem.prompt for problem in word_problems("held_out", 20)]
     # The one of the first few with the most rescues shows best what FLy does.
     account, prompt = max(
         zip(generate(pair, prompts, max_new_tokens=160), prompts, strict=True),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
+    from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import RoundSpec as RoundSpec
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.decoding.rules import Acceptance as Acceptance
@@ -60,6 +61,7 @@ _HOMES = {
     "decoding.lookup": ("Lookup",),
     "decoding.memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("Pair", "generate", "load_pair"),
+    "decoding.reports": ("TokenReport",),
     "decoding.round": ("RoundSpec", "verify_step"),
     "decoding.rules": (
         "Acceptance",

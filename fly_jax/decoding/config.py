@@ -6,12 +6,12 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fly_jax.decoding.checks import check_keys, check_type
 from fly_jax.decoding.expression import LOSSLESS_RULES, combined, rule_names
 from fly_jax.decoding.protection import compile_patterns
 from fly_jax.errors import FlyJaxError
@@ -20,11 +20,14 @@ if TYPE_CHECKING:  # the values are checked before JAX is imported
     from fly_jax.decoding.lookup import Lookup
     from fly_jax.decoding.rules import Loose, Rule
     from fly_jax.decoding.sampling import Sampling
+    from fly_jax.decoding.stopping import EntropyStop
 
 
 # What K is chosen from where it is not given: each is a program of its own within the round, and
 # between two neighbours there is little to gain.
 AUTO_DEPTHS = (2, 5, 9, 15, 24)
+# A level below the draft model is asked often, and what it proposes after an error is lost.
+DEFAULT_LEVEL_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,10 @@ class DecodeConfig:
         for each round, from what is accepted and what a round takes on this machine.
       lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
         FLy's; None for the same.
+      level_speculative_tokens: tokens that each draft model but the first proposes at a time, for
+        the one before it; without effect with one draft model.
+      draft_stop: "entropy" ends a row's drafting where the draft model is in doubt, see
+        `EntropyStop`; "never" drafts K tokens.
       entropy_threshold: see `Fly`.
       window_size: see `Fly`.
       window: see `Fly`.
@@ -82,6 +89,8 @@ class DecodeConfig:
     rule: str = "fly"
     num_speculative_tokens: int | Literal["auto"] = 15
     lossless_speculative_tokens: int | None = None
+    level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS
+    draft_stop: Literal["never", "entropy"] = "never"
     entropy_threshold: float = 0.3
     window_size: int = 6
     window: Literal["paper", "reference"] = "paper"
@@ -115,12 +124,14 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), kind)
+            check_type(name, getattr(self, name), kind)
         names = rule_names(self.rule)
         if len(names) == 1:
             object.__setattr__(self, "rule", names[0])  # without spaces or parentheses
         compile_patterns(self.protect)
-        for name in ("num_speculative_tokens", "lossless_speculative_tokens"):
+        for name in (
+            "num_speculative_tokens", "lossless_speculative_tokens", "level_speculative_tokens"
+        ):  # fmt: skip
             given = getattr(self, name)
             if isinstance(given, int) and given < 1:
                 raise FlyJaxError(
@@ -275,18 +286,38 @@ class DecodeConfig:
             self.prompt_lookup_match,
         )
 
-    def side_by_side(self) -> tuple[DecodeConfig, DecodeConfig, DecodeConfig]:
-        """One token at a time, the lossless rule, and the loosened one, with these values.
+    def to_draft_stop(self) -> EntropyStop | None:
+        """What ends a row's drafting early, if anything does."""
+        from fly_jax.decoding.stopping import EntropyStop
 
-        That is FLy unless another one is chosen.
+        return EntropyStop() if self.draft_stop == "entropy" else None
+
+    def side_by_side(self) -> tuple[DecodeConfig, ...]:
+        """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
+
+        That is FLy unless another one is chosen; then FLy as published goes before it, with this
+        config's gate and window, where the window fits.
         """
         lossless = "sampled" if self._temperature > 0 else "exact"
-        loosened = self.rule if self.is_loosened else "fly"
-        return (
-            dataclasses.replace(self, rule="autoregressive", temperature=self._temperature),
-            dataclasses.replace(self, rule=lossless, temperature=self._temperature),
-            dataclasses.replace(self, rule=loosened, temperature=self._temperature),
+        given = dataclasses.replace(self, temperature=self._temperature)
+        first = [dataclasses.replace(given, rule=rule) for rule in ("autoregressive", lossless)]
+        if self.rule in (*LOSSLESS_RULES, "fly"):
+            return *first, dataclasses.replace(given, rule="fly")
+        published = DecodeConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            level_speculative_tokens=self.level_speculative_tokens,
+            draft_stop=self.draft_stop,
+            entropy_threshold=self.entropy_threshold,
+            window_size=self.window_size,
+            prompt_lookup_max=self.prompt_lookup_max,
+            prompt_lookup_min=self.prompt_lookup_min,
+            prompt_lookup_tokens=self.prompt_lookup_tokens,
+            temperature=self._temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
         )
+        fits = published.most_drafted > self.window_size
+        return *first, *([published] if fits else []), given
 
 
 def load_config(path: Path) -> DecodeConfig:
@@ -324,7 +355,7 @@ def from_toml(values: Mapping[str, Any]) -> DecodeConfig:
     Raises:
       FlyJaxError: an unknown key, or a value of no use.
     """
-    _check_keys(values, {field.name for field in dataclasses.fields(DecodeConfig)})
+    check_keys(values, {field.name for field in dataclasses.fields(DecodeConfig)})
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return DecodeConfig(**{**values, **lists})
 
@@ -344,10 +375,10 @@ def from_reference_json(values: Any) -> DecodeConfig:
     """
     if not isinstance(values, dict):
         raise FlyJaxError("a JSON object was expected; write the reference code's keys in braces.")
-    _check_keys(values, {*_REFERENCE_TYPES, *_REFERENCE_IGNORED})
+    check_keys(values, {*_REFERENCE_TYPES, *_REFERENCE_IGNORED})
     for name, kind in _REFERENCE_TYPES.items():
         if name in values:
-            _check_type(name, values[name], kind)
+            check_type(name, values[name], kind)
     if values.get("dual_tok"):
         raise FlyJaxError(
             "dual_tok is true; draft and target must share a tokenizer: choose such a pair and "
@@ -397,49 +428,3 @@ _REFERENCE_TYPES: dict[str, Any] = {
     "use_sd": bool,
 }
 _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
-
-
-def _check_keys(values: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise FlyJaxError(
-            f"the key {unknown[0]!r} is unknown; the keys are {', '.join(sorted(known))}."
-        )
-
-
-def _check_type(name: str, value: object, kind: Any) -> None:
-    """Checks one value against a type, a union or a literal; an int will do for a float."""
-    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(kind) if is_union else (kind,)
-    for one in kinds:
-        if typing.get_origin(one) is Literal:
-            if value in typing.get_args(one):
-                return
-        elif typing.get_origin(one) is tuple:
-            if isinstance(value, tuple) and all(isinstance(item, str) for item in value):
-                return
-        elif one is float:
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                return
-        elif isinstance(value, one) and not (one is int and isinstance(value, bool)):
-            return
-    raise FlyJaxError(f"{name} is {value!r}; it must be {_described(kinds)}.")
-
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    tuple[str, ...]: "a list of texts",
-}
-
-
-def _described(kinds: tuple[Any, ...]) -> str:
-    words: list[str] = []
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal:
-            words += [f"'{choice}'" for choice in typing.get_args(kind)]
-        elif kind is not types.NoneType:
-            words.append(_WORDS[kind])
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool
 
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.programs import PREFILL_PIECE, Programs
+from fly_jax.decoding.reports import TokenReport, token_reports
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
@@ -59,9 +60,10 @@ class Generation:
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
       num_rollbacks: deferred windows that failed.
-      num_draft_passes: passes of the draft model while the row was live.
+      num_draft_passes: passes of the first draft model while the row was live.
       seconds: from the first round's dispatch to the arrival of the row's last token.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
+      reports: what is known of each token, if `RoundSpec.audits`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -76,6 +78,7 @@ class Generation:
     num_draft_passes: int = 0
     seconds: float = 0.0
     regret: float | None = None
+    reports: list[TokenReport] = dataclasses.field(default_factory=list)
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -111,7 +114,7 @@ class Decoder:
     def __init__(
         self,
         target: Llama,
-        draft: Llama | None,
+        draft: Llama | Sequence[Llama] | None,
         spec: RoundSpec,
         *,
         capacity: int,
@@ -124,7 +127,8 @@ class Decoder:
 
         Args:
           target: the model whose text is wanted.
-          draft: the model that proposes; None where `spec.num_speculative_tokens` is 0.
+          draft: the model that proposes, or several, each of which proposes to the one before it;
+            None where `spec.num_speculative_tokens` is 0.
           spec: the rule, K and the lookup.
           capacity: cache positions of a row; see `capacity_for`.
           batch_size: rows decoded together.
@@ -134,20 +138,28 @@ class Decoder:
             while decoding.
 
         Raises:
-          FlyJaxError: K without a draft model, vocabularies of different sizes, or no memory where
-            one is needed.
+          FlyJaxError: K without a draft model, a level without a size, vocabularies of different
+            sizes, or no memory where one is needed.
         """
-        if draft is None and spec.num_speculative_tokens:
+        drafts = (draft,) if isinstance(draft, Llama) else tuple(draft or ())
+        if not drafts and spec.num_speculative_tokens:
             raise FlyJaxError(
                 f"{spec.num_speculative_tokens} speculative tokens were asked for without a draft "
                 "model; speculation needs one: give a draft, or num_speculative_tokens=0."
             )
-        if draft is not None and draft.config.vocab_size != target.config.vocab_size:
+        if spec.num_speculative_tokens and len(drafts) != 1 + len(spec.level_speculative_tokens):
             raise FlyJaxError(
-                f"The draft model has {draft.config.vocab_size} tokens and the target "
-                f"{target.config.vocab_size}; both need the same vocabulary: choose a draft model "
-                "of the target's family."
+                f"{len(drafts)} draft models were given, and level_speculative_tokens has "
+                f"{len(spec.level_speculative_tokens)} numbers; it needs one for each draft model "
+                "but the first: correct it."
             )
+        for one in drafts:
+            if one.config.vocab_size != target.config.vocab_size:
+                raise FlyJaxError(
+                    f"A draft model has {one.config.vocab_size} tokens and the target "
+                    f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
+                    "model of the target's family."
+                )
         if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
             raise FlyJaxError(
                 "This rule looks mismatches up in a memory, or is to teach one, and none was "
@@ -159,7 +171,7 @@ class Decoder:
         self.capacity = capacity
         self.batch_size = batch_size
         speculates = spec.num_speculative_tokens > 0
-        self._programs = Programs(target, draft if speculates else None, cache_dtype)
+        self._programs = Programs(target, drafts if speculates else (), cache_dtype)
         vocab = target.config.vocab_size
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
@@ -324,7 +336,8 @@ class Decoder:
         window = self.spec.deferred_window
         if window and seconds is None:
             seconds = np.zeros(0, np.float32)
-        return self._programs.admit(text, lengths, limits, bucket, window, seed, budget, seconds)
+        carried = (window, self.spec.reports, self.spec.draft_stop)
+        return self._programs.admit(text, lengths, limits, bucket, *carried, seed, budget, seconds)
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several."""
@@ -344,6 +357,8 @@ class Decoder:
                 why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
                 account.token_ids.extend(tokens)
                 account.why.extend(why)
+                if output.reports is not None and self.spec.audits:
+                    account.reports += token_reports(tokens, why, output.reports, (index, row))
                 account.num_rounds += 1
                 account.num_draft_tokens += drafted
                 account.num_accepted_tokens += int(output.num_accepted[index, row])

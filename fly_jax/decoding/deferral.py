@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
 from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.decoding.rules import Acceptance, Why
 
 
@@ -30,7 +31,7 @@ class OpenWindow:
       replacement: the target's token at that position.
       remaining: draft tokens that must still be accepted; 0 in a row without an open window.
       why: why each provisional token stands there, if it stays.
-      other: `RoundOutput.other` of each of them.
+      reports: of each of them; None unless the round is asked for them.
       regret: what the mismatch has taken from the risk budget.
     """
 
@@ -38,7 +39,7 @@ class OpenWindow:
     replacement: Int32[Array, " rows"]
     remaining: Int32[Array, " rows"]
     why: Int8[Array, "rows provisional"]
-    other: Int32[Array, "rows provisional"]
+    reports: Reports | None
     regret: Float32[Array, " rows"]
 
     @property
@@ -52,16 +53,16 @@ def most_provisional(window_size: int) -> int:
     return 2 * window_size + 1
 
 
-def no_windows(rows: int, window_size: int) -> OpenWindow:
+def no_windows(rows: int, window_size: int, reports: bool) -> OpenWindow:
     """Rows of which everything is settled."""
     zeros = jnp.zeros((rows,), jnp.int32)
-    shape = (rows, most_provisional(window_size))
+    provisional = most_provisional(window_size)
     return OpenWindow(
         start=zeros,
         replacement=zeros,
         remaining=zeros,
-        why=jnp.zeros(shape, jnp.int8),
-        other=jnp.zeros(shape, jnp.int32),
+        why=jnp.zeros((rows, provisional), jnp.int8),
+        reports=no_reports(rows, provisional) if reports else None,
         regret=jnp.zeros((rows,), jnp.float32),
     )
 
@@ -88,7 +89,7 @@ def defer(
     seen: TargetEvidence,
     pace: Pace,
     room: Int[Array, " rows"],
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     window_size: int,
 ) -> tuple[Acceptance, Deferral]:
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue.
@@ -104,7 +105,7 @@ def defer(
       seen: the evidence it decided on.
       pace: the rows' rates.
       room: tokens that each row may still emit.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       window_size: W.
     """
     index = acceptance.num_accepted
@@ -121,12 +122,12 @@ def defer(
 
     steps = jnp.arange(num_draft)
     here = (steps == index[:, None]) & is_new[:, None]
-    after = (steps > index[:, None]) & (steps < num_drafted) & is_new[:, None]
+    after = (steps > index[:, None]) & (steps < num_drafted[:, None]) & is_new[:, None]
     kept = jnp.where(
         here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, acceptance.why)
     ).astype(jnp.int8)
     gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
-    bonus = jnp.take(seen.replacement, num_drafted, axis=1)
+    bonus = jnp.take_along_axis(seen.replacement, num_drafted[:, None], axis=1)[:, 0]
     whole = dataclasses.replace(
         acceptance,
         num_accepted=jnp.where(is_new, num_drafted, index),
@@ -142,7 +143,7 @@ def defer(
 def is_broken(
     window: OpenWindow,
     seen: TargetEvidence,
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     count: Int[Array, " rows"],
 ) -> Bool[Array, " rows"]:
     """Rows whose open window this block fails: by a mismatch in it, or by ending before it does.
@@ -150,7 +151,7 @@ def is_broken(
     Args:
       window: as it was before the round.
       seen: the evidence of the block.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       count: tokens of the block up to an end of text or the limit.
     """
     needed = jnp.minimum(window.remaining, num_drafted)
@@ -169,7 +170,7 @@ class Settlement:
       length: tokens of each row, provisional ones included.
       tokens: [rows, provisional + block], those that settle, the first `count` of each row.
       why: of the same tokens.
-      other: `RoundOutput.other` of the same tokens.
+      reports: of the same tokens, if they are asked for.
       count: tokens that settle.
       window: the provisional end that is left.
       rolled_back: rows whose provisional end was dropped.
@@ -181,7 +182,7 @@ class Settlement:
     length: Int32[Array, " rows"]
     tokens: Int[Array, "rows width"]
     why: Int8[Array, "rows width"]
-    other: Int32[Array, "rows width"]
+    reports: Reports | None
     count: Int32[Array, " rows"]
     window: OpenWindow
     rolled_back: Bool[Array, " rows"]
@@ -195,9 +196,9 @@ def close(
     replacement: Int[Array, " rows"],
     text: Int[Array, "rows capacity"],
     length: Int[Array, " rows"],
-    block: tuple[Int[Array, "rows block"], Int[Array, "rows block"]],
+    block: tuple[Int[Array, "rows block"], Reports | None],
     count: Int[Array, " rows"],
-    num_drafted: Int[Array, ""],
+    num_drafted: Int[Array, " rows"],
     broken: Bool[Array, " rows"],
     ended: Bool[Array, " rows"],
 ) -> Settlement:
@@ -209,9 +210,9 @@ def close(
       replacement: the target's token at the new mismatch.
       text: the rows' tokens with the block's appended.
       length: of each row before the round.
-      block: `Why` and `RoundOutput.other` of the block's tokens.
+      block: `Why` of the block's tokens, and their reports if they are asked for.
       count: tokens of the block that were appended; 0 in a row that had finished.
-      num_drafted: K of this round.
+      num_drafted: draft tokens of each row's block.
       broken: from `is_broken`.
       ended: the row's text ends with this block.
     """
@@ -231,26 +232,26 @@ def close(
     rows = jnp.arange(text.shape[0])
     dropped = text[rows, start]
     text = text.at[rows, start].set(jnp.where(failed, replacement, dropped))
-    whys = _joined(window.why, block[0].astype(jnp.int8), length - begin)
-    others = _joined(window.other, block[1], length - begin)
+    pending = (window.why, window.reports)
+    whys, reports = jax.tree.map(lambda old, new: _joined(old, new, length - begin), pending, block)
     steps = jnp.arange(whys.shape[1])
     is_replaced = (steps == (start - begin)[:, None]) & failed[:, None]
     whys = jnp.where(is_replaced, Why.CORRECTED.value, whys).astype(jnp.int8)
-    others = jnp.where(is_replaced, dropped[:, None], others)
     keep = settled[:, None] + jnp.arange(window.why.shape[1])
+    left_whys, left_reports = jax.tree.map(lambda leaf: _taken(leaf, keep), (whys, reports))
     return Settlement(
         text=text,
         length=end.astype(jnp.int32),
         tokens=_taken(text, begin[:, None] + steps),
         why=whys,
-        other=others,
+        reports=reports,
         count=settled.astype(jnp.int32),
         window=OpenWindow(
             start=start,
             replacement=replacement,
             remaining=jnp.where(is_open, left, 0),
-            why=_taken(whys, keep),
-            other=_taken(others, keep),
+            why=left_whys,
+            reports=left_reports,
             regret=jnp.where(is_new, new.regret, window.regret),
         ),
         rolled_back=failed,

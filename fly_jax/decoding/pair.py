@@ -10,13 +10,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fly_jax.decoding.config import AUTO_DEPTHS
+from fly_jax.decoding.config import AUTO_DEPTHS, DEFAULT_LEVEL_TOKENS
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.round import Boundary, RoundSpec
 from fly_jax.decoding.rules import Exact, Fly, Rule
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoint import check_checkpoint, load_llama, open_checkpoint
 from fly_jax.models.config import LlamaConfig
@@ -38,15 +39,21 @@ class Pair:
 
     Attributes:
       target: the model whose text is wanted.
-      draft: the model that proposes; None to decode with the target alone.
-      tokenizer: of both.
+      drafts: the models that propose, the first to the target and each other one to the one before
+        it; none to decode with the target alone.
+      tokenizer: of all.
       replicated: one line for each parameter axis of the target that the mesh could not divide.
     """
 
     target: Llama
-    draft: Llama | None
+    drafts: tuple[Llama, ...]
     tokenizer: Tokenizer
     replicated: tuple[str, ...] = ()
+
+    @property
+    def draft(self) -> Llama | None:
+        """The model that proposes to the target, if there is one."""
+        return self.drafts[0] if self.drafts else None
 
     def spec(
         self,
@@ -56,7 +63,10 @@ class Pair:
         rounds_per_dispatch: int | None = None,
         *,
         learns: bool = True,
+        audits: bool = False,
         boundary: Boundary = "reject",
+        level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
+        draft_stop: EntropyStop | None = None,
     ) -> RoundSpec:
         """The static part of decoding with this pair.
 
@@ -64,11 +74,14 @@ class Pair:
           rule: None for plain FLy.
           num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses one of
             `AUTO_DEPTHS` for each round.
-          lookup: the drafting level below the draft model.
+          lookup: the drafting level below the draft models.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
           learns: a rule with a memory adds to it while decoding; False leaves it as it is.
+          audits: see `RoundSpec`.
           boundary: see `RoundSpec`.
+          level_speculative_tokens: tokens that each draft model but the first proposes at a time.
+          draft_stop: see `RoundSpec`.
 
         Raises:
           FlyJaxError: K leaves no room for FLy's window, or nothing can be deferred.
@@ -87,7 +100,12 @@ class Pair:
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
             reports_mismatches=learns and rule.uses_memory,
+            audits=audits,
             boundary=boundary,
+            level_speculative_tokens=(level_speculative_tokens,) * len(self.drafts[1:])
+            if num_speculative_tokens
+            else (),
+            draft_stop=draft_stop if num_speculative_tokens else None,
         )
 
     def decoder(
@@ -118,7 +136,7 @@ class Pair:
             memory = CorrectionMemory(self.tokenizer.digest)
         return Decoder(
             self.target,
-            self.draft,
+            self.drafts,
             spec,
             capacity=capacity,
             batch_size=batch_size,
@@ -132,7 +150,7 @@ class Pair:
 
 def load_pair(
     target: str | Path | None = None,
-    draft: str | Path | None = None,
+    draft: str | Path | Sequence[str | Path] | None = None,
     *,
     mesh: str | MeshSpec = "1x1",
     dtype: Literal["float32", "bfloat16", "int8"] | None = None,
@@ -143,8 +161,9 @@ def load_pair(
     Args:
       target: folder of a Hugging Face Llama checkpoint or of a converted one, or a hub id; None
         for the embedded pair.
-      draft: the same for the draft model; None decodes with the target alone (unless the embedded
-        pair is meant).
+      draft: the same for the draft model, or for several, of which the first proposes to the target
+        and each other one to the one before it; None decodes with the target alone (unless the
+        embedded pair is meant).
       mesh: such as "8x8" or "data=2,x=8,y=8".
       dtype: of the weights and the caches; None takes float32 for the embedded pair and bfloat16
         for other models. "int8" is for matrices, with bfloat16 for the rest; those of a folder
@@ -158,7 +177,9 @@ def load_pair(
     """
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     dtype = dtype or ("float32" if target is None else "bfloat16")
-    target_folder, draft_folder, target_config, tokenizer = together(lambda: _check(target, draft))
+    target_folder, draft_folders, target_config, tokenizer = together(
+        lambda: _check(target, _listed(draft))
+    )
     if spec.num_devices > 1:
         prepare_devices(spec)  # has no effect once something else has started JAX's backend
     devices = create_mesh(spec)
@@ -168,7 +189,7 @@ def load_pair(
     draft_layout: Layout | None = None
     replicated: tuple[str, ...] = ()
     if spec.num_devices > 1:
-        draft_config = None if draft_folder is None else check_checkpoint(draft_folder)
+        draft_config = check_checkpoint(draft_folders[0]) if draft_folders else None
         chip = chip_of(jax.devices()[0].device_kind)
         stored_int8 = open_checkpoint(target_folder).int8
         wanted = dataclasses.replace(workload or Workload(), int8=int8 or stored_int8)
@@ -177,36 +198,42 @@ def load_pair(
         replicated = tuple(target_layout.fallbacks(parameter_specs(target_config)))
     return Pair(
         target=load_llama(target_folder, layout=target_layout, dtype=width, int8=int8),
-        draft=None
-        if draft_folder is None
-        else load_llama(draft_folder, layout=draft_layout, dtype=width, int8=int8),
+        drafts=tuple(
+            load_llama(folder, layout=draft_layout, dtype=width, int8=int8)
+            for folder in draft_folders
+        ),
         tokenizer=tokenizer,
         replicated=replicated,
     )
 
 
+def _listed(draft: str | Path | Sequence[str | Path] | None) -> tuple[str | Path, ...]:
+    return (draft,) if isinstance(draft, str | Path) else tuple(draft or ())
+
+
 def _check(
-    target: str | Path | None, draft: str | Path | None
-) -> tuple[Path, Path | None, LlamaConfig, Tokenizer]:
+    target: str | Path | None, drafts: tuple[str | Path, ...]
+) -> tuple[Path, list[Path], LlamaConfig, Tokenizer]:
     """Where the models are, after all checks that read no weight."""
-    target_folder, draft_folder = _folders(target, draft)
+    target_folder, draft_folders = _folders(target, drafts)
     config = check_checkpoint(target_folder)
     tokenizer = load_tokenizer(target_folder)
-    if draft_folder is not None:
-        check_pair(config, check_checkpoint(draft_folder))
-        check_same_vocabulary(tokenizer, load_tokenizer(draft_folder))
-    return target_folder, draft_folder, config, tokenizer
+    for folder in draft_folders:
+        check_pair(config, check_checkpoint(folder))
+        check_same_vocabulary(tokenizer, load_tokenizer(folder))
+    return target_folder, draft_folders, config, tokenizer
 
 
 def _default_rounds() -> int:
     return 4 if jax.default_backend() == "cpu" else 1
 
 
-def _folders(target: str | Path | None, draft: str | Path | None) -> tuple[Path, Path | None]:
+def _folders(target: str | Path | None, drafts: tuple[str | Path, ...]) -> tuple[Path, list[Path]]:
     embedded_target, embedded_draft = embedded_pair()
+    given = [resolve(str(draft)) for draft in drafts]
     if target is None:
-        return embedded_target, embedded_draft if draft is None else resolve(str(draft))
-    return resolve(str(target)), None if draft is None else resolve(str(draft))
+        return embedded_target, given or [embedded_draft]
+    return resolve(str(target)), given
 
 
 def generate(
@@ -222,6 +249,9 @@ def generate(
     protect: Sequence[str] = (),
     memory: CorrectionMemory | None = None,
     boundary: Boundary = "reject",
+    level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
+    draft_stop: EntropyStop | None = None,
+    audits: bool = False,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -231,13 +261,16 @@ def generate(
       rule: which draft tokens are kept; None for plain FLy, and for exact greedy decoding where
         the pair has no draft model.
       num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses it round by round.
-      lookup: the drafting level below the draft model.
+      lookup: the drafting level below the draft models.
       max_new_tokens: limit of each prompt's continuation.
       batch_size: prompts decoded together.
       seed: of the draws, where the rule samples.
       protect: see `Pair.decoder`.
       memory: see `Pair.decoder`; it learns.
       boundary: see `RoundSpec`.
+      level_speculative_tokens: see `Pair.spec`.
+      draft_stop: see `RoundSpec`.
+      audits: fills `Generation.reports`.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -248,10 +281,18 @@ def generate(
             "generate needs a list of at least one prompt and a batch_size of at least 1; give "
             "[text] for a single text."
         )
-    if pair.draft is None:
+    if not pair.drafts:
         num_speculative_tokens = 0
         rule = Exact() if rule is None else rule
-    spec = pair.spec(rule, num_speculative_tokens, lookup, boundary=boundary)
+    spec = pair.spec(
+        rule,
+        num_speculative_tokens,
+        lookup,
+        audits=audits,
+        boundary=boundary,
+        level_speculative_tokens=level_speculative_tokens,
+        draft_stop=draft_stop,
+    )
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -15,12 +15,14 @@ from jaxtyping import Array, Float32, Int, UInt32
 
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
-from fly_jax.decoding.round import RoundSpec, decode_rounds
+from fly_jax.decoding.dispatch import decode_rounds
+from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import RuleState
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
 
 # Prompts are taken in by pieces of at most so many tokens: the scores of a layer, [rows, heads,
@@ -40,22 +42,22 @@ def _for_backend(model: Llama) -> Llama:
 class Programs:
     """The pair as the jitted programs take it: plain arrays and static shapes."""
 
-    def __init__(self, target: Llama, draft: Llama | None, cache_dtype: jnp.dtype | None) -> None:
-        target, draft = _for_backend(target), draft and _for_backend(draft)
-        self._parameters = (target.parameters(), draft.parameters() if draft else None)
+    def __init__(
+        self, target: Llama, drafts: Sequence[Llama], cache_dtype: jnp.dtype | None
+    ) -> None:
+        models = [_for_backend(model) for model in (target, *drafts)]
+        self._parameters = tuple(model.parameters() for model in models)
         self._is_abstract = isinstance(self._parameters[0]["embedding"], jax.ShapeDtypeStruct)
         self._shapes = _Shapes(
-            target.config,
-            draft.config if draft else None,
-            target.layout,
-            draft.layout if draft else None,
+            tuple(model.config for model in models),
+            tuple(model.layout for model in models),
             jnp.dtype(cache_dtype or target.dtype),
         )
 
     @property
     def config(self) -> LlamaConfig:
         """The target's."""
-        return self._shapes.target
+        return self._shapes.configs[0]
 
     @property
     def spans_processes(self) -> bool:
@@ -78,11 +80,13 @@ class Programs:
         limits: np.ndarray,
         bucket: int,
         window_size: int,
+        reports: bool,
+        stop: EntropyStop | None,
         seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
     ) -> DecodeState:
-        """Runs prompts, padded to `bucket` tokens, through both models.
+        """Runs prompts, padded to `bucket` tokens, through all models.
 
         Args:
           text: [rows, capacity], the prompts.
@@ -90,6 +94,8 @@ class Programs:
           limits: length at which each row is done.
           bucket: tokens that are run.
           window_size: of the windows that may stay open after a round; 0 if none may.
+          reports: the rounds report on every token.
+          stop: what may end a row's drafting early.
           seed: of the draws.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
@@ -100,6 +106,8 @@ class Programs:
             self._shapes,
             piece,
             window_size,
+            reports,
+            stop,
             self._parameters,
             self.place(text, (None, None)),
             self.place(lengths, (None,)),
@@ -128,29 +136,29 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """What the programs know of the pair when they are compiled."""
+    """What the programs know of the models when they are compiled: the target, then the drafts."""
 
-    target: LlamaConfig
-    draft: LlamaConfig | None
-    target_layout: Layout | None
-    draft_layout: Layout | None
+    configs: tuple[LlamaConfig, ...]
+    layouts: tuple[Layout | None, ...]
     cache_dtype: jnp.dtype
 
-    def models(
-        self, parameters: tuple[dict[str, Array], dict[str, Array] | None]
-    ) -> tuple[Llama, Llama | None]:
-        draft = None
-        if self.draft is not None and parameters[1] is not None:
-            draft = Llama(self.draft, parameters[1], self.draft_layout)
-        return Llama(self.target, parameters[0], self.target_layout), draft
+    @property
+    def target_layout(self) -> Layout | None:
+        return self.layouts[0]
+
+    def models(self, parameters: tuple[Parameters, ...]) -> list[Llama]:
+        parts = zip(self.configs, parameters, self.layouts, strict=True)
+        return [Llama(*part) for part in parts]
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "reports", "stop"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     window_size: int,
-    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    reports: bool,
+    stop: EntropyStop | None,
+    parameters: tuple[Parameters, ...],
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
@@ -158,58 +166,56 @@ def _admit(
     budget: Float32[Array, " rows"] | None,
     seconds: Float32[Array, " depths"] | None,
 ) -> DecodeState:
-    """Runs the prompts' first tokens through both models; logits are not needed yet."""
+    """Runs the prompts' first tokens through all models; logits are not needed yet."""
     rows, capacity = text.shape
 
-    def prefill(model: Llama | None) -> KVCache | None:
-        if model is None:
-            return None
+    def prefill(model: Llama) -> KVCache:
         cache = empty_cache(model.config, rows, capacity, shapes.cache_dtype)
-        return model.hidden(text[:, :piece], cache)[1]
+        return model.hidden(text[:, :piece], cache)[1].with_length(lengths)
 
-    target, draft = (prefill(model) for model in shapes.models(parameters))
-    assert target is not None
+    target, *drafts = (prefill(model) for model in shapes.models(parameters))
     key = jax.random.key(seed)
     rule = RuleState(budget)
     pace = None if seconds is None else initial_pace(rows, seconds)
-    window = no_windows(rows, window_size) if window_size else None
+    window = no_windows(rows, window_size, reports) if window_size else None
+    threshold = None if stop is None else jnp.full((rows,), stop.first, jnp.float32)
     finished = lengths >= limits
-    return DecodeState(text, lengths, limits, finished, target, draft, key, rule, pace, window)
+    return DecodeState(
+        text, lengths, limits, finished, target, tuple(drafts), key, rule, pace, window, threshold
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "piece"), donate_argnames=("state",))
 def _take_in(
     shapes: _Shapes,
     piece: int,
-    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    parameters: tuple[Parameters, ...],
     state: DecodeState,
     start: Int[Array, ""],
 ) -> DecodeState:
-    """Runs the prompts' next tokens, from `start` on, through both models."""
+    """Runs the prompts' next tokens, from `start` on, through all models."""
     rows = state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, piece))
 
-    def extended(model: Llama | None, cache: KVCache | None) -> KVCache | None:
-        if model is None or cache is None:
-            return None
-        return model.hidden(tokens, cache.with_length(jnp.full((rows,), start)))[1]
+    def extended(model: Llama, cache: KVCache) -> KVCache:
+        after = model.hidden(tokens, cache.with_length(jnp.full((rows,), start)))[1]
+        return after.with_length(cache.length)
 
-    models, caches = shapes.models(parameters), (state.target, state.draft)
-    target, draft = (extended(*both) for both in zip(models, caches, strict=True))
-    assert target is not None
-    return dataclasses.replace(state, target=target, draft=draft)
+    models, caches = shapes.models(parameters), (state.target, *state.drafts)
+    target, *drafts = (extended(*both) for both in zip(models, caches, strict=True))
+    return dataclasses.replace(state, target=target, drafts=tuple(drafts))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
 def _run(
     spec: RoundSpec,
     shapes: _Shapes,
-    parameters: tuple[dict[str, Array], dict[str, Array] | None],
+    parameters: tuple[Parameters, ...],
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
-    target, draft = shapes.models(parameters)
-    state, output = decode_rounds(spec, target, draft, state, inputs)
+    target, *drafts = shapes.models(parameters)
+    state, output = decode_rounds(spec, target, tuple(drafts), state, inputs)
     layout = shapes.target_layout
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)

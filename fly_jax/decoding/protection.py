@@ -35,8 +35,7 @@ def matching_tokens(tokenizer: Tokenizer, patterns: Sequence[str]) -> tuple[int,
     """The ids of tokens in whose own text one of the patterns is found.
 
     Args:
-      tokenizer: says what the text of a token is; a token that is only a part of a character has
-        the text U+FFFD.
+      tokenizer: says what the text of a token is (`Tokenizer.token_text`).
       patterns: regular expressions.
 
     Raises:
@@ -45,12 +44,8 @@ def matching_tokens(tokenizer: Tokenizer, patterns: Sequence[str]) -> tuple[int,
     compiled = compile_patterns(patterns)
     if not compiled:
         return ()
-    vocabulary = tokenizer.vocabulary
     return tuple(
         index
         for index in range(tokenizer.vocab_size)
-        if any(
-            pattern.search(vocabulary.token_bytes(index, False).decode("utf-8", "replace"))
-            for pattern in compiled
-        )
+        if any(pattern.search(tokenizer.token_text(index)) for pattern in compiled)
     )

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from fly_jax.decoding.deferral import close, defer, is_broken
-from fly_jax.decoding.depth import choose_depth, drafted_of, observe
+from fly_jax.decoding.config import AUTO_DEPTHS
+from fly_jax.decoding.depth import choose_depth, drafted_of
 from fly_jax.decoding.drafting import Draft, draft_room, draft_step
-from fly_jax.decoding.evidence import TargetEvidence, evidence
+from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
 from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Acceptance, Rule, Why, accept
+from fly_jax.decoding.rules import Rule, Why, accept
+from fly_jax.decoding.settling import settle_all, settle_deferring
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.stopping import EntropyStop, only_live
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -34,14 +35,19 @@ class RoundSpec:
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
       depths: what K is chosen from, round by round, in ascending order and ending with
         `num_speculative_tokens`; empty for the same K in all rounds.
-      lookup: the level below the draft model, if any.
+      lookup: the lowest drafting level, below the draft models, if any.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
-      reports_mismatches: fills `RoundOutput.other`, which a memory of corrections learns from.
+      reports_mismatches: fills `RoundOutput.reports`, which a memory of corrections learns from.
+      audits: fills it too, with an entropy even where the rule asks for none, and with it
+        `Generation.reports`.
       reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
         other settings of the rule can be judged.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
         published rule, or "defer", which may complete the window in the next rounds.
+      level_speculative_tokens: tokens that each draft model but the first proposes at a time for
+        the one before it, at most.
+      draft_stop: ends a row's drafting before K; None for never.
     """
 
     rule: Rule
@@ -51,8 +57,11 @@ class RoundSpec:
     rounds_per_dispatch: int = 1
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
+    audits: bool = False
     reports_evidence: bool = False
     boundary: Boundary = "reject"
+    level_speculative_tokens: tuple[int, ...] = ()
+    draft_stop: EntropyStop | None = None
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -70,7 +79,11 @@ class RoundSpec:
                 f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
                 "1: correct them."
             )
-
+        if any(size < 1 for size in self.level_speculative_tokens):
+            raise FlyJaxError(
+                f"level_speculative_tokens is {self.level_speculative_tokens}; a draft model "
+                "proposes at least 1 token at a time: give larger numbers."
+            )
         if self.boundary == "defer" and (
             self.rule.longest_window == 0
             or self.rule.sampling is not None
@@ -89,9 +102,34 @@ class RoundSpec:
         return self.rule.longest_window if self.boundary == "defer" else 0
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Draft tokens that the target's pass may be made for, in ascending order."""
+        k = self.num_speculative_tokens
+        if self.depths or self.draft_stop is None:
+            return self.depths or (k,)
+        return (*(depth for depth in AUTO_DEPTHS if depth < k), k)
+
+    @property
+    def reports(self) -> bool:
+        """Rounds report on every token."""
+        return self.reports_mismatches or self.audits
+
+    @property
+    def entropy_measure(self) -> Entropy | None:
+        """The entropy that the evidence carries: the rule's own, or what an audit is given.
+
+        That is the one over the whole vocabulary where the rule asks for that anyhow, and
+        otherwise the one that FLy's gate is published with.
+        """
+        own = self.rule.entropy_measure
+        if own is not None or not self.audits:
+            return own
+        return Entropy("full") if self.rule.extra.full_entropy else Entropy()
+
+    @property
     def room(self) -> int:
         """Positions beyond a row's last token that a round may write to."""
-        return draft_room(self.num_speculative_tokens, self.lookup)
+        return draft_room(self.num_speculative_tokens, self.level_speculative_tokens, self.lookup)
 
 
 def verify_step(
@@ -119,46 +157,10 @@ def verify_step(
     return model.logits(hidden), cache
 
 
-def settle(
-    spec: RoundSpec,
-    state: DecodeState,
-    draft_tokens: Int[Array, "rows draft"],
-    acceptance: Acceptance,
-) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
-    """Appends what was accepted, up to an end of text or the row's limit.
-
-    Returns:
-      The state, the block's tokens, why each stands there, and how many of them are settled.
-    """
-    drafted = draft_tokens.shape[1]
-    steps = jnp.arange(drafted + 1, dtype=jnp.int32)
-    kept = acceptance.num_accepted[:, None]
-    pad = ((0, 0), (0, 1))
-    tokens = jnp.where(
-        steps < kept, jnp.pad(draft_tokens, pad), acceptance.next_token[:, None]
-    ).astype(jnp.int32)
-    why = jnp.where(
-        steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
-    ).astype(jnp.int8)
-    ends = _is_one_of(tokens, spec.eos_token_ids) & (steps <= kept)
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
-    room = state.limit - state.length
-    count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
-    count = jnp.where(state.finished, 0, count).astype(jnp.int32)
-    ended = jnp.any(ends & (steps < count[:, None]), axis=1)
-    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
-        state.tokens, tokens, state.length
-    )
-    length = state.length + count
-    finished = state.finished | ended | (length >= state.limit)
-    state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
-    return state, tokens, why, count
-
-
 def decode_round(
     spec: RoundSpec,
     target: Llama,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
@@ -167,7 +169,8 @@ def decode_round(
     Args:
       spec: the static part.
       target: the target.
-      draft: the draft model; None where K is 0.
+      drafts: the draft models, the first proposing to the target and each other one to the one
+        before it; none where K is 0.
       state: the rows; rows that are finished stay as they are.
       inputs: what the rule reads besides the evidence.
 
@@ -176,14 +179,17 @@ def decode_round(
     """
     key, draft_key, verify_key = _split(spec, state.key)
     live = ~state.finished
-    depth, drafted = None, jnp.int32(spec.num_speculative_tokens)
+    depth = None
     if spec.depths and state.pace is not None:
         strict_tail = 0 if spec.deferred_window else spec.rule.strict_tail
         depth = choose_depth(state.pace, live, spec.depths, strict_tail)
-        drafted = drafted_of(depth, spec.depths)
     state = dataclasses.replace(state, key=key)
-    proposal, state = _propose(spec, draft, state, draft_key, None if depth is None else drafted)
+    proposal, state = _propose(spec, drafts, state, draft_key, depth)
+    if spec.draft_stop is not None:
+        longest = jnp.max(jnp.where(live, proposal.num_drafted, 0))
+        depth = jnp.searchsorted(jnp.asarray(spec.widths), longest)
     seen, cache = _verify(spec, target, state, proposal, verify_key, depth)
+    drafted = proposal.num_drafted
     state = dataclasses.replace(state, target=cache)
     acceptance = accept(
         spec.rule,
@@ -192,110 +198,34 @@ def decode_round(
         protected=inputs.protected,
         memory=inputs.memory,
         state=state.rule,
-        num_drafted=None if depth is None else jnp.broadcast_to(drafted, live.shape),
+        num_drafted=None if depth is None else drafted,
     )
-    conclude = _conclude_deferring if spec.deferred_window else _conclude
-    state, output = conclude(spec, state, proposal, seen, acceptance, drafted)
-    if spec.reports_evidence:
-        output = dataclasses.replace(output, draft_tokens=proposal.tokens, evidence=seen)
-    return state, jax.tree.map(lambda leaf: leaf[None], output)
-
-
-def _conclude(
-    spec: RoundSpec,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    acceptance: Acceptance,
-    drafted: Int[Array, ""],
-) -> tuple[DecodeState, RoundOutput]:
-    """Appends what was accepted, and says what the host is told of it."""
+    if spec.draft_stop is not None and state.threshold is not None:
+        adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
+        state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     live = ~state.finished
-    if state.pace is not None:
-        state = dataclasses.replace(state, pace=observe(state.pace, acceptance, live))
-    state, tokens, why, count = settle(spec, state, proposal.tokens, acceptance)
-    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
+    settle = settle_deferring if spec.deferred_window else settle_all
+    state, settled = settle(spec, state, proposal, seen, acceptance, drafted)
     # What an end of text or the limit cuts off is counted nowhere.
-    rescued = (why == Why.RESCUED) & (jnp.arange(why.shape[1]) < count[:, None])
-    return state, RoundOutput(
-        tokens=tokens,
-        why=why,
-        count=count,
-        num_drafted=jnp.where(live, drafted, 0),
-        num_accepted=jnp.minimum(acceptance.num_accepted, count),
-        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
-        finished=state.finished,
-        other=_other(proposal.tokens, seen, why) if spec.reports_mismatches else None,
-        budget=state.rule.budget,
-    )
-
-
-def _conclude_deferring(
-    spec: RoundSpec,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    acceptance: Acceptance,
-    drafted: Int[Array, ""],
-) -> tuple[DecodeState, RoundOutput]:
-    """`_conclude`, where the end of a row may be provisional."""
-    assert state.pace is not None
-    assert state.window is not None
-    live, before, window = ~state.finished, state.length, state.window
-    room = state.limit - state.length
-    whole, new = defer(acceptance, seen, state.pace, room, drafted, spec.deferred_window)
-    pace = observe(state.pace, whole, live)
-    state, _, why, count = settle(spec, state, proposal.tokens, whole)
-    ended = state.finished & live
-    broken = is_broken(window, seen, drafted, count)
-    left = close(
-        window,
-        new,
-        acceptance.next_token,
-        state.tokens,
-        before,
-        (why, _other(proposal.tokens, seen, why)),
-        count,
-        drafted,
-        broken,
-        ended,
-    )
-    rule = state.rule.after(whole, left.charged)
-    if rule.budget is not None:
-        rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_one_of(left.window.replacement, spec.eos_token_ids)
-    ends_anew |= left.length >= state.limit
-    state = dataclasses.replace(
-        state,
-        tokens=left.text,
-        length=left.length,
-        finished=jnp.where(left.rolled_back, ends_anew, state.finished),
-        rule=rule,
-        pace=pace,
-        window=left.window,
-    )
-    settled = jnp.arange(left.why.shape[1]) < left.count[:, None]
-    rescued = settled & (left.why == Why.RESCUED)
-    matched = settled & (left.why == Why.MATCHED)
-    return state, RoundOutput(
-        tokens=left.tokens,
-        why=left.why,
-        count=left.count,
+    counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
+    rescued = counts & (settled.why == Why.RESCUED)
+    matched = counts & (settled.why == Why.MATCHED)
+    output = RoundOutput(
+        tokens=settled.tokens,
+        why=settled.why,
+        count=settled.count,
         num_drafted=jnp.where(live, drafted, 0),
         num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
         num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=proposal.num_passes,
+        num_draft_passes=proposal.num_passes[0],
         finished=state.finished,
-        other=left.other if spec.reports_mismatches else None,
-        budget=rule.budget,
-        rolled_back=left.rolled_back,
+        reports=settled.reports,
+        budget=state.rule.budget,
+        rolled_back=settled.rolled_back,
+        draft_tokens=proposal.tokens if spec.reports_evidence else None,
+        evidence=seen if spec.reports_evidence else None,
     )
-
-
-def _is_one_of(tokens: Int[Array, "*shape"], some: tuple[int, ...]) -> Bool[Array, "*shape"]:
-    none = jnp.zeros(tokens.shape, bool)
-    return functools.reduce(jnp.logical_or, (tokens == one for one in some), none)
+    return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 
 def _verify(
@@ -313,6 +243,7 @@ def _verify(
             proposal.tokens[:, :width],
             None if proposal.logits is None else proposal.logits[:, :width],
             proposal.num_passes,
+            jnp.minimum(proposal.num_drafted, width),
         )
 
         def run(cache: KVCache) -> tuple[TargetEvidence, KVCache]:
@@ -326,7 +257,7 @@ def _verify(
 
     if depth is None:
         return at(spec.num_speculative_tokens)(state.target)
-    return jax.lax.switch(depth, [at(k) for k in spec.depths], state.target)
+    return jax.lax.switch(depth, [at(k) for k in spec.widths], state.target)
 
 
 def gather_evidence(
@@ -340,22 +271,14 @@ def gather_evidence(
     return evidence(
         logits,
         proposal.tokens,
-        entropy=spec.rule.entropy_measure,
+        entropy=spec.entropy_measure,
         sampling=spec.rule.sampling,
         draft_logits=proposal.logits,
         key=key,
+        num_drafted=None if spec.draft_stop is None else proposal.num_drafted,
         layout=target.layout,
         extra=spec.rule.extra,
     )
-
-
-def _other(
-    draft_tokens: Int[Array, "rows draft"], seen: TargetEvidence, why: Int[Array, "rows block"]
-) -> Int[Array, "rows block"]:
-    """Where draft and target disagreed, the token that does not stand there; else -1."""
-    drafted = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
-    conditions = [why == Why.RESCUED.value, why == Why.CORRECTED.value]
-    return jnp.select(conditions, [seen.argmax, drafted], -1).astype(jnp.int32)
 
 
 def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
@@ -366,65 +289,29 @@ def _split(spec: RoundSpec, key: Key[Array, ""]) -> tuple[Array, Array, Array]:
 
 def _propose(
     spec: RoundSpec,
-    draft: Llama | None,
+    drafts: tuple[Llama, ...],
     state: DecodeState,
     key: Key[Array, ""],
     depth: Int[Array, ""] | None,
 ) -> tuple[Draft, DecodeState]:
-    if draft is None or state.draft is None:
+    if not drafts:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(nothing, None, jnp.int32(0)), state
-    proposal, cache = draft_step(
-        draft,
-        state.draft,
+        return Draft(nothing, None, jnp.zeros(1, jnp.int32), jnp.zeros_like(state.length)), state
+    threshold = state.threshold
+    if threshold is not None:
+        threshold = only_live(threshold, ~state.finished)
+    proposal, caches = draft_step(
+        drafts,
+        state.drafts,
         state.tokens,
         state.length,
         spec.num_speculative_tokens,
+        level_speculative_tokens=spec.level_speculative_tokens,
         sampling=spec.rule.sampling,
         lookup=spec.lookup,
         key=key,
-        depth=depth,
+        depth=None if depth is None else drafted_of(depth, spec.depths),
+        stop=spec.draft_stop,
+        threshold=threshold,
     )
-    return proposal, dataclasses.replace(state, draft=cache)
-
-
-def decode_rounds(
-    spec: RoundSpec,
-    target: Llama,
-    draft: Llama | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
-
-    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
-    matrices that are split finely another order in memory than they arrive in, and copies them
-    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
-    dispatched ahead when the last row finishes: it runs, and changes nothing.
-    """
-    one_round = functools.partial(decode_round, spec, target, draft, inputs=inputs)
-    if spec.rounds_per_dispatch == 1 and target.layout is not None:
-        return one_round(state)
-    shapes = jax.eval_shape(one_round, state)[1]
-    empty = jax.tree.map(
-        lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
-    )
-
-    def run(
-        carry: tuple[Array, DecodeState, RoundOutput],
-    ) -> tuple[Array, DecodeState, RoundOutput]:
-        index, state, outputs = carry
-        state, output = one_round(state)
-        outputs = jax.tree.map(
-            lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
-            outputs,
-            output,
-        )
-        return index + 1, state, outputs
-
-    def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
-        index, state, _ = carry
-        return (index < spec.rounds_per_dispatch) & ~jnp.all(state.finished)
-
-    _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
-    return state, outputs
+    return proposal, dataclasses.replace(state, drafts=caches)

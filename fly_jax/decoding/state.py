@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 from fly_jax.decoding.deferral import OpenWindow
 from fly_jax.decoding.depth import Pace
 from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.reports import Reports
 from fly_jax.decoding.rules import RuleState, Why
 from fly_jax.models.cache import KVCache
 
@@ -26,11 +27,12 @@ class DecodeState:
       limit: [rows], length at which a row is done.
       finished: [rows], the row has reached its limit or an end of text.
       target: the target's cache.
-      draft: the draft model's cache, if there is a draft model.
+      drafts: the draft models' caches.
       key: random state.
       rule: what the rule knows of each row.
       pace: how often the draft is accepted; None where neither K nor deferral depends on it.
       window: what is provisional at the end of each row; None where nothing ever is.
+      threshold: [rows], of `EntropyStop`; None where no row's drafting stops early.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -38,11 +40,12 @@ class DecodeState:
     limit: Int[Array, " rows"]
     finished: Bool[Array, " rows"]
     target: KVCache
-    draft: KVCache | None
+    drafts: tuple[KVCache, ...]
     key: Key[Array, ""]
     rule: RuleState
     pace: Pace | None = None
     window: OpenWindow | None = None
+    threshold: Float32[Array, " rows"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -75,11 +78,9 @@ class RoundOutput:
       num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
       num_accepted: [rounds, rows], draft tokens kept, rescued ones included.
       num_rescued: [rounds, rows], mismatches kept.
-      num_draft_passes: [rounds], passes of the draft model.
+      num_draft_passes: [rounds], passes of the first draft model.
       finished: [rounds, rows], after the round.
-      other: [rounds, rows, K + 1], of what draft and target disagreed on, the token that does not
-        stand there: the target's choice at a rescue, the draft's at a correction, else -1; None
-        unless the round is asked to report it.
+      reports: [rounds, rows, K + 1], of each token; None unless the round is asked for them.
       budget: [rounds, rows], risk budget that is left after the round; None without one.
       rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
       draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
@@ -95,7 +96,7 @@ class RoundOutput:
     num_rescued: Int[Array, "rounds rows"]
     num_draft_passes: Int[Array, " rounds"]
     finished: Bool[Array, "rounds rows"]
-    other: Int[Array, "rounds rows block"] | None = None
+    reports: Reports | None = None
     budget: Float32[Array, "rounds rows"] | None = None
     rolled_back: Bool[Array, "rounds rows"] | None = None
     draft_tokens: Int[Array, "rounds rows draft"] | None = None
@@ -106,12 +107,10 @@ def corrections(output: RoundOutput) -> list[tuple[int, int]]:
     """What exact verification would have corrected: pairs of draft token and target's choice.
 
     Args:
-      output: on the host, with `other`.
+      output: of greedy decoding, on the host, with `reports`.
     """
-    other = np.asarray(output.other)
+    assert output.reports is not None
     emitted = np.arange(output.why.shape[2]) < output.count[..., None]
-    rescued = emitted & (output.why == Why.RESCUED)
-    differs = rescued | (emitted & (output.why == Why.CORRECTED))
-    drafted = np.where(rescued, output.tokens, other)[differs]
-    chosen = np.where(rescued, other, output.tokens)[differs]
+    differs = emitted & np.isin(output.why, (Why.RESCUED, Why.CORRECTED))
+    drafted, chosen = output.reports.draft[differs], output.reports.choice[differs]
     return list(zip(drafted.tolist(), chosen.tolist(), strict=True))

@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": "write a checkpoint in a format that loads under any mesh, or as int8",
     "plan": "memory and speed of a pair on a slice of chips, without the slice",
     "calibrate": "fill the memory of corrections that the rule csd looks things up in",
+    "audit": "sum up what generate --audit wrote of every mismatch, or show it as a page",
     "train": "train the pair that ships with the package",
 }
 

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         print(_HELP.format(flags=flags.help()))
         return
     _check_flags(values)
-    if values.target is not None and values.draft is None:
+    if values.target is not None and not values.draft:
         raise FlyJaxError(
             "--target was given without --draft, and without a draft model there is nothing to "
             "correct; give --draft."
@@ -209,7 +209,8 @@ def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
     def models() -> str:
         if process_id() != 0:
             return ""
-        draft = embedded_pair()[1] if values.draft is None else resolve(values.draft)
+        # What the draft models below the first one are does not change a token.
+        draft = resolve(values.draft[0]) if values.draft else embedded_pair()[1]
         return " ".join([identity(reading.target), identity(draft), str(values.dtype)])
 
     path, which = Path(values.memory), share(together(models))

@@ -103,22 +103,44 @@ class Flags:
         Raises:
           FlyJaxError: an unknown flag, a value that is not allowed, or an argument that is no flag.
         """
-        advice = f"see python -m fly_jax.launch {self.command} --help"
-        try:
-            rest = self.values([self.command, *arguments])[1:]
-        except flags.UnrecognizedFlagError as error:
-            close = difflib.get_close_matches(error.flagname, list(self.values), n=1)
-            hint = f"did you mean --{close[0]}" if close else advice
-            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
-        except flags.Error as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {advice}.") from error
+        rest = self._rest(arguments)
         if rest:
             raise FlyJaxError(
                 f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
-                f"{advice}."
+                f"{self._advice}."
             )
         return self.values
+
+    def parse_with_file(self, arguments: Sequence[str]) -> tuple[flags.FlagValues, str | None]:
+        """The flags' values, and the one argument that is no flag, wherever it stands.
+
+        Raises:
+          FlyJaxError: an unknown flag, a value that is not allowed, or several such arguments.
+        """
+        self.values.set_gnu_getopt(True)
+        rest = self._rest(arguments)
+        if len(rest) > 1:
+            raise FlyJaxError(
+                f"{self.command} takes one file and was given {len(rest)}, '{rest[0]}' and "
+                f"'{rest[1]}' among them; {self._advice}."
+            )
+        return self.values, rest[0] if rest else None
+
+    @property
+    def _advice(self) -> str:
+        return f"see python -m fly_jax.launch {self.command} --help"
+
+    def _rest(self, arguments: Sequence[str]) -> list[str]:
+        """Parses the flags, and returns what is none."""
+        try:
+            return self.values([self.command, *arguments])[1:]
+        except flags.UnrecognizedFlagError as error:
+            close = difflib.get_close_matches(error.flagname, list(self.values), n=1)
+            hint = f"did you mean --{close[0]}" if close else self._advice
+            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
+        except flags.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {self._advice}.") from error
 
     def help(self) -> str:
         """Every flag with its default, in its group."""
@@ -148,7 +170,11 @@ def add_model_flags(into: Flags) -> None:
     """Adds the flags that name a target and a draft, their mesh and their type."""
     group = "Models"
     into.string(group, "target", None, "folder or hub id of the model whose text is wanted")
-    into.string(group, "draft", None, "folder or hub id of the model that proposes")
+    into.strings(
+        group, "draft",
+        "folder or hub id of the model that proposes; may be given several times, the first "
+        "proposing to the target and each other one to the one before it",
+    )  # fmt: skip
     into.string(
         group, "mesh", "1x1",
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
@@ -190,6 +216,16 @@ def add_decoding_flags(into: Flags) -> None:
         group, "num_speculative_tokens", "auto",
         f"draft tokens of a round (K); {default.num_speculative_tokens} if not given, auto to "
         "choose K for each round from what is accepted and what a round takes",
+    )  # fmt: skip
+    into.integer(
+        group, "level_speculative_tokens", None,
+        "draft tokens that each draft model but the first proposes at a time; "
+        f"{default.level_speculative_tokens} if not given",
+    )  # fmt: skip
+    into.choice(
+        group, "draft_stop", None, ("never", "entropy"),
+        "whether a round drafts fewer than K tokens where the draft model is in doubt; "
+        f"{default.draft_stop} if not given",
     )  # fmt: skip
     into.number(
         group, "entropy_threshold", None,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodeConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch.auditing import Auditor, add_audit_flags, auditing, check_audit
 from fly_jax.launch.flags import (
     Flags,
     add_decoding_flags,
@@ -26,7 +27,7 @@ from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, 
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.decoder import Decoder, Generation
+    from fly_jax.decoding.decoder import Decoder, Generation, Settled
     from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
     from fly_jax.decoding.round import RoundSpec
@@ -70,6 +71,7 @@ def _run(values: FlagValues) -> None:
     from fly_jax.sharding.processes import together
 
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
+    together(lambda: check_audit(values))
     config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
     reading = read(values, config, prompts)
     memory = together(lambda: _memory(values, config, reading.tokenizer))
@@ -115,6 +117,7 @@ def _flags() -> Flags:
     flags.strings("Prompts", "prompt", "what to continue; may be given several times")
     add_prompt_flags(flags, "Prompts")
     add_decoding_flags(flags)
+    add_audit_flags(flags)
     add_process_flags(flags)
     group = "Output"
     flags.boolean(
@@ -136,7 +139,7 @@ def _has_prompts(values: FlagValues) -> bool:
 
 
 def _has_draft(values: FlagValues) -> bool:
-    return values.target is None or values.draft is not None
+    return values.target is None or bool(values.draft)
 
 
 def _prompts(values: FlagValues) -> list[Prompt]:
@@ -183,7 +186,7 @@ def _generate(
     from fly_jax.decoding.decoder import capacity_for
 
     ids = reading.ids
-    spec = _spec(pair, config)
+    spec = _spec(pair, config, audits=values.audit is not None)
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
         spec,
@@ -193,8 +196,12 @@ def _generate(
         memory=None if memory is None else memory.copy(),
     )
     decoder.warm_up(ids[:1])  # so that no prompt's speed has the compilation in it
-    with _learning(values, config, decoder):
-        _show(values, config, pair, decoder, reading)
+    texts = [prompt.text for prompt in reading.prompts]
+    with (
+        _learning(values, config, decoder),
+        auditing(values, config, pair, decoder, texts, ids) as auditor,
+    ):
+        _show(values, config, pair, decoder, reading, auditor)
 
 
 @contextlib.contextmanager
@@ -210,53 +217,75 @@ def _learning(values: FlagValues, config: DecodeConfig, decoder: Decoder) -> Ite
 
 
 def _show(
-    values: FlagValues, config: DecodeConfig, pair: Pair, decoder: Decoder, reading: Reading
+    values: FlagValues,
+    config: DecodeConfig,
+    pair: Pair,
+    decoder: Decoder,
+    reading: Reading,
+    auditor: Auditor | None,
 ) -> None:
     """Writes every continuation."""
     from fly_jax.launch.view import TextView, legend, wants_colour
 
-    prompts, ids = reading.prompts, reading.ids
+    texts, ids = [prompt.text for prompt in reading.prompts], reading.ids
     if values.json:
-        for index, account in enumerate(_in_order(values, decoder, ids)):
-            record = _record(pair, config, prompts[index].text, account)
-            print(json.dumps(record), flush=True)
+        for index, account in enumerate(_in_order(values, decoder, ids, auditor)):
+            print(json.dumps(_record(pair, config, texts[index], account)), flush=True)
         return
     if wants_colour(sys.stdout):
         print(legend(), end="\n\n")
     view = TextView(sys.stdout, pair.tokenizer)
     for first in range(0, len(ids), decoder.batch_size):
-        batch = ids[first : first + decoder.batch_size]
-        view.begin([prompt.text for prompt in prompts[first : first + len(batch)]])
+        view.begin(texts[first : first + decoder.batch_size])
         finished: dict[int, Generation] = {}
-        for settled, account in decoder.stream(
-            batch, values.max_new_tokens, seed=values.seed + first
-        ):
-            view.push(settled.row, settled.token_ids, settled.why, done=bool(settled.finish_reason))
-            if settled.finish_reason:
+        for settled, account in _stream(values, decoder, ids, first, auditor):
+            done = bool(settled.finish_reason)
+            view.push(settled.row, settled.token_ids, settled.why, done=done)
+            if done:
                 finished[settled.row] = account
         for row in sorted(finished):
             say(_summary(first + row + 1, len(ids), finished[row]))
 
 
-def _spec(pair: Pair, config: DecodeConfig) -> RoundSpec:
+def _stream(
+    values: FlagValues,
+    decoder: Decoder,
+    ids: list[list[int]],
+    first: int,
+    auditor: Auditor | None,
+) -> Iterator[tuple[Settled, Generation]]:
+    """The tokens of the batch that begins at `first`; once all are there they are audited."""
+    batch = ids[first : first + decoder.batch_size]
+    finished: dict[int, Generation] = {}
+    for settled, account in decoder.stream(batch, values.max_new_tokens, seed=values.seed + first):
+        if settled.finish_reason:
+            finished[settled.row] = account
+        yield settled, account
+    if auditor is not None:
+        auditor.add(first, finished)
+
+
+def _spec(pair: Pair, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
     return pair.spec(
         config.to_rule(),
         config.num_drafted,
         config.to_lookup(),
         learns=config.csd_online,
+        audits=audits,
         boundary=config.round_boundary,
+        level_speculative_tokens=config.level_speculative_tokens,
+        draft_stop=config.to_draft_stop(),
     )
 
 
-def _in_order(values: FlagValues, decoder: Decoder, ids: list[list[int]]) -> Iterator[Generation]:
+def _in_order(
+    values: FlagValues, decoder: Decoder, ids: list[list[int]], auditor: Auditor | None
+) -> Iterator[Generation]:
     """Each prompt's account as soon as it and those before it are done."""
     for first in range(0, len(ids), decoder.batch_size):
-        batch = ids[first : first + decoder.batch_size]
         finished: dict[int, Generation] = {}
         given = 0
-        for settled, account in decoder.stream(
-            batch, values.max_new_tokens, seed=values.seed + first
-        ):
+        for settled, account in _stream(values, decoder, ids, first, auditor):
             if settled.finish_reason:
                 finished[settled.row] = account
             while given in finished:
@@ -280,6 +309,7 @@ def _record(
         "num_draft_tokens": account.num_draft_tokens,
         "num_accepted_tokens": account.num_accepted_tokens,
         "num_rescued_tokens": account.num_rescued_tokens,
+        "num_rollbacks": account.num_rollbacks,
         "tokens_per_second": account.tokens_per_second,
         "why": "".join(why.letter for why in account.why),
         **risk,
@@ -302,7 +332,7 @@ def _compare(
     memory: CorrectionMemory | None,
     reading: Reading,
 ) -> None:
-    """Ends with the table of the three rules."""
+    """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare
     from fly_jax.training.problems import is_correct
 
@@ -312,15 +342,16 @@ def _compare(
         return None if problem is None or values.target else is_correct(problem, text)
 
     say(f"Comparing the rules on {len(reading.ids)} prompts, {values.batch_size} at a time ...")
+    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in config.side_by_side()}
     comparison = compare(
         pair,
         reading.ids,
-        {f"{one.rule} (K = {one.num_drafted})": _spec(pair, one) for one in config.side_by_side()},
+        {name: _spec(pair, one) for name, one in rules.items()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,
         check=check,
-        protect=config.protect,
+        protect={name: one.protect for name, one in rules.items()},
         memory=memory,
     )
     print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

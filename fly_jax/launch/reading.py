@@ -55,7 +55,7 @@ def base_config(values: FlagValues) -> DecodeConfig:
     """What the flags are laid over: the file that is named, or what suits the embedded pair."""
     if values.config:
         return load_config(Path(values.config))
-    if values.target is None and values.draft is None:
+    if values.target is None and not values.draft:
         return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
     return DecodeConfig()
 
@@ -129,6 +129,7 @@ def _refuse(values: FlagValues, error: FlyJaxError) -> None:
 def _check_sizes(config: DecodeConfig, context: int) -> None:
     sizes = {
         "num_speculative_tokens": config.most_drafted,
+        "level_speculative_tokens": config.level_speculative_tokens,
         "prompt_lookup_max": config.prompt_lookup_max,
         "prompt_lookup_tokens": config.prompt_lookup_tokens,
     }

@@ -10,16 +10,17 @@ from typing import TextIO
 from fly_jax.decoding.rules import Why
 from fly_jax.models.tokenizer import TextStream, Tokenizer
 
-_STYLES = {
-    Why.MATCHED: ("32", "matched"),
-    Why.RESCUED: ("1;4;33", "rescued mismatch"),
-    Why.CORRECTED: ("31", "target's correction"),
-    Why.BONUS: ("36", "bonus token"),
+WORDS = {
+    Why.MATCHED: "matched",
+    Why.RESCUED: "rescued mismatch",
+    Why.CORRECTED: "target's correction",
+    Why.BONUS: "bonus token",
 }
+_STYLES = {Why.MATCHED: "32", Why.RESCUED: "1;4;33", Why.CORRECTED: "31", Why.BONUS: "36"}
 _DIM = "2"
 
 # A model may write what a terminal obeys.
-_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def wants_colour(stream: TextIO) -> bool:
@@ -34,7 +35,7 @@ def painted(text: str, style: str) -> str:
 
 def legend() -> str:
     """One line that says what each colour means."""
-    return "  ".join(painted(word, style) for style, word in _STYLES.values())
+    return "  ".join(painted(word, _STYLES[why]) for why, word in WORDS.items())
 
 
 @dataclasses.dataclass
@@ -78,7 +79,7 @@ class TextView:
         """Takes settled tokens of a row; `done` with its last ones."""
         state = self._rows[row]
         for token_id, reason in zip(token_ids, why, strict=True):
-            state.waiting += self._shown(state.stream.push([token_id]), _STYLES[reason][0])
+            state.waiting += self._shown(state.stream.push([token_id]), _STYLES[reason])
         if done:
             state.done = True
             state.waiting += state.stream.finish() + "\n\n"
@@ -96,7 +97,7 @@ class TextView:
                 self._write(self._rows[self._current].heading)
 
     def _shown(self, text: str, style: str) -> str:
-        text = text.translate(_CONTROLS) if self._terminal else text
+        text = text.translate(CONTROLS) if self._terminal else text
         return painted(text, style) if self._colour else text
 
     def _write(self, text: str) -> None:

@@ -66,6 +66,10 @@ class Tokenizer:
         stream = TextStream(self, skip_special_tokens)
         return stream.push(ids) + stream.finish()
 
+    def token_text(self, token_id: int) -> str:
+        """What one token spells by itself, within a text; U+FFFD for a part of a character."""
+        return self.vocabulary.token_bytes(token_id, False).decode("utf-8", "replace")
+
     def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
         """Each token's own text; joined they are `decode` of all.
 

@@ -109,7 +109,7 @@ def compiled_steps(
     alone = Decoder(
         models[0], None, RoundSpec(Exact(), 0, None, ends), capacity=capacity, batch_size=rows
     )
-    lowered = alone.lower_rounds(dataclasses.replace(state, draft=None))
+    lowered = alone.lower_rounds(dataclasses.replace(state, drafts=()))
     yield _compile("autoregressive", lowered, target.layout)[0]
 
 
@@ -156,9 +156,10 @@ def _lower_draft(draft: Llama, state: DecodeState, num_drafted: int) -> Lowered:
         cache: KVCache, parameters: Parameters, text: Array, length: Array, key: Array
     ) -> tuple[Draft, KVCache]:
         model = Llama(draft.config, parameters, draft.layout)
-        return draft_step(model, cache, text, length, num_drafted, key=key)
+        proposal, (cache,) = draft_step((model,), (cache,), text, length, num_drafted, key=key)
+        return proposal, cache
 
-    return step.lower(state.draft, draft.parameters(), state.tokens, state.length, state.key)
+    return step.lower(state.drafts[0], draft.parameters(), state.tokens, state.length, state.key)
 
 
 def _lower_verify(

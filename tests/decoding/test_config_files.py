@@ -111,6 +111,17 @@ def test_side_by_side() -> None:
     assert [one.num_drafted for one in drawn] == [0, 9, 9]
 
 
+def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
+    config = DecodeConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
+    rules = [one.to_rule() for one in config.side_by_side()]
+    assert rules == [Exact(), Exact(), Fly(window_size=3), Budget(Margin(), 2)]
+    assert [one.num_drafted for one in config.side_by_side()] == [0, 4, 4, 4]
+    small = dataclasses.replace(config, num_speculative_tokens=3)
+    assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
+    deferring = DecodeConfig(boundary="defer", num_speculative_tokens=6)
+    assert [one.rule for one in deferring.side_by_side()] == ["autoregressive", "exact", "fly"]
+
+
 def test_a_window_that_does_not_fit() -> None:
     with pytest.raises(FlyJaxError, match="window_size=6"):
         DecodeConfig(num_speculative_tokens=6).to_rule()

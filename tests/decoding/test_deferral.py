@@ -132,7 +132,7 @@ def decode(
     rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
     lookup: Lookup | None = None, rows: int = 3,
 ) -> list[Generation]:  # fmt: skip
-    spec = RoundSpec(rule, k, lookup, EOS, boundary="defer", rounds_per_dispatch=2)
+    spec = RoundSpec(rule, k, lookup, EOS, boundary="defer", rounds_per_dispatch=2, audits=True)
     decoder = Decoder(
         random_target(pair), random_draft(pair, noise), spec, capacity=CAPACITY, batch_size=rows
     )
@@ -160,6 +160,9 @@ def test_equals_the_plain_walk(
         assert account.num_rounds == plain.rounds
         assert account.num_rollbacks == plain.rollbacks
         assert account.num_rescued_tokens == plain.why.count("r")
+        deferred = [report.why.letter for report in account.reports if report.deferred]
+        assert deferred.count("c") == plain.rollbacks
+        assert deferred.count("r") == plain.deferred - plain.rollbacks
 
 
 def test_windows_are_deferred_completed_and_rolled_back() -> None:

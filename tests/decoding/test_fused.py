@@ -78,8 +78,8 @@ def foreign_engine(
         draft_key = verify_key = key
         if rule.sampling is not None:
             key, draft_key, verify_key = jax.random.split(key, 3)
-        proposal, draft_cache = draft_alone(
-            draft, draft_cache, text, length, num_speculative_tokens=DRAFTED,
+        proposal, (draft_cache,) = draft_alone(
+            (draft,), (draft_cache,), text, length, num_speculative_tokens=DRAFTED,
             sampling=rule.sampling, lookup=lookup, key=draft_key,
         )  # fmt: skip
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)

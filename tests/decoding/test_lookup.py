@@ -104,9 +104,10 @@ def drafted(
     # Nothing of the future, so that what a pass writes can be seen.
     written = jnp.arange(text.shape[1])[:, None] < length[:, None, None, None] - 1
     cache = KVCache(jnp.where(written, cache.keys, 0), jnp.where(written, cache.values, 0), length)
-    return draft_step(
-        model, cache, text, length, DRAFTED, sampling=sampling, lookup=lookup, key=key
+    proposal, (cache,) = draft_step(
+        (model,), (cache,), text, length, DRAFTED, sampling=sampling, lookup=lookup, key=key
     )
+    return proposal, cache
 
 
 def draft(
@@ -142,7 +143,7 @@ def test_a_lookup_that_finds_nothing_costs_nothing() -> None:
     prompts = without_repeats()
     plain, plain_cache = draft(prompts, None, pair=VARIED)
     looked, cache = draft(prompts, Lookup(), pair=VARIED)
-    assert int(looked.num_passes) == int(plain.num_passes) == DRAFTED
+    assert int(looked.num_passes[0]) == int(plain.num_passes[0]) == DRAFTED
     assert looked.tokens.tolist() == plain.tokens.tolist()
     # No pass fed more than the one token that it had to.
     assert positions_written(cache) == positions_written(plain_cache) == [DRAFTED + 1] * ROWS
@@ -155,7 +156,7 @@ def test_a_lookup_that_is_right_saves_passes() -> None:
     prompts = [[*prompt, *new] for prompt, new in zip(prompts, said, strict=True)]
     looked, cache = draft(prompts, Lookup(), pair=REPETITIVE)
     assert looked.tokens.tolist() == greedy(random_target(REPETITIVE), prompts, DRAFTED)
-    assert int(looked.num_passes) < DRAFTED
+    assert int(looked.num_passes[0]) < DRAFTED
     assert min(positions_written(cache)) > len(prompts[0]) + DRAFTED - 1
 
 
@@ -172,7 +173,7 @@ def test_lookup_changes_no_draft_token(prompts: list[list[int]], pair: int) -> N
     looked, _ = draft(prompts, Lookup(), pair=pair)
     model = random_target(pair)
     assert looked.tokens.tolist() == greedy(model, prompts, DRAFTED)
-    assert 1 <= int(looked.num_passes) <= DRAFTED
+    assert 1 <= int(looked.num_passes[0]) <= DRAFTED
 
 
 @pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=3)])

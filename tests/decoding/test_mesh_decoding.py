@@ -13,7 +13,7 @@ import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.decoder import Decoder, Generation
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Margin, Typical
@@ -29,12 +29,14 @@ SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 3, None, EOS),
     "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
+    "levels": RoundSpec(Fly(window_size=1), 3, None, EOS, level_speculative_tokens=(2,)),
     "all": RoundSpec(
         Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin("runner_up")), 2.0, 9.0, 2),
         3,
         None,
         EOS,
         reports_mismatches=True,
+        audits=True,
     ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
@@ -50,6 +52,7 @@ CASES = [
     ("2x2x2", "fly", "tensor_long", "tensor_whole"),
     ("4x2", "fly", "tensor_long", "narrow_whole"),
     ("2x2x2", "all", "tensor", "replicated"),
+    ("2x2x2", "levels", "tensor", "narrow"),
 ]
 
 
@@ -73,13 +76,14 @@ def decoder_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
 ) -> Decoder:
     target, draft = pair()
+    drafts = [draft, random_draft(2, 0.4, LARGE)][: 1 + len(SPECS[name].level_speculative_tokens)]
     if mesh is not None:
         devices = create_mesh(parse_mesh(mesh))
         target = placed(target, Layout(devices, RULES[target_rules]))
-        draft = placed(draft, Layout(devices, RULES[draft_rules]))
+        drafts = [placed(one, Layout(devices, RULES[draft_rules])) for one in drafts]
     return Decoder(
         target,
-        draft,
+        drafts,
         SPECS[name],
         capacity=CAPACITY,
         batch_size=ROWS,
@@ -88,9 +92,9 @@ def decoder_on(
 
 
 @functools.cache
-def on_one_device(name: str) -> list[list[int]]:
+def on_one_device(name: str) -> list[Generation]:
     decoder = decoder_on(None, name)
-    return [row.token_ids for batch in BATCHES for row in decoder.generate(batch, MAX_NEW_TOKENS)]
+    return [row for batch in BATCHES for row in decoder.generate(batch, MAX_NEW_TOKENS)]
 
 
 def test_every_layout_is_decoded_with() -> None:
@@ -107,10 +111,16 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for batch in BATCHES:
             compiled = _compiled(caplog)
-            found += [row.token_ids for row in decoder.generate(batch, MAX_NEW_TOKENS)]
+            found += decoder.generate(batch, MAX_NEW_TOKENS)
     assert any("_run" in message for message in compiled), "compilations go uncounted"
     assert _compiled(caplog) == []
-    assert found == expected
+    for row, other in zip(found, expected, strict=True):
+        assert row.token_ids == other.token_ids
+        for report, alone in zip(row.reports, other.reports, strict=True):
+            assert dataclasses.astuple(report) == pytest.approx(
+                dataclasses.astuple(alone), abs=1e-4
+            )
+    assert all(bool(row.reports) == (name == "all") for row in found)
 
 
 def _compiled(caplog: pytest.LogCaptureFixture) -> list[str]:

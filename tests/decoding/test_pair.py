@@ -29,7 +29,7 @@ def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> 
 
 
 def test_a_pair_without_a_draft_takes_any_rule(pair: Pair) -> None:
-    alone = Pair(pair.target, None, pair.tokenizer)
+    alone = Pair(pair.target, (), pair.tokenizer)
     (with_fly,) = generate(alone, PROMPTS[:1], rule=Fly(), max_new_tokens=8)
     (plain,) = generate(alone, PROMPTS[:1], max_new_tokens=8)
     assert with_fly.token_ids == plain.token_ids

@@ -15,6 +15,7 @@ from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Fly, Rule, Sampled
 from fly_jax.decoding.sampling import Sampling
+from fly_jax.decoding.stopping import EntropyStop
 
 # A small vocabulary, so that every token is drawn often enough to be counted.
 SMALL = dataclasses.replace(CONFIG, vocab_size=8, eos_token_ids=())
@@ -26,12 +27,13 @@ SAMPLING = Sampling(0.9, top_k=6)
 
 
 def decode(
-    rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0
-) -> list[Generation]:
+    rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0,
+    draft_stop: EntropyStop | None = None,
+) -> list[Generation]:  # fmt: skip
     decoder = Decoder(
         random_target(5, SMALL, SHARPNESS),
         random_draft(5, noise, SMALL, SHARPNESS),
-        RoundSpec(rule, 3, lookup),
+        RoundSpec(rule, 3, lookup, draft_stop=draft_stop),
         capacity=CAPACITY,
         batch_size=ROWS,
     )
@@ -57,10 +59,17 @@ def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
     return float(scipy.stats.chisquare(observed, expected).pvalue)
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
-def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
+@pytest.mark.parametrize(
+    ("lookup", "stop"),
+    [(None, None), (Lookup(max_ngram=1, num_tokens=2), None), (None, EntropyStop(first=0.45))],
+)
+def test_tokens_have_the_targets_distribution(
+    lookup: Lookup | None, stop: EntropyStop | None
+) -> None:
     rule = Sampled(SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p)
-    rows = decode(rule, lookup, noise=1.0, draws=DRAWS, count=3)
+    rows = decode(rule, lookup, noise=1.0, draws=DRAWS, count=3, draft_stop=stop)
+    drafted = sum(row.num_draft_tokens for row in rows) / sum(row.num_rounds for row in rows)
+    assert drafted == 3 if stop is None else 1.2 < drafted < 2.8
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"
     assert goodness_of_fit([row.token_ids[0] for row in rows], probabilities(PROMPT)) > 1e-3

@@ -18,14 +18,20 @@ from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Sampled
+from fly_jax.decoding.stopping import EntropyStop
 
 SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 4, None, EOS),
     "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
+    "levels": RoundSpec(
+        Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
+    ),
+    "stops": RoundSpec(Fly(window_size=2), 6, Lookup(), EOS, draft_stop=EntropyStop()),
     "sampled": RoundSpec(Sampled(0.7, top_p=0.9), 5, None, EOS),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
     "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),
+    "audited": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer", audits=True),
     "csd, depths": RoundSpec(Csd(1e-6), 5, None, EOS, depths=(2, 5), reports_mismatches=True),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
@@ -56,7 +62,7 @@ def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
     return Decoder(
         random_target(1),
-        random_draft(1, 0.2),
+        [random_draft(1, 0.2 + level) for level in range(1 + len(spec.level_speculative_tokens))],
         spec,
         capacity=capacity,
         batch_size=2,
@@ -126,7 +132,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     decoder_for(SPECS[name], UNSHARED).generate(prompts, max_new_tokens, seed=seed)
     assert len(states) > 2
     for state in states:
-        caches = [state.target] + ([state.draft] if state.draft else [])
+        caches = [state.target, *state.drafts]
         assert state.tokens.is_deleted()
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 

@@ -120,3 +120,7 @@ def test_broken_draft(
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     assert "300" in refused(*flags)
+    # The same below a good draft, and before any weight is read.
+    assert "300" in refused(flags[0], f"--draft={tiny_pair[1]}", f"--draft={draft}", "--prompt=x")
+    assert "at least 1" in refused(*flags, "--level_speculative_tokens=0")
+    assert "entropy" in refused(*flags, "--draft_stop=sometimes")

@@ -34,6 +34,19 @@ def records(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[di
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_several_drafts(
+    models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target as a draft below the draft: the same text."""
+    below = [f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2"]
+    found = records(capsys, [*models, *below, *given(*PROMPTS)])
+    alone = records(capsys, [*models, *given(*PROMPTS)])
+    kept = ("token_ids", "why", "num_rounds")
+    assert [[record[key] for key in kept] for record in found] == [
+        [record[key] for key in kept] for record in alone
+    ]
+
+
 def test_json_objects(
     models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

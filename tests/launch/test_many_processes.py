@@ -50,7 +50,9 @@ def test_process_0_reads_the_prompts_and_is_heard(
     given = [f"--prompt={prompt}" for prompt in prompts]
     assert main([*models, *SIZES, *given]) == 0
     expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    audit = tmp_path / "audit.jsonl"
     arguments = [*models, *SIZES, "--prompts_file=-", "--mesh=data=2,x=2", "--batch_size=2"]
+    arguments.append(f"--audit={audit}")
     job = Job(tmp_path, arguments, 2, stdin="\n".join(prompts))
     assert job.statuses() == [0, 0], job.err(0) + job.err(1)
     found = [json.loads(line) for line in job.out(0).splitlines()]
@@ -60,6 +62,9 @@ def test_process_0_reads_the_prompts_and_is_heard(
     assert "4 simulated devices (CPU) as mesh data=2,x=2 over 2 processes" in job.err(0)
     assert job.out(1) == ""
     assert job.err(1) == ""
+    events = [json.loads(line) for line in audit.read_text().splitlines()]
+    texts = [one["prompt_text"] for one in events if one["event"] == "prompt"]
+    assert texts == prompts
 
 
 def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:

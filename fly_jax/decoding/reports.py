@@ -1,0 +1,158 @@
+"""What is known of every settled token: from the device, and as one object per token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+
+from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.rules import Why
+
+_NO_DRAFT = -1
+_T = TypeVar("_T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reports:
+    """What draft, target and rule said at the position of each token; a few numbers, no logits.
+
+    Attributes:
+      draft: what was drafted there; -1 at a bonus token, which has no draft token.
+      choice: the target's most probable token.
+      draft_log_prob: in nats, in the target's plain softmax; -inf where nothing was drafted.
+      choice_log_prob: the same of the target's choice.
+      entropy: `TargetEvidence.entropy`.
+      verdict: `Why` of the draft token as the rule decided; `Why.BONUS` where there is none.
+      deferred: the token's window was left open at the end of its block; None where none ever is.
+    """
+
+    draft: Int32[Array, "*rows tokens"]
+    choice: Int32[Array, "*rows tokens"]
+    draft_log_prob: Float32[Array, "*rows tokens"]
+    choice_log_prob: Float32[Array, "*rows tokens"]
+    entropy: Float32[Array, "*rows tokens"]
+    verdict: Int8[Array, "*rows tokens"]
+    deferred: Bool[Array, "*rows tokens"] | None
+
+
+def report(
+    draft_tokens: Int[Array, "rows draft"],
+    seen: TargetEvidence,
+    verdict: Int[Array, "rows draft"],
+    why: Int[Array, "rows block"],
+    deferred: Bool[Array, "rows draft"] | None = None,
+) -> Reports:
+    """The reports of a block.
+
+    Args:
+      draft_tokens: what was drafted.
+      seen: the target's evidence of it.
+      verdict: of the rule.
+      why: the block's tokens stand there.
+      deferred: mismatches whose window is left open.
+    """
+    is_bonus, pad = why == Why.BONUS.value, ((0, 0), (0, 1))
+    return Reports(
+        draft=jnp.where(is_bonus, _NO_DRAFT, jnp.pad(draft_tokens, pad)).astype(jnp.int32),
+        choice=seen.argmax,
+        draft_log_prob=seen.draft_logit - seen.log_sum_exp,
+        choice_log_prob=seen.argmax_logit - seen.log_sum_exp,
+        entropy=seen.entropy,
+        verdict=jnp.where(is_bonus, Why.BONUS.value, jnp.pad(verdict, pad)).astype(jnp.int8),
+        deferred=None if deferred is None else jnp.pad(deferred, pad),
+    )
+
+
+def no_reports(rows: int, tokens: int) -> Reports:
+    """Room for the reports of provisional tokens, of which there are none yet."""
+    ids = jnp.zeros((rows, tokens), jnp.int32)
+    numbers = jnp.zeros((rows, tokens), jnp.float32)
+    no = jnp.zeros((rows, tokens), bool)
+    return Reports(ids, ids, numbers, numbers, numbers, no.astype(jnp.int8), no)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenReport:
+    """One settled token, and what draft, target and rule said at its position.
+
+    Attributes:
+      token_id: the token.
+      why: it stands there.
+      draft_id: what was drafted there; None at a bonus token.
+      choice_id: the target's most probable token.
+      draft_probability: in the target's plain softmax, whatever the temperature; None without a
+        draft token.
+      choice_probability: the same of the target's choice.
+      entropy: of the target there, in the measure of `RoundSpec.entropy_measure`.
+      regret: how much more probable the target finds its choice than the draft token, as a
+        difference of logarithms, in nats; None without a draft token.
+      verdict: what the rule decided of the draft token; `Why.BONUS` where there is none. A token
+        that was deferred has `Why.REFUSED_BOUNDARY`.
+      deferred: its window was left open at the end of its block. It then held if the token is
+        rescued, and failed if it is corrected.
+    """
+
+    token_id: int
+    why: Why
+    draft_id: int | None
+    choice_id: int
+    draft_probability: float | None
+    choice_probability: float
+    entropy: float
+    regret: float | None
+    verdict: Why
+    deferred: bool
+
+    @property
+    def refused_by(self) -> Why | None:
+        """What refused the draft token of a corrected position; None at any other."""
+        if self.why != Why.CORRECTED:
+            return None
+        return Why.REFUSED_WINDOW if self.deferred else self.verdict
+
+
+def token_reports(
+    token_ids: tuple[int, ...], why: tuple[Why, ...], reports: Reports, at: tuple[int, int]
+) -> list[TokenReport]:
+    """The reports of what one round settles in one row.
+
+    Args:
+      token_ids: the tokens.
+      why: they stand there.
+      reports: of a dispatch, on the host.
+      at: index of the round and of the row.
+    """
+
+    def column(leaf: Array) -> list[Any]:
+        values: list[Any] = np.asarray(leaf[at])[: len(token_ids)].tolist()
+        return values
+
+    has_draft = [draft != _NO_DRAFT for draft in column(reports.draft)]
+    draft_log, choice_log = column(reports.draft_log_prob), column(reports.choice_log_prob)
+    never = [False] * len(token_ids)
+    columns = (
+        token_ids,
+        why,
+        _known(has_draft, column(reports.draft)),
+        column(reports.choice),
+        _known(has_draft, map(math.exp, draft_log)),
+        map(math.exp, choice_log),
+        column(reports.entropy),
+        _known(has_draft, map(operator.sub, choice_log, draft_log)),
+        map(Why, column(reports.verdict)),
+        never if reports.deferred is None else column(reports.deferred),
+    )
+    return [TokenReport(*row) for row in zip(*columns, strict=True)]
+
+
+def _known(where: Sequence[bool], values: Iterable[_T]) -> list[_T | None]:
+    return [value if known else None for known, value in zip(where, values, strict=True)]

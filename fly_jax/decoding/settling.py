@@ -1,0 +1,144 @@
+"""The end of a round: what the rule keeps is appended to the rows, and most of it settles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from fly_jax.decoding.deferral import close, defer, is_broken
+from fly_jax.decoding.depth import observe
+from fly_jax.decoding.drafting import Draft
+from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.reports import Reports, report
+from fly_jax.decoding.rules import Acceptance, Why
+from fly_jax.decoding.state import DecodeState
+
+if TYPE_CHECKING:
+    from fly_jax.decoding.round import RoundSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """What a round settles, as `RoundOutput` has it."""
+
+    tokens: Int[Array, "rows width"]
+    why: Int[Array, "rows width"]
+    count: Int[Array, " rows"]
+    reports: Reports | None
+    rolled_back: Bool[Array, " rows"] | None = None
+
+
+def settle_all(
+    spec: RoundSpec,
+    state: DecodeState,
+    proposal: Draft,
+    seen: TargetEvidence,
+    acceptance: Acceptance,
+    drafted: Int[Array, " rows"],
+) -> tuple[DecodeState, Emitted]:
+    """Appends what was accepted."""
+    if state.pace is not None:
+        pace = observe(state.pace, acceptance, ~state.finished)
+        state = dataclasses.replace(state, pace=pace)
+    state, tokens, why, count = append(spec, state, proposal.tokens, acceptance)
+    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
+    reports = report(proposal.tokens, seen, acceptance.why, why) if spec.reports else None
+    return state, Emitted(tokens, why, count, reports)
+
+
+def settle_deferring(
+    spec: RoundSpec,
+    state: DecodeState,
+    proposal: Draft,
+    seen: TargetEvidence,
+    acceptance: Acceptance,
+    drafted: Int[Array, " rows"],
+) -> tuple[DecodeState, Emitted]:
+    """`settle_all`, where the end of a row may be provisional."""
+    assert state.pace is not None
+    assert state.window is not None
+    live, before, window = ~state.finished, state.length, state.window
+    room = state.limit - state.length
+    whole, new = defer(acceptance, seen, state.pace, room, drafted, spec.deferred_window)
+    pace = observe(state.pace, whole, live)
+    state, _, why, count = append(spec, state, proposal.tokens, whole)
+    ended = state.finished & live
+    broken = is_broken(window, seen, drafted, count)
+    reports = None
+    if spec.reports:
+        deferred = new.is_new[:, None] & (acceptance.why == Why.REFUSED_BOUNDARY)
+        verdict = jnp.where(deferred, acceptance.why, whole.why)
+        reports = report(proposal.tokens, seen, verdict, why, deferred)
+    left = close(
+        window,
+        new,
+        acceptance.next_token,
+        state.tokens,
+        before,
+        (why, reports),
+        count,
+        drafted,
+        broken,
+        ended,
+    )
+    rule = state.rule.after(whole, left.charged)
+    if rule.budget is not None:
+        rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
+    ends_anew = _is_one_of(left.window.replacement, spec.eos_token_ids)
+    ends_anew |= left.length >= state.limit
+    state = dataclasses.replace(
+        state,
+        tokens=left.text,
+        length=left.length,
+        finished=jnp.where(left.rolled_back, ends_anew, state.finished),
+        rule=rule,
+        pace=pace,
+        window=left.window,
+    )
+    return state, Emitted(left.tokens, left.why, left.count, left.reports, left.rolled_back)
+
+
+def append(
+    spec: RoundSpec,
+    state: DecodeState,
+    draft_tokens: Int[Array, "rows draft"],
+    acceptance: Acceptance,
+) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
+    """Appends what was accepted, up to an end of text or the row's limit.
+
+    Returns:
+      The state, the block's tokens, why each stands there, and how many of them are settled.
+    """
+    drafted = draft_tokens.shape[1]
+    steps = jnp.arange(drafted + 1, dtype=jnp.int32)
+    kept = acceptance.num_accepted[:, None]
+    pad = ((0, 0), (0, 1))
+    tokens = jnp.where(
+        steps < kept, jnp.pad(draft_tokens, pad), acceptance.next_token[:, None]
+    ).astype(jnp.int32)
+    why = jnp.where(
+        steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
+    ).astype(jnp.int8)
+    ends = _is_one_of(tokens, spec.eos_token_ids) & (steps <= kept)
+    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
+    room = state.limit - state.length
+    count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
+    count = jnp.where(state.finished, 0, count).astype(jnp.int32)
+    ended = jnp.any(ends & (steps < count[:, None]), axis=1)
+    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
+        state.tokens, tokens, state.length
+    )
+    length = state.length + count
+    finished = state.finished | ended | (length >= state.limit)
+    state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
+    return state, tokens, why, count
+
+
+def _is_one_of(tokens: Int[Array, "*shape"], some: tuple[int, ...]) -> Bool[Array, "*shape"]:
+    none = jnp.zeros(tokens.shape, bool)
+    return functools.reduce(jnp.logical_or, (tokens == one for one in some), none)

@@ -1,0 +1,77 @@
+"""When a row's drafting ends before K: where the draft model itself is in doubt.
+
+AdaEDL (arXiv 2410.18351): 1 - sqrt(gamma H(q)) bounds from below how probably a token of the draft
+distribution q, with entropy H(q), is accepted. Drafting stops where that is below a threshold,
+which follows what becomes of the row's drafts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from fly_jax.errors import FlyJaxError
+
+# Above any bound: a row stops with its first token.
+_AT_ONCE = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyStop:
+    """Stops a row's drafting after a token of which the draft model is not sure enough.
+
+    All but `gamma` is ours: what the paper's authors chose is not known to us. After each round the
+    threshold rises by `step` times what the accepted share of the drafted tokens lacks of `share`,
+    and so falls where more than that is accepted.
+
+    Attributes:
+      gamma: weight of the entropy, which is in nats.
+      share: of the drafted tokens, what is wanted to be accepted.
+      first: the threshold of a row of which nothing has been seen.
+      step: how fast the threshold moves.
+
+    Raises:
+      FlyJaxError: a value outside its range.
+    """
+
+    gamma: float = 0.2
+    share: float = 0.4
+    first: float = 0.2
+    step: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (self.gamma > 0 and 0 < self.share < 1 and 0 <= self.first <= 1 and self.step >= 0):
+            raise FlyJaxError(
+                f"Early stopping was given gamma={self.gamma}, share={self.share}, "
+                f"first={self.first} and step={self.step}; gamma must be above 0, share and first "
+                "between 0 and 1, and step at least 0: correct them."
+            )
+
+    def stops(
+        self, logits: Float[Array, "rows time vocab"], threshold: Float32[Array, " rows"]
+    ) -> Bool[Array, "rows time"]:
+        """Whether nothing should be drafted after the token of these raw logits of the draft."""
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        surprise = jnp.where(log_probs > -jnp.inf, -jnp.exp(log_probs) * log_probs, 0)
+        entropy = jnp.maximum(jnp.sum(surprise, axis=-1), 0)
+        return 1 - jnp.sqrt(self.gamma * entropy) < threshold[:, None]
+
+    def after(
+        self,
+        threshold: Float32[Array, " rows"],
+        num_accepted: Int[Array, " rows"],
+        num_drafted: Int[Array, " rows"],
+    ) -> Float32[Array, " rows"]:
+        """The rows' thresholds after a round that accepted so much of what was drafted."""
+        lacking = self.share - num_accepted / num_drafted
+        return jnp.clip(threshold + self.step * lacking, 0, 1)
+
+
+def only_live(
+    threshold: Float32[Array, " rows"], live: Bool[Array, " rows"]
+) -> Float32[Array, " rows"]:
+    """The thresholds with which no row that has finished keeps the others waiting."""
+    return jnp.where(live, threshold, _AT_ONCE)

@@ -1,0 +1,267 @@
+"""What an audit comes to: which pairs of tokens, which kinds of token, and what it changed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fly_jax.evaluation.audit import Mismatch
+from fly_jax.evaluation.audit_file import Audit
+
+# In this order: a pair is of the first class that one of its two tokens belongs to.
+CLASSES = {
+    "digits": "has a digit",
+    "capitalised": "begins with a capital: names, and starts of sentences",
+    "identifiers": "has an underscore, or a capital within",
+    "operators": "of + - * / % = < > & | ^ ~ @ ! only",
+    "punctuation": "other signs without a letter",
+    "white space": "nothing else",
+    "words": "all other words: wording, synonyms",
+}
+_OPERATORS = frozenset("+-*/%=<>&|^~@!")
+_IDENTIFIER = re.compile(r"_|[a-z][A-Z]")
+
+
+def token_class(text: str) -> str:
+    """The name in `CLASSES` of what a token spells; a part of a character is punctuation."""
+    word = text.strip()
+    if not word:
+        return "white space"
+    if any(character.isdigit() for character in word):
+        return "digits"
+    if _IDENTIFIER.search(word):
+        return "identifiers"
+    if not any(character.isalpha() for character in word):
+        return "operators" if set(word) <= _OPERATORS else "punctuation"
+    first = next(character for character in word if character.isalpha())
+    return "capitalised" if first.isupper() else "words"
+
+
+def pair_class(mismatch: Mismatch) -> str:
+    """The first in `CLASSES` of the draft token's and of the target's choice's."""
+    found = {token_class(mismatch.draft_text), token_class(mismatch.choice_text)}
+    return next(name for name in CLASSES if name in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCount:
+    """A draft token and the target's choice, and how often the one was kept for the other.
+
+    Attributes:
+      draft: what the draft token spells.
+      choice: what the target's choice spells.
+      kind: in `CLASSES`.
+      count: rescues.
+      mean_regret: in nats; None if one of them is infinite.
+      mean_draft_probability: of the draft token, in the target's plain softmax.
+      mean_choice_probability: the same of the target's choice.
+    """
+
+    draft: str
+    choice: str
+    kind: str
+    count: int
+    mean_regret: float | None
+    mean_draft_probability: float
+    mean_choice_probability: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassCount:
+    """What was kept and refused of one class.
+
+    Attributes:
+      rescues: kept.
+      refusals: corrected by the target.
+      mean_regret: of the rescues, in nats; None without any, or if one is infinite.
+    """
+
+    rescues: int
+    refusals: int
+    mean_regret: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """The figures of one audit.
+
+    Attributes:
+      rule: see `Run`.
+      prompts: that are done.
+      tokens: of their continuations.
+      rescues: mismatches kept.
+      regret: of all rescues together, in nats; None if one is infinite.
+      pairs: the pairs of the rescues, the most frequent first.
+      classes: by their names in `CLASSES`.
+      windows: rescues by what became of their window; "none" where the rule has no window.
+      windows_failed: mismatches that were deferred and then rolled back.
+      refusals: mismatches that were refused, by what refused them.
+      compared: prompts of which the target's own text is known.
+      texts_differ: of these, those whose text is another.
+      answered: of these, those where both texts came to their end within the limit.
+      answers_differ: of these, those whose final answer is another.
+    """
+
+    rule: str
+    prompts: int
+    tokens: int
+    rescues: int
+    regret: float | None
+    pairs: tuple[PairCount, ...]
+    classes: dict[str, ClassCount]
+    windows: dict[str, int]
+    windows_failed: int
+    refusals: dict[str, int]
+    compared: int
+    texts_differ: int
+    answered: int
+    answers_differ: int
+
+    @property
+    def rescues_per_100_tokens(self) -> float:
+        """Mismatches kept in a hundred tokens."""
+        return 100 * self.rescues / max(self.tokens, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure, as JSON has it."""
+        whole = dataclasses.asdict(self)
+        return {**whole, "rescues_per_100_tokens": self.rescues_per_100_tokens}
+
+
+def summarise(audit: Audit) -> Summary:
+    """Counts what is in an audit."""
+    rescues = [one for one in audit.mismatches if one.is_rescue]
+    refusals = [one for one in audit.mismatches if not one.is_rescue]
+    texts = collections.defaultdict(list)
+    for one in rescues:
+        texts[one.draft_text, one.choice_text].append(one)
+    of_class: dict[str, tuple[list[Mismatch], list[Mismatch]]] = {
+        name: ([], []) for name in CLASSES
+    }
+    for one in audit.mismatches:
+        of_class[pair_class(one)][0 if one.is_rescue else 1].append(one)
+    known = [one for one in audit.continuations.values() if one.exact_text is not None]
+    ended = [one for one in known if None not in (one.answer, one.exact_answer)]
+    return Summary(
+        rule=audit.run.rule,
+        prompts=len(audit.continuations),
+        tokens=sum(len(one.token_ids) for one in audit.continuations.values()),
+        rescues=len(rescues),
+        regret=_sum(rescues),
+        pairs=tuple(sorted(map(_pair, texts.values()), key=lambda one: (-one.count, one.draft))),
+        classes={
+            name: ClassCount(len(kept), len(refused), _mean(kept))
+            for name, (kept, refused) in of_class.items()
+            if kept or refused
+        },
+        windows=_counted(one.window or "none" for one in rescues),
+        windows_failed=sum(one.window == "failed" for one in refusals),
+        refusals=_counted(one.refused_by or "" for one in refusals),
+        compared=len(known),
+        texts_differ=sum(one.text != one.exact_text for one in known),
+        answered=len(ended),
+        answers_differ=sum(one.answer != one.exact_answer for one in ended),
+    )
+
+
+def _pair(found: Sequence[Mismatch]) -> PairCount:
+    return PairCount(
+        draft=found[0].draft_text,
+        choice=found[0].choice_text,
+        kind=pair_class(found[0]),
+        count=len(found),
+        mean_regret=_mean(found),
+        mean_draft_probability=statistics.fmean(one.draft_probability for one in found),
+        mean_choice_probability=statistics.fmean(one.choice_probability for one in found),
+    )
+
+
+def _sum(found: Iterable[Mismatch]) -> float | None:
+    regrets = [one.regret for one in found]
+    known = [regret for regret in regrets if regret is not None]
+    return sum(known) if len(known) == len(regrets) else None
+
+
+def _mean(found: Sequence[Mismatch]) -> float | None:
+    total = _sum(found)
+    return total / len(found) if found and total is not None else None
+
+
+def _counted(names: Iterable[str]) -> dict[str, int]:
+    return dict(collections.Counter(names).most_common())
+
+
+def table(summary: Summary, most_pairs: int) -> str:
+    """The summary for eyes.
+
+    Args:
+      summary: the figures.
+      most_pairs: pairs to list.
+    """
+    lines = [
+        f"rule {summary.rule}: {summary.prompts} prompts, {summary.tokens} tokens, "
+        f"{summary.rescues} rescues ({summary.rescues_per_100_tokens:.1f} per 100 tokens, "
+        f"regret {_nats(summary.regret)} nats in all)"
+    ]
+    if summary.compared:
+        lines.append(
+            f"beside the target's own text: {summary.texts_differ} of {summary.compared} texts "
+            f"differ, and {summary.answers_differ} final answers of the {summary.answered} texts "
+            "that end within the limit"
+        )
+    else:
+        lines.append("the target's own text was not decoded: nothing is known of the answers")
+    windows = [f"{count} {name}" for name, count in summary.windows.items() if name != "none"]
+    if windows or summary.windows_failed:
+        lines.append(f"windows: {', '.join([*windows, f'{summary.windows_failed} failed'])}")
+    if summary.refusals:
+        refused = ", ".join(f"{count} by {name}" for name, count in summary.refusals.items())
+        lines.append(f"refused: {refused}")
+    if summary.classes:
+        classes = [
+            (name, str(one.rescues), str(one.refusals), _nats(one.mean_regret), CLASSES[name])
+            for name, one in summary.classes.items()
+        ]
+        lines += [
+            "",
+            *_aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4}),
+        ]
+    if summary.pairs:
+        shown = summary.pairs[:most_pairs]
+        pairs = [
+            (
+                repr(one.draft),
+                repr(one.choice),
+                str(one.count),
+                _nats(one.mean_regret),
+                f"{one.mean_draft_probability:.2f}",
+                f"{one.mean_choice_probability:.2f}",
+                one.kind,
+            )
+            for one in shown
+        ]
+        heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
+        lines += ["", *_aligned([(*heading, "class"), *pairs], {1, 6})]
+        if len(shown) < len(summary.pairs):
+            lines.append(f"and {len(summary.pairs) - len(shown)} more pairs")
+    return "\n".join(lines)
+
+
+def _nats(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> list[str]:
+    """Lines of columns, numbers to the right; the first column and those in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left | {0} else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,79 @@
+"""The command audit: what a run kept and refused, as figures and as a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit_file import read_audit
+from fly_jax.evaluation.audit_summary import summarise, table
+from fly_jax.launch.flags import Flags
+
+_HELP = """\
+python -m fly_jax.launch audit FILE [flags]
+
+Sums up what python -m fly_jax.launch --audit FILE has written: which draft tokens were kept for
+which of the target's, what was refused, and how often that changed the text. It can also write a
+page on which every token of one text tells why it stands there.
+
+Examples:
+  python -m fly_jax.launch --audit audit.jsonl
+  python -m fly_jax.launch audit audit.jsonl
+  python -m fly_jax.launch audit audit.jsonl --html page.html --prompt 2
+
+{flags}
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: a wrong flag, or a file that is no audit or lacks the prompt.
+    """
+    flags = _flags()
+    values, name = flags.parse_with_file(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    if name is None:
+        raise FlyJaxError(
+            "audit needs a file to sum up; give one that python -m fly_jax.launch --audit FILE has "
+            "written."
+        )
+    path = Path(name)
+    audit = read_audit(path)
+    if audit.warning is not None:
+        print(audit.warning, file=sys.stderr)
+    if values.html is not None:
+        index = values.prompt - 1
+        if index not in audit.continuations:
+            known = ", ".join(str(one + 1) for one in sorted(audit.continuations)) or "none"
+            raise FlyJaxError(
+                f"{path} has no prompt {values.prompt}; it has {known}: give one of them."
+            )
+        if Path(values.html).resolve() == path.resolve():
+            raise FlyJaxError(
+                f"The page would be written over the audit {path}; give --html another file."
+            )
+
+        from fly_jax.launch.page import page  # which needs JAX, and so takes a second
+
+        text = page(audit, index)
+        Path(values.html).write_text(text, encoding="utf-8", errors="replace")
+    summary = summarise(audit)
+    print(json.dumps(summary.to_dict()) if values.json else table(summary, values.pairs))
+
+
+def _flags() -> Flags:
+    flags = Flags("audit")
+    group = "Output"
+    flags.integer(group, "pairs", 10, "most pairs of tokens to list", lower_bound=0)
+    flags.string(group, "html", None, "file for a page that shows one prompt's text")
+    flags.integer(group, "prompt", 1, "number of the prompt that it shows, from 1", lower_bound=1)
+    flags.boolean(group, "json", "all figures as one JSON object on standard output")
+    flags.boolean(group, "help", "show this")
+    return flags

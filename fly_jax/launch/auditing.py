@@ -1,0 +1,158 @@
+"""What generate writes down with --audit, prompt by prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from fly_jax.decoding.config import DecodeConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit import Run, audited
+from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
+from fly_jax.launch.flags import Flags
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
+    from fly_jax.decoding.decoder import Decoder, Generation
+    from fly_jax.decoding.evidence import Entropy
+    from fly_jax.decoding.pair import Pair
+
+
+def add_audit_flags(into: Flags) -> None:
+    """Adds the flags of an audit."""
+    group = "Audit"
+    into.string(
+        group, "audit", None,
+        "file for every mismatch that was kept or refused, as JSON lines that the command audit "
+        "sums up",
+    )  # fmt: skip
+    into.switch(
+        group, "audit_exact",
+        "audit: continue each prompt with the target's own text as well, so that the audit knows "
+        "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
+    )  # fmt: skip
+
+
+def check_audit(values: FlagValues) -> None:
+    """Refuses a file that cannot be written; only process 0 writes one.
+
+    Raises:
+      FlyJaxError: it cannot, or there is none for --audit_exact.
+    """
+    from fly_jax.sharding.processes import process_id
+
+    if values.audit is None:
+        if values.audit_exact is not None:
+            raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
+    elif process_id() == 0:
+        check_writable(Path(values.audit))
+
+
+@dataclasses.dataclass(frozen=True)
+class Auditor:
+    """Writes what became of prompts.
+
+    Attributes:
+      file: where to; None in all processes but the first.
+      run: what the prompts have in common.
+      pair: what decodes them.
+      decoder: with reports.
+      exact: decodes the same prompts losslessly; None if nobody wants that.
+      prompts: their texts.
+      ids: their tokens.
+      max_new_tokens: limit of each continuation.
+    """
+
+    file: IO[str] | None
+    run: Run
+    pair: Pair
+    decoder: Decoder
+    exact: Decoder | None
+    prompts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    max_new_tokens: int
+
+    def add(self, first: int, finished: Mapping[int, Generation]) -> None:
+        """Writes a batch.
+
+        Args:
+          first: index of its first prompt.
+          finished: what became of each of its rows.
+        """
+        exact: Sequence[Generation | None] = [None] * len(finished)
+        if self.exact is not None:
+            batch = self.ids[first : first + len(finished)]
+            exact = self.exact.generate(batch, self.max_new_tokens)
+        if self.file is None:
+            return
+        rule = self.decoder.spec.rule
+        for row in sorted(finished):
+            mismatches, continuation = audited(
+                first + row,
+                self.prompts[first + row],
+                finished[row],
+                self.pair.tokenizer,
+                self.run,
+                has_window=rule.longest_window > 0,
+                budget=rule.budget,
+                exact=exact[row],
+            )
+            write_prompt(self.file, mismatches, continuation)
+
+
+@contextlib.contextmanager
+def auditing(
+    values: FlagValues,
+    config: DecodeConfig,
+    pair: Pair,
+    decoder: Decoder,
+    prompts: Sequence[str],
+    ids: Sequence[Sequence[int]],
+) -> Iterator[Auditor | None]:
+    """Opens the audit, if there is to be one."""
+    from fly_jax.sharding.processes import process_id
+
+    if values.audit is None:
+        yield None
+        return
+    measure = decoder.spec.entropy_measure
+    assert measure is not None
+    settings = {**dataclasses.asdict(config), "max_new_tokens": values.max_new_tokens}
+    run = Run(FORMAT, VERSION, config.rule, _name(measure), settings)
+    exact = None
+    if (
+        config.is_loosened
+        and decoder.spec.rule.sampling is None
+        and values.audit_exact is not False
+    ):
+        exact = _lossless(values, config, pair, decoder, ids)
+    with contextlib.ExitStack() as stack:
+        file = None
+        if process_id() == 0:
+            file = stack.enter_context(Path(values.audit).open("w", encoding="utf-8"))
+            write_run(file, run)
+        yield Auditor(file, run, pair, decoder, exact, prompts, ids, values.max_new_tokens)
+
+
+def _lossless(
+    values: FlagValues,
+    config: DecodeConfig,
+    pair: Pair,
+    decoder: Decoder,
+    ids: Sequence[Sequence[int]],
+) -> Decoder:
+    """What gives the target's own text: exact speculation, which is faster than doing without."""
+    from fly_jax.decoding.decoder import capacity_for
+
+    lossless = config.side_by_side()[1]
+    spec = pair.spec(lossless.to_rule(), lossless.num_drafted, lossless.to_lookup())
+    capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
+    return pair.decoder(spec, capacity=capacity, batch_size=decoder.batch_size)
+
+
+def _name(entropy: Entropy) -> str:
+    return f"top_{entropy.top_k}" if entropy.measure == "top_k" else entropy.measure

@@ -1,0 +1,227 @@
+"""Draft models below a draft model: other passes, the same tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Array
+from random_pairs import (
+    CAPACITY,
+    CONFIG,
+    EOS,
+    MOST_TOKENS,
+    NOISES,
+    autoregressive,
+    greedy,
+    random_draft,
+    random_target,
+)
+
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.drafting import Draft, draft_step
+from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Exact, Fly, Rule, Sampled
+from fly_jax.decoding.sampling import Sampling
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.cache import empty_cache
+from fly_jax.models.llama import Llama
+
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
+LOOKUP = Lookup(num_tokens=3)
+ROUND = RoundSpec(Exact(), 6, eos_token_ids=EOS, rounds_per_dispatch=2)
+FLY = Fly(entropy_threshold=0.2, window_size=2)
+# What is decoded with, how many tokens each level below proposes, the last level, and the rows.
+CASES = {
+    "fly, four levels": (dataclasses.replace(ROUND, rule=FLY), (3, 2), LOOKUP, 1),
+    "defer": (RoundSpec(Fly(0.0, 3), 3, eos_token_ids=EOS, boundary="defer"), (2,), LOOKUP, 3),
+    "depths": (dataclasses.replace(ROUND, rule=FLY, depths=(1, 2, 6)), (2,), None, 3),
+    "sampled": (dataclasses.replace(ROUND, rule=Sampled(0.8, top_p=0.95)), (3,), LOOKUP, 3),
+}
+
+
+def chain(pair: int, noise: float, below: Sequence[float]) -> tuple[Llama, ...]:
+    """The draft of this noise, and others of the same pair that propose to it."""
+    return tuple(random_draft(pair, one) for one in (noise, *below))
+
+
+def decode(
+    spec: RoundSpec,
+    sizes: tuple[int, ...],
+    drafts: Sequence[Llama],
+    prompts: list[list[int]],
+    *,
+    pair: int,
+    rows: int = 3,
+    limit: int = MOST_TOKENS,
+) -> list[Generation]:
+    spec = dataclasses.replace(spec, level_speculative_tokens=sizes)
+    decoder = Decoder(random_target(pair), drafts, spec, capacity=CAPACITY, batch_size=rows)
+    return decoder.generate(prompts, limit, seed=pair)
+
+
+def without_cost(row: Generation) -> Generation:
+    return dataclasses.replace(row, num_draft_passes=0, seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def equal_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With measured seconds no run would choose the depths of another one."""
+    seconds = np.asarray([1.0, 1.2, 1.9], np.float32)
+    monkeypatch.setattr(Decoder, "_measure", lambda *_: seconds)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_levels_change_no_token(name: str) -> None:
+    """Nor why it stands there: whether the lower levels are good or useless."""
+    spec, sizes, lookup, rows = CASES[name]
+    with_lookup = dataclasses.replace(spec, lookup=lookup)
+    for pair, below in ((1, (0.25, 0.2)), (2, (10.0, 0.3))):
+        drafts = chain(pair, 0.2, below[: len(sizes)])
+        expected = decode(spec, (), drafts[:1], PROMPTS, pair=pair, rows=rows)
+        found = decode(with_lookup, sizes, drafts, PROMPTS, pair=pair, rows=rows)
+        assert [without_cost(row) for row in found] == [without_cost(row) for row in expected]
+
+
+def test_the_cases_above_are_not_empty() -> None:
+    cases = [CASES[name] for name in ("fly, four levels", "defer")]
+    rows = [
+        row
+        for spec, _, _, size in cases
+        for pair in (1, 2)
+        for row in decode(spec, (), chain(pair, 0.2, ()), PROMPTS, pair=pair, rows=size)
+    ]
+    assert sum(row.num_rescued_tokens for row in rows) > 0
+    assert sum(row.num_rollbacks for row in rows) > 0
+
+
+tokens = st.integers(0, CONFIG.vocab_size - 1) | st.integers(0, 2)
+
+
+@pytest.mark.parametrize("lookup", [None, LOOKUP])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    pair=st.integers(0, 3),
+    noise=st.sampled_from(NOISES),
+    below=st.sampled_from(NOISES),
+    prompts=st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, max_size=4),
+    limit=st.integers(1, MOST_TOKENS),
+)
+def test_three_levels_equal_one_token_at_a_time(
+    lookup: Lookup | None,
+    pair: int,
+    noise: float,
+    below: float,
+    prompts: list[list[int]],
+    limit: int,
+) -> None:
+    drafts = chain(pair, noise, (below,))
+    spec = dataclasses.replace(ROUND, lookup=lookup)
+    rows = decode(spec, (2,), drafts, prompts, pair=pair, limit=limit)
+    assert [row.token_ids for row in rows] == autoregressive(random_target(pair), prompts, limit)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "sizes", "sampling"))
+def drafted(
+    models: tuple[Llama, ...],
+    text: Array,
+    length: Array,
+    valid: Array,
+    count: int,
+    sizes: tuple[int, ...],
+    sampling: Sampling | None = None,
+) -> Draft:
+    """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
+    caches = tuple(
+        model.hidden(text, empty_cache(CONFIG, *text.shape, jnp.float32))[1] for model in models
+    )
+    known = [length] + [valid] * (len(models) - 1)
+    # What has not been seen must not be there by accident.
+    is_known = [jnp.arange(text.shape[1])[:, None] < at[:, None, None, None] for at in known]
+    caches = tuple(
+        dataclasses.replace(
+            cache,
+            keys=jnp.where(seen, cache.keys, 7.0),
+            values=jnp.where(seen, cache.values, 7.0),
+            length=at,
+        )
+        for cache, seen, at in zip(caches, is_known, known, strict=True)
+    )
+    key = jax.random.key(3)
+    return draft_step(
+        models, caches, text, length, count,
+        level_speculative_tokens=sizes, sampling=sampling, key=key,
+    )[0]  # fmt: skip
+
+
+TEXT = [[int(x) for x in np.random.default_rng(row).integers(0, 48, 20 + row)] for row in range(3)]
+
+
+def padded() -> tuple[Array, Array]:
+    text = np.zeros((3, 64), np.int32)
+    for row, one in enumerate(TEXT):
+        text[row, : len(one)] = one
+    return jnp.asarray(text), jnp.asarray([len(one) for one in TEXT], jnp.int32)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=20)])
+def test_a_level_that_agrees_saves_passes_and_noise_changes_nothing(
+    sampling: Sampling | None,
+) -> None:
+    """K = 10 takes one pass to catch up, and one for every four that are confirmed and one more."""
+    text, length = padded()
+    top = random_draft(1, 0.2)
+    alone = drafted((top,), text, length, length, 10, (), sampling)
+    if sampling is None:
+        assert alone.tokens.tolist() == greedy(top, TEXT, 10)
+    perfect = drafted((top, top), text, length, length, 10, (4,), sampling)
+    assert perfect.tokens.tolist() == alone.tokens.tolist()
+    assert [alone.num_passes.tolist(), perfect.num_passes.tolist()[:1]] == [[10], [3]]
+    # Four passes for four tokens, three for the three that are left to propose.
+    assert perfect.num_passes.tolist()[1] == 4 + 3
+    noise = drafted((top, random_draft(1, 10.0)), text, length, length, 10, (4,), sampling)
+    assert noise.tokens.tolist() == alone.tokens.tolist()
+    assert int(noise.num_passes[0]) > 6
+
+
+@pytest.mark.parametrize("seen", [0, 5, 18])
+def test_a_level_that_was_not_asked_for_long_catches_up(seen: int) -> None:
+    """And is as good as one that was, or the level above would confirm nothing."""
+    text, length = padded()
+    top, models = random_draft(1, 0.2), (random_draft(1, 0.2),) * 3
+    valid = jnp.minimum(jnp.full(3, seen), length)
+    found = drafted(models, text, length, valid, 10, (4, 2))
+    assert found.tokens.tolist() == greedy(top, TEXT, 10)
+    assert int(found.num_passes[0]) == 3
+
+
+def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
+    """Over many rounds, with a draft that is often refused: the caches below stay right."""
+    drafts = chain(1, 0.2, (0.2, 0.2))
+    alone = decode(ROUND, (), drafts[:1], PROMPTS, pair=1)
+    helped = decode(ROUND, (5, 2), drafts, PROMPTS, pair=1)
+    assert sum(row.num_rounds for row in alone) > 12
+    for before, after in zip(alone, helped, strict=True):
+        assert before.num_draft_passes == 6 * before.num_rounds
+        assert after.num_draft_passes == 2 * after.num_rounds  # one to catch up, one for the rest
+
+
+@pytest.mark.parametrize("rule", [Exact(), Sampled(0.8)])
+def test_a_wrong_number_of_levels_is_refused(rule: Rule) -> None:
+    drafts = chain(1, 0.2, (0.2,))
+    with pytest.raises(FlyJaxError, match="2 draft models were given"):
+        Decoder(random_target(1), drafts, RoundSpec(rule, 4), capacity=CAPACITY)
+    with pytest.raises(FlyJaxError, match="at least 1 token"):
+        RoundSpec(rule, 4, level_speculative_tokens=(4, 0))
+    other = Llama.random(dataclasses.replace(CONFIG, vocab_size=50), jax.random.key(0))
+    spec = RoundSpec(rule, 4, level_speculative_tokens=(2,))
+    with pytest.raises(FlyJaxError, match="A draft model has 50 tokens"):
+        Decoder(random_target(1), (drafts[0], other), spec, capacity=CAPACITY)

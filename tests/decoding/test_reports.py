@@ -1,0 +1,200 @@
+"""Every token's report equals what the two models' logits say, in passes without a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import oracle
+import pytest
+from random_pairs import (
+    CAPACITY,
+    EOS,
+    greedy,
+    logits_after,
+    random_draft,
+    random_target,
+)
+
+from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.evidence import Entropy
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.rules import Budget, Exact, Fly, Margin, Rule, Sampled, Typical, Why
+
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9], [1, 3, 5], [4, 3, 5]]
+DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
+FLY = Fly(entropy_threshold=0.4, window_size=2)
+GAP, TOTAL = 1.5, 2.5
+SPECS = {
+    "exact": RoundSpec(Exact(), DRAFTED, None, EOS, audits=True),
+    "fly": RoundSpec(FLY, DRAFTED, None, EOS, audits=True, rounds_per_dispatch=2),
+    "budget": RoundSpec(Budget(Margin(gap=GAP), TOTAL), DRAFTED, None, EOS, audits=True),
+    "typical": RoundSpec(Typical(), DRAFTED, None, EOS, audits=True),
+    "deferred": RoundSpec(
+        Fly(entropy_threshold=0.2, window_size=2), 2, None, EOS, audits=True, boundary="defer"
+    ),
+}
+MEASURES = {name: ("full", 0) if name == "typical" else ("top_k", 3) for name in SPECS}
+
+
+def decode(spec: RoundSpec, rows: int = 2) -> list[Generation]:
+    decoder = Decoder(
+        random_target(PAIR), random_draft(PAIR, NOISE), spec, capacity=CAPACITY, batch_size=rows
+    )
+    return decoder.generate(PROMPTS, MAX_NEW_TOKENS)
+
+
+@functools.cache
+def audited(name: str) -> list[Generation]:
+    return decode(SPECS[name])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_numbers_are_those_of_the_models(name: str) -> None:
+    whys = set()
+    for row in audited(name):
+        text = [*row.prompt_token_ids, *row.token_ids]
+        first = len(row.prompt_token_ids)
+        target = logits_after(random_target(PAIR), text)[first - 1 :]
+        draft = logits_after(random_draft(PAIR, NOISE), text)[first - 1 :]
+        assert len(row.reports) == len(row.token_ids)
+        for at, report in enumerate(row.reports):
+            assert (report.token_id, report.why) == (row.token_ids[at], row.why[at])
+            drafted = None if report.why is Why.BONUS else int(draft[at].argmax())
+            seen = oracle.greedy_evidence(target[at], drafted, *MEASURES[name])
+            assert report.choice_id == seen.argmax
+            assert report.draft_id == drafted
+            best = np.exp(seen.argmax_logit - seen.log_sum_exp)
+            assert report.choice_probability == pytest.approx(best, abs=1e-4)
+            assert report.entropy == pytest.approx(seen.entropy, abs=1e-4)
+            if drafted is None:
+                assert report.draft_probability is None
+                assert report.regret is None
+            else:
+                share = np.exp(seen.draft_logit - seen.log_sum_exp)
+                assert report.draft_probability == pytest.approx(share, abs=1e-4)
+                gap = seen.argmax_logit - seen.draft_logit
+                assert report.regret == pytest.approx(gap, abs=1e-3)
+            kept = report.why in (Why.MATCHED, Why.RESCUED)
+            assert report.token_id == (drafted if kept else seen.argmax)
+            assert (report.refused_by is None) == (report.why is not Why.CORRECTED)
+            if not report.deferred and report.why is not Why.CORRECTED:
+                assert report.verdict is report.why
+            whys.add(report.why)
+    assert whys >= {Why.MATCHED, Why.CORRECTED, Why.BONUS}
+    assert (Why.RESCUED in whys) == (name != "exact")
+
+
+def test_refusals_by_the_rule_are_those_of_its_oracle() -> None:
+    """Each block is drafted and judged anew, from the text before it."""
+    found = set()
+    for row in audited("fly"):
+        ends = [at for at, why in enumerate(row.why) if why in (Why.CORRECTED, Why.BONUS)]
+        for start, end in zip([0, *(at + 1 for at in ends)], ends, strict=False):
+            before = [*row.prompt_token_ids, *row.token_ids[:start]]
+            (drafted,) = greedy(random_draft(PAIR, NOISE), [before], DRAFTED)
+            logits = logits_after(random_target(PAIR), [*before, *drafted])[-DRAFTED - 1 :]
+            seen = [
+                oracle.greedy_evidence(logits[at], drafted[at], "top_k", 3) for at in range(DRAFTED)
+            ]
+            decided = oracle.fly_row(
+                [one.accepted for one in seen],
+                [one.entropy for one in seen],
+                [
+                    token in EOS or one.argmax in EOS
+                    for token, one in zip(drafted, seen, strict=True)
+                ],
+                DRAFTED,
+                threshold=FLY.entropy_threshold,
+                window_size=FLY.window_size,
+                reference=False,
+            )
+            if row.why[end] is Why.CORRECTED:
+                refused = row.reports[end].refused_by
+                assert refused is not None
+                assert refused.name == decided.why[end - start]
+                found.add(refused)
+    assert found >= {Why.REFUSED_GATE, Why.REFUSED_WINDOW, Why.REFUSED_BOUNDARY}
+
+
+def test_a_budget_refuses_what_it_cannot_pay() -> None:
+    found = set()
+    for row in audited("budget"):
+        spent = 0.0
+        for report in row.reports:
+            if report.why is Why.RESCUED:
+                assert report.regret is not None
+                spent += report.regret
+            elif report.why is Why.CORRECTED:
+                assert report.regret is not None
+                protected = report.draft_id in EOS or report.choice_id in EOS
+                expected = Why.REFUSED if protected else Why.REFUSED_GATE
+                if not protected and report.regret <= GAP:
+                    assert spent + report.regret > TOTAL or spent == TOTAL
+                    expected = Why.REFUSED_BUDGET
+                assert report.refused_by is expected
+                found.add(expected)
+        assert row.regret == pytest.approx(spent, abs=1e-4)
+    assert found >= {Why.REFUSED_GATE, Why.REFUSED_BUDGET}
+
+
+def test_windows_that_were_deferred_tell_how_they_ended() -> None:
+    rows = audited("deferred")
+    for row in rows:
+        deferred = [report for report in row.reports if report.deferred]
+        assert all(report.verdict is Why.REFUSED_BOUNDARY for report in deferred)
+        failed = [report for report in deferred if report.why is Why.CORRECTED]
+        assert all(report.refused_by is Why.REFUSED_WINDOW for report in failed)
+        assert len(failed) == row.num_rollbacks
+        rescued = [report for report in deferred if report.why is Why.RESCUED]
+        assert len(failed) + len(rescued) == len(deferred)
+        # With K = W none fits into its block.
+        assert len(rescued) == row.num_rescued_tokens
+    assert sum(row.num_rollbacks for row in rows) > 0
+    assert sum(row.num_rescued_tokens for row in rows) > 0
+
+
+def test_reports_change_no_token_and_are_not_there_unasked() -> None:
+    silent = decode(dataclasses.replace(SPECS["deferred"], audits=False))
+    for one, other in zip(silent, audited("deferred"), strict=True):
+        assert one.reports == []
+        assert dataclasses.replace(other, reports=[], seconds=one.seconds) == one
+
+
+def test_unasked_reports_are_no_part_of_the_program() -> None:
+    for spec in SPECS.values():
+        plain = dataclasses.replace(spec, audits=False)
+        decoder = Decoder(
+            random_target(PAIR), random_draft(PAIR, NOISE), plain, capacity=CAPACITY, batch_size=2
+        )
+        state = decoder._admit(PROMPTS[:2], 3, 0)
+        assert state.window is None or state.window.reports is None
+        assert plain.entropy_measure == plain.rule.entropy_measure
+
+
+@pytest.mark.parametrize(
+    ("rule", "measure"),
+    [
+        (Exact(), Entropy()),
+        (Sampled(), Entropy()),
+        (Fly(entropy="normalized"), Entropy("normalized")),
+        (Typical(), Entropy("full")),
+        (Fly() & Typical(), Entropy()),
+    ],
+)
+def test_the_entropy_that_is_reported(rule: Rule, measure: Entropy) -> None:
+    assert RoundSpec(rule, 15, audits=True).entropy_measure == measure
+
+
+def test_sampled_corrections_tell_what_was_drafted() -> None:
+    spec = RoundSpec(Sampled(0.7), DRAFTED, None, EOS, audits=True)
+    refused = [
+        report
+        for row in decode(spec)
+        for report in row.reports
+        if report.why is Why.CORRECTED
+    ]  # fmt: skip
+    assert refused
+    assert all(report.draft_id not in (None, report.token_id) for report in refused)
+    assert all(report.refused_by is Why.REFUSED for report in refused)

@@ -1,0 +1,182 @@
+"""generate --audit and the command audit, on a tiny random pair."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fly_jax.decoding import pair as pair_module
+from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizer import load_tokenizer
+
+PROMPTS = ["Ada has 3 apples", "<script>Boris", "Vera's"]
+SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
+GIVEN = [f"--prompt={prompt}" for prompt in PROMPTS]
+# It rescues whatever it can pay for.
+RULE = ["--rule=margin", "--margin_gap=100", "--risk_budget=6"]
+
+
+@pytest.fixture(scope="module")
+def audit(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
+    answers = path.with_name("answers.txt")
+    flags = [*models, *GIVEN, *SIZES, *RULE, f"--audit={path}", "--batch_size=2"]
+    with pytest.MonkeyPatch.context() as patch, answers.open("w") as out:
+        patch.setattr("sys.stdout", out)
+        assert main(flags) == 0
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def answers(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main([*flags, *GIVEN, *SIZES, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_file_is_what_was_generated(
+    audit: Path,
+    models: list[str],
+    tiny_pair: tuple[Path, Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenizer = load_tokenizer(tiny_pair[0])
+    fast, exact = answers(capsys, *models, *RULE), answers(capsys, *models, "--rule=exact")
+    first, *events = lines(audit)
+    assert (first["event"], first["rule"], first["version"]) == ("run", "margin", 1)
+    assert first["entropy_measure"] == "top_3"
+    assert first["settings"]["risk_budget"] == 6
+    for index, (one, other) in enumerate(zip(fast, exact, strict=True)):
+        own = [event for event in events if event["prompt"] == index]
+        *mismatches, whole = own
+        assert whole["event"] == "prompt"
+        for name in ("token_ids", "why", "text", "finish_reason", "num_rounds"):
+            assert whole[name] == one[name]
+        assert whole["prompt_text"] == one["prompt"]
+        assert whole["exact_text"] == other["text"]
+        assert "".join(whole["token_texts"]).removesuffix("</s>") == one["text"]
+        kept = [event for event in mismatches if event["event"] == "rescue"]
+        assert [event["position"] for event in kept] == [
+            at for at, why in enumerate(one["why"]) if why == "r"
+        ]
+        assert len(mismatches) - len(kept) == one["why"].count("c")
+        left = 6.0
+        for event in mismatches:
+            ratio = event["choice_probability"] / event["draft_probability"]
+            assert event["regret"] == pytest.approx(math.log(ratio), abs=1e-4)
+            left -= event["regret"] if event["event"] == "rescue" else 0
+            assert event["budget_left"] == pytest.approx(max(left, 0), abs=1e-4)
+            assert event["draft_text"] == tokenizer.token_text(event["draft_id"])
+            stands = event["draft_id" if event["event"] == "rescue" else "choice_id"]
+            assert one["token_ids"][event["position"]] == stands
+            text = one["prompt"] + "".join(whole["token_texts"][: event["position"]])
+            assert text.endswith(event["context"])
+            assert event["window"] is None
+            assert (event["refused_by"] is None) == (event["event"] == "rescue")
+        assert one["regret"] == pytest.approx(6 - left, abs=1e-3)
+    assert {event["refused_by"] for event in events[:-1] if event["event"] == "refusal"} == {
+        "budget"
+    }
+
+
+def test_deferred_windows_are_in_the_file(
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "audit.jsonl"
+    flags = ["--boundary=defer", "--entropy_threshold=0.01", "--noaudit_exact", f"--audit={path}"]
+    found = answers(capsys, *models, *flags, "--num_speculative_tokens=2")
+    events = [event for event in lines(path) if event["event"] == "rescue"]
+    assert len(events) == sum(one["num_rescued_tokens"] for one in found)
+    assert {event["window"] for event in events} <= {"held", "completed"}
+    assert {event["entropy_measure"] for event in events} <= {"top_3"}
+    assert main(["audit", str(path), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["compared"] == 0
+    assert sum(summary["windows"].values()) == len(events)
+
+
+def test_the_command_sums_up_and_writes_a_page(
+    audit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    html = tmp_path / "page.html"
+    assert main(["audit", f"--html={html}", str(audit), "--prompt=2", "--pairs", "3"]) == 0
+    shown = capsys.readouterr().out
+    rescues = sum(line["event"] == "rescue" for line in lines(audit))
+    assert f"rule margin: 3 prompts, 60 tokens, {rescues} rescues" in shown
+    assert "of 3 texts" in shown
+    assert "by budget" in shown
+    assert main(["audit", str(audit), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["rescues"] == rescues == sum(pair["count"] for pair in summary["pairs"])
+    assert summary["windows"] == {"none": rescues}
+    text = html.read_text(encoding="utf-8")
+    assert "&lt;script&gt;Boris" in text
+    assert "<script" not in text
+
+
+def test_a_stopped_run_is_summed_up_with_a_warning(
+    audit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(audit.read_bytes()[:-30])
+    assert main(["audit", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "2 prompts" in captured.out
+    assert captured.err.count("\n") == 1
+    assert "breaks off" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["needs a file"]),
+        (["/nowhere/audit.jsonl"], ["/nowhere/audit.jsonl", "cannot be read"]),
+        (["{}", "{}"], ["one file", "2"]),
+        (["{}", "--html=page.html", "--prompt=9"], ["prompt 9", "1, 2, 3"]),
+        (["{}", "--html={}"], ["written over"]),
+        (["{}", "--html=/nowhere/page.html"], ["/nowhere/page.html"]),
+        (["{}", "--htm=x"], ["--htm"]),
+        (["{}", "--pairs=-1"], ["pairs"]),
+    ],
+)
+def test_bad_input(
+    audit: Path, refused: Callable[..., str], arguments: list[str], words: list[str]
+) -> None:
+    sentence = refused("audit", *(argument.format(audit) for argument in arguments))
+    for word in words:
+        assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--audit=/nowhere/audit.jsonl"], ["/nowhere/audit.jsonl", "cannot be written"]),
+        (["--audit={}/prompts.txt"], ["no audit"]),
+        (["--audit={}"], ["cannot be written"]),
+        (["--noaudit_exact"], ["--audit"]),
+    ],
+)
+def test_a_path_of_no_use_is_refused_before_weights_load(
+    models: list[str],
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    words: list[str],
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(pair_module, "load_llama", load)
+    (tmp_path / "prompts.txt").write_text("Ada\n")
+    sentence = refused(*models, "--prompt=x", *(flag.format(tmp_path) for flag in flags))
+    for word in words:
+        assert word in sentence
+    assert (tmp_path / "prompts.txt").read_text() == "Ada\n"

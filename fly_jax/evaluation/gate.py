@@ -150,7 +150,13 @@ def find_gate(
             return record(decoder, some, max_new_tokens, bar)
 
         def decoder_of(one: Rule) -> Decoder:
-            spec = pair.spec(one, config.num_drafted, config.to_lookup())
+            spec = pair.spec(
+                one,
+                config.num_drafted,
+                config.to_lookup(),
+                level_speculative_tokens=config.level_speculative_tokens,
+                draft_stop=config.to_draft_stop(),
+            )
             spec = dataclasses.replace(spec, reports_evidence=True)
             context = pair.target.config.max_context
             capacity = capacity_for(spec, prompts, max_new_tokens, context)

@@ -1,0 +1,89 @@
+"""What calibrating a gate finds for the embedded pair, for several bounds, and how long it takes.
+
+    python benchmarks/gate.py
+
+The prompts are held-out problems without their answers. Writes results/gate.json. Takes some five
+minutes on two cores; run nothing else meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+from absl import app, flags
+
+from fly_jax.decoding.config import DecodeConfig, load_config
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.evaluation.gate import find_gate
+from fly_jax.evaluation.strictness import Bound
+from fly_jax.training.problems import problems
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("num_prompts", 64, "held-out problems, half of them to check with")
+flags.DEFINE_integer("batch_size", 8, "rows decoded together")
+
+RULES = ("fly", "margin")
+LIMITS = (0.01, 0.02, 0.05)
+MAX_NEW_TOKENS = 160
+CONFIG = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
+
+
+def _found(
+    pair: Pair, ids: Sequence[Sequence[int]], config: DecodeConfig, limit: float
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    gate = find_gate(
+        pair,
+        ids,
+        config,
+        Bound("disagreement", limit),
+        max_new_tokens=MAX_NEW_TOKENS,
+        batch_size=FLAGS.batch_size,
+    )
+    print(gate.summary(), flush=True)
+    return {
+        "rule": config.rule,
+        "max_disagreement": limit,
+        **{name: getattr(gate.config, name) for name in gate.varied},
+        "disagreement": gate.rate,
+        "upper_95": gate.upper,
+        "regret": Bound("regret", 1.0).rate(gate.checked),
+        "num_tokens": int(gate.checked.tokens.sum()),
+        "mean_accepted_tokens": gate.checked.mean_accepted_tokens,
+        "exact_mean_accepted_tokens": gate.exact.mean_accepted_tokens,
+        "num_tried": gate.num_tried,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+    pair = load_pair()
+    worded = itertools.islice(problems(4, "held_out"), FLAGS.num_prompts)
+    ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
+    base = load_config(CONFIG)
+    found = [
+        _found(pair, ids, dataclasses.replace(base, rule=rule), limit)
+        for rule in RULES
+        for limit in LIMITS
+    ]
+    result = {
+        "command": f"python benchmarks/gate.py --batch_size={FLAGS.batch_size}",
+        "num_prompts": len(ids),
+        "batch_size": FLAGS.batch_size,
+        "num_speculative_tokens": base.num_speculative_tokens,
+        "max_new_tokens": MAX_NEW_TOKENS,
+        "found": found,
+    }
+    print(machine.write("gate", result))
+
+
+if __name__ == "__main__":
+    app.run(main)

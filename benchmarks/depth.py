@@ -26,7 +26,7 @@ flags.DEFINE_list("batch_size", ["1", "8"], "rows decoded together")
 RULES: dict[str, dict[str, Any]] = {
     "exact": {"rule": "exact"},
     "fly": {"rule": "fly"},
-    "margin 1, no digits": {"rule": "margin", "margin_gap": 1.0, "protect": (r"\d",)},
+    "margin 1 without digits": {"rule": "margin", "margin_gap": 1.0, "protect": (r"\d",)},
 }
 
 

@@ -35,25 +35,26 @@ flags.DEFINE_integer("num_problems", 500, "held-out problems")
 flags.DEFINE_integer("num_documents", 60, "held-out chunks of library text")
 flags.DEFINE_integer("batch_size", 8, "rows decoded together")
 flags.DEFINE_list("k", ["4", "6", "8", "15", "25"], "draft tokens of a round")
+flags.DEFINE_list("rules", None, "those to run, separated by commas; all if not given")
 flags.DEFINE_string("name", "rules", "of the result file")
 
-BEST_EXACT = "exact, best K"
+BEST_EXACT = "exact with its best K"
 _NO_DIGITS = (r"\d",)
 RULES: dict[str, dict[str, Any]] = {
     "exact": {"rule": "exact"},
     "fly": {},
-    "fly, 1 mismatch in a window": {"window_mismatches": 1},
-    "fly, deferred": {"boundary": "defer"},
-    "fly, no digits": {"protect": _NO_DIGITS},
+    "fly with 1 mismatch": {"window_mismatches": 1},
+    "fly deferred": {"boundary": "defer"},
+    "fly without digits": {"protect": _NO_DIGITS},
     "csd": {"rule": "csd"},
     "lossy": {"rule": "lossy"},
     "lenience": {"rule": "lenience"},
     "typical": {"rule": "typical"},
     "margin": {"rule": "margin"},
     "margin 1": {"rule": "margin", "margin_gap": 1.0},
-    "margin 1, budget 4": {"rule": "margin", "margin_gap": 1.0, "risk_budget": 4.0},
-    "margin 1, no digits": {"rule": "margin", "margin_gap": 1.0, "protect": _NO_DIGITS},
-    "fly | margin 1, no digits, deferred": {
+    "margin 1 with budget 4": {"rule": "margin", "margin_gap": 1.0, "risk_budget": 4.0},
+    "margin 1 without digits": {"rule": "margin", "margin_gap": 1.0, "protect": _NO_DIGITS},
+    "fly | margin 1 without digits deferred": {
         "rule": "fly | margin",
         "margin_gap": 1.0,
         "protect": _NO_DIGITS,
@@ -70,6 +71,8 @@ def _configs(k: int) -> dict[str, DecodeConfig]:
     """The rules that can do something at this K."""
     configs = {}
     for name, values in RULES.items():
+        if FLAGS.rules is not None and name not in FLAGS.rules:
+            continue
         config = DecodeConfig(**values, num_speculative_tokens=k)
         try:
             config.to_rule()
@@ -129,6 +132,7 @@ def _memory(pair: Pair) -> CorrectionMemory:
             [*prompts, *texts["library"]],
             Path(folder) / "memory.npz",
             num_speculative_tokens=15,
+            models="embedded",
             max_new_tokens=MAX_NEW_TOKENS,
             batch_size=8,
         )

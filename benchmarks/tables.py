@@ -1,4 +1,4 @@
-"""Writes the README's result tables from the result files, between its two markers.
+"""Writes the result tables of README.md and docs/rules.md from the result files, between markers.
 
 python benchmarks/tables.py
 """
@@ -13,7 +13,7 @@ from typing import Any
 import machine
 from absl import app
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: python benchmarks/tables.py -->\n", "<!-- end of results -->"
 
 
@@ -95,15 +95,93 @@ def _reference_table(result: dict[str, Any]) -> list[str]:
     ]
 
 
+# In the README's table; docs/rules.md has all.
+SHORT = (
+    "exact",
+    "fly",
+    "fly deferred",
+    "csd",
+    "lossy",
+    "typical",
+    "margin",
+    "margin 1",
+    "margin 1 without digits",
+)
+SHORT_BATCH, SHORT_K = "1", ("6", "15")
+
+
+def _rules_rows(measured: dict[str, Any], shown: Sequence[str] | None = None) -> list[str]:
+    """A row for every rule of one K: on problems, and on library text."""
+    lines = [
+        "| rule | mean accepted tokens | speed over tuned exact | retention (95% interval) "
+        "| disagreement | library: mean accepted tokens | speed over tuned exact | disagreement |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in measured["problems"].items():
+        if shown is not None and name not in shown:
+            continue
+        library = measured["library"][name]
+        lines.append(
+            f"| {name} | {row['mean_accepted_tokens']:.2f} | {row['speed_up']:.2f}x "
+            f"| {row['retention']:.1%} ({row['low']:.1%} to {row['high']:.1%}) "
+            f"| {row['rescued_per_100_tokens']:.1f} | {library['mean_accepted_tokens']:.2f} "
+            f"| {library['speed_up']:.2f}x | {library['rescued_per_100_tokens']:.1f} |"
+        )
+    return lines
+
+
+def _rules_short(result: dict[str, Any]) -> list[str]:
+    of_batch = result["batch_size"][SHORT_BATCH]
+    lines = [
+        "",
+        f"The loosened rules on {result['num_problems']} held-out problems and "
+        f"{result['num_documents']} pieces of library text, batch {SHORT_BATCH}, beside exact "
+        f"speculative decoding with its best K ({of_batch['best_exact_k']['problems']} on problems, "
+        f"{of_batch['best_exact_k']['library']} on library text) in the same run ({_where(result)}; "
+        "[all of them](docs/rules.md), [script](benchmarks/rules.py), "
+        "[file](benchmarks/results/rules.json)):",
+    ]
+    for k in SHORT_K:
+        lines += ["", f"K = {k}:", "", *_rules_rows(of_batch["k"][k], SHORT)]
+    return lines
+
+
+def _rules_all(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"Measured on {_where(result)}, {result['num_problems']} held-out problems, "
+        f"{result['num_documents']} pieces of library text.",
+    ]
+    for batch, of_batch in sorted(result["batch_size"].items(), key=lambda one: int(one[0])):
+        best = of_batch["best_exact_k"]
+        lines += [
+            "",
+            f"## Batch {batch}",
+            "",
+            f"Exact speculative decoding is fastest with K = {best['problems']} on problems and "
+            f"K = {best['library']} on library text.",
+        ]
+        for k, measured in sorted(of_batch["k"].items(), key=lambda one: int(one[0])):
+            lines += ["", f"### K = {k}", "", *_rules_rows(measured)]
+    return lines
+
+
+def _put(path: Path, lines: Sequence[str]) -> None:
+    text = path.read_text(encoding="utf-8")
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    path.write_text(f"{text[:start]}{chr(10).join(lines)}\n{text[end:]}", encoding="utf-8")
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
-    lines = _pair_table(_read("embedded_pair"))
-    if (machine.RESULTS / "against_reference.json").exists():
-        lines += _reference_table(_read("against_reference"))
-    text = README.read_text(encoding="utf-8")
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    README.write_text(f"{text[:start]}{chr(10).join(lines)}\n{text[end:]}", encoding="utf-8")
+    rules = _read("rules")
+    _put(
+        ROOT / "README.md",
+        _pair_table(_read("embedded_pair"))
+        + _rules_short(rules)
+        + _reference_table(_read("against_reference")),
+    )
+    _put(ROOT / "docs" / "rules.md", _rules_all(rules))
 
 
 if __name__ == "__main__":

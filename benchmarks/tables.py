@@ -132,12 +132,13 @@ def _rules_rows(measured: dict[str, Any], shown: Sequence[str] | None = None) ->
 
 def _rules_short(result: dict[str, Any]) -> list[str]:
     of_batch = result["batch_size"][SHORT_BATCH]
+    best = of_batch["best_exact_k"]
     lines = [
         "",
         f"The loosened rules on {result['num_problems']} held-out problems and "
         f"{result['num_documents']} pieces of library text, batch {SHORT_BATCH}, beside exact "
-        f"speculative decoding with its best K ({of_batch['best_exact_k']['problems']} on problems, "
-        f"{of_batch['best_exact_k']['library']} on library text) in the same run ({_where(result)}; "
+        f"speculative decoding with its best K ({best['problems']} on problems, {best['library']} "
+        f"on library text) in the same run ({_where(result)}; "
         "[all of them](docs/rules.md), [script](benchmarks/rules.py), "
         "[file](benchmarks/results/rules.json)):",
     ]

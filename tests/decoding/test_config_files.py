@@ -93,11 +93,13 @@ def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
 
 def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
     config = load_config(CONFIGS / "embedded_pair.toml")
-    assert config.to_rule() == Fly()
-    _, lossless, fly = config.side_by_side()
+    assert config.to_rule() == Margin(gap=1.0)
+    assert config.protect == (r"\d",)
+    _, lossless, published, recommended = config.side_by_side()
     measured = json.loads((CONFIGS.parent / "benchmarks/results/embedded_pair.json").read_text())
     best = measured["best_k"]
-    assert (lossless.num_drafted, fly.num_drafted) == (best["exact"], best["fly"])
+    assert (lossless.num_drafted, recommended.num_drafted) == (best["exact"], best["margin"])
+    assert published.to_rule() == Fly()
     alone = dataclasses.replace(config, rule="exact")
     assert alone.num_drafted == best["exact"]
 

@@ -45,10 +45,12 @@ if TYPE_CHECKING:
     from fly_jax.decoding.rules import entropy_gate as entropy_gate
     from fly_jax.decoding.rules import initial_state as initial_state
     from fly_jax.decoding.sampling import Sampling as Sampling
+    from fly_jax.decoding.stopping import EntropyStop as EntropyStop
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
     from fly_jax.models.cache import empty_cache as empty_cache
+    from fly_jax.models.layouts import Workload as Workload
     from fly_jax.models.presets import preset as preset
     from fly_jax.models.tokenizer import TextStream as TextStream
     from fly_jax.sharding.rules import Layout as Layout
@@ -81,10 +83,12 @@ _HOMES = {
         "initial_state",
     ),
     "decoding.sampling": ("Sampling",),
+    "decoding.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
     "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),
+    "models.layouts": ("Workload",),
     "models.tokenizer": ("TextStream",),
     "sharding.rules": ("Layout", "ShardingRules"),
 }

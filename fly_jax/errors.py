@@ -1,4 +1,4 @@
-"""The one exception that the command line turns into a sentence and exit status 2."""
+"""What the command line turns into a sentence and exit status 2."""
 
 
 class FlyJaxError(ValueError):
@@ -7,3 +7,12 @@ class FlyJaxError(ValueError):
     Raised by every check of input in the library; `fly_jax.launch` prints it without a
     traceback and ends with status 2.
     """
+
+
+def file_trouble(error: OSError) -> str:
+    """The sentence for a file that could not be read or written, where nobody had a better one."""
+    return (
+        f"{error.filename or 'standard output'} could not be read or written "
+        f"({error.strerror or error}); check the disk's space and the path's permissions, then "
+        "start again."
+    )

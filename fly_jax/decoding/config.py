@@ -124,7 +124,10 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         for name, kind in typing.get_type_hints(type(self)).items():
-            check_type(name, getattr(self, name), kind)
+            value = getattr(self, name)
+            check_type(name, value, kind)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise FlyJaxError(f"{name} is {value}; it must be a finite number: correct it.")
         names = rule_names(self.rule)
         if len(names) == 1:
             object.__setattr__(self, "rule", names[0])  # without spaces or parentheses
@@ -222,7 +225,7 @@ class DecodeConfig:
         if self.risk_budget is not None:
             rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
         if self.boundary == "reject":
-            rule.check(self.most_drafted)
+            rule.check(self.largest_k)
         elif self._temperature > 0 or not rule.longest_window or rule.has_lax_windows:
             raise FlyJaxError(
                 f"boundary is 'defer' with the rule {self.rule}, temperature "
@@ -238,12 +241,15 @@ class DecodeConfig:
         return self.boundary if self.is_loosened else "reject"
 
     @property
-    def most_drafted(self) -> int:
-        """The largest K that a round may have."""
+    def largest_k(self) -> int:
+        """The largest K of a loosened rule's rounds."""
         given = self.num_speculative_tokens
-        return max(
-            AUTO_DEPTHS[-1] if given == "auto" else given, self.lossless_speculative_tokens or 0
-        )
+        return AUTO_DEPTHS[-1] if given == "auto" else given
+
+    @property
+    def most_drafted(self) -> int:
+        """The largest K that a round may have, whatever the rule."""
+        return max(self.largest_k, self.lossless_speculative_tokens or 0)
 
     def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
         """One of the rules that `rule` is made of."""
@@ -316,7 +322,7 @@ class DecodeConfig:
             top_k=self.top_k,
             top_p=self.top_p,
         )
-        fits = published.most_drafted > self.window_size
+        fits = published.largest_k > self.window_size
         return *first, *([published] if fits else []), given
 
 

@@ -19,6 +19,7 @@ from fly_jax.decoding.reports import TokenReport, token_reports
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
+from fly_jax.decoding.stopping import NEVER
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
@@ -259,6 +260,10 @@ class Decoder:
                 only_this[depth] = 1.0
                 room = self.capacity - self.spec.room - max(map(len, prompts))
                 state = self._admit(prompts, max(room, 1), 0, only_this)
+                if state.threshold is not None:  # a round that stops early says nothing of its K
+                    never = np.full(self.batch_size, NEVER, np.float32)
+                    threshold = self._programs.place(never, (None,))
+                    state = dataclasses.replace(state, threshold=threshold)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()
                 # Only what is counted is kept: the caches make room for the next ones.

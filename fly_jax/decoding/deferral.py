@@ -20,7 +20,6 @@ from fly_jax.decoding.evidence import TargetEvidence
 from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.decoding.rules import Acceptance, Why
 
-
 # Mismatches come in clusters: however few tokens a window lacks, it is completed no more often than
 # this, while the rate of single tokens would promise 0.9 (benchmarks/deferral.py).
 MOST_COMPLETED = 0.65

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Key
+from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
 from fly_jax.decoding.lookup import Lookup, look_up
 from fly_jax.decoding.sampling import Sampling, sample
@@ -119,6 +119,7 @@ def draft_step(
     depth: Int[Array, ""] | None = None,
     stop: EntropyStop | None = None,
     threshold: Float32[Array, " rows"] | None = None,
+    live: Bool[Array, " rows"] | None = None,
 ) -> tuple[Draft, tuple[KVCache, ...]]:
     """Proposes K tokens after each row's text.
 
@@ -142,6 +143,7 @@ def draft_step(
       depth: tokens that are drafted this time, at most K; None for K.
       stop: ends a row's drafting early, the token in doubt being its last one; None for never.
       threshold: of the rows, for `stop`.
+      live: rows whose drafts are wanted; None for all.
     """
     sizes = (num_speculative_tokens, *level_speculative_tokens)
     levels = _Levels(models, sizes, lookup, sampling, key, stop, threshold)
@@ -151,7 +153,10 @@ def draft_step(
         room = draft_room(num_speculative_tokens, level_speculative_tokens[:1], lookup)
         logits = jnp.zeros((text.shape[0], room, models[0].config.vocab_size), jnp.float32)
     none = (jnp.int32(0),) * len(models)
-    wanted = jnp.full_like(length, num_speculative_tokens if depth is None else depth)
+    all_wanted = jnp.full_like(length, num_speculative_tokens if depth is None else depth)
+    wanted = all_wanted
+    if live is not None and (levels.below or lookup or stop):
+        wanted = jnp.where(live, wanted, 1)  # for a finished row nobody is to wait
     caches = _rolled_back(caches, length)
     progress = _Progress(text, jnp.zeros_like(length), wanted, logits, caches, none)
     progress = _draft(levels, progress, length)
@@ -160,7 +165,7 @@ def draft_step(
         logits = progress.logits[:, :num_speculative_tokens]
     num_passes = jnp.stack(progress.num_passes)
     # The same as counted where nothing stops early, and known to the compiler where K is fixed.
-    num_drafted = wanted if stop is None else progress.count
+    num_drafted = all_wanted if stop is None else progress.count
     return Draft(drafted, logits, num_passes, num_drafted), progress.caches
 
 

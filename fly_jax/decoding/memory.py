@@ -133,8 +133,14 @@ class CorrectionMemory:
         return keys
 
     def copy(self) -> CorrectionMemory:
-        """A memory of its own with the same counts."""
-        return self.merged(self._empty())
+        """A memory of its own with the same counts and note."""
+        copied = self.merged(self._empty())
+        copied.note = self.note
+        return copied
+
+    def counts(self) -> list[tuple[int, int, int]]:
+        """Draft token, target token and count of each pair, in the order they were last seen."""
+        return [(*pair, count) for pair, count in self._counts.items()]
 
     def merged(self, other: CorrectionMemory) -> CorrectionMemory:
         """A memory with the counts of both, such as two processes made; with this one's limits.

@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fly_jax.decoding.config import AUTO_DEPTHS, DEFAULT_LEVEL_TOKENS
+from fly_jax.decoding.config import AUTO_DEPTHS, DEFAULT_LEVEL_TOKENS, DecodeConfig
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
 from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.memory import CorrectionMemory
@@ -108,6 +108,23 @@ class Pair:
             draft_stop=draft_stop if num_speculative_tokens else None,
         )
 
+    def spec_of(self, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
+        """`spec` with the values of a config.
+
+        Raises:
+          FlyJaxError: as `spec`.
+        """
+        return self.spec(
+            config.to_rule(),
+            config.num_drafted,
+            config.to_lookup(),
+            learns=config.csd_online,
+            audits=audits,
+            boundary=config.round_boundary,
+            level_speculative_tokens=config.level_speculative_tokens,
+            draft_stop=config.to_draft_stop(),
+        )
+
     def decoder(
         self,
         spec: RoundSpec,
@@ -148,12 +165,20 @@ class Pair:
         )
 
 
+Dtype = Literal["float32", "bfloat16", "int8"]
+
+
+def default_dtype(target: str | Path | None) -> Dtype:
+    """Type of the weights where none is asked for: small for all but the embedded pair."""
+    return "float32" if target is None else "bfloat16"
+
+
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
     mesh: str | MeshSpec = "1x1",
-    dtype: Literal["float32", "bfloat16", "int8"] | None = None,
+    dtype: Dtype | None = None,
     workload: Workload | None = None,
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
@@ -176,7 +201,7 @@ def load_pair(
         not fit the devices. All but broken values are found before any weight is read.
     """
     spec = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    dtype = dtype or ("float32" if target is None else "bfloat16")
+    dtype = dtype or default_dtype(target)
     target_folder, draft_folders, target_config, tokenizer = together(
         lambda: _check(target, _listed(draft))
     )

@@ -18,7 +18,7 @@ from fly_jax.decoding.lookup import Lookup
 from fly_jax.decoding.rules import Rule, Why, accept
 from fly_jax.decoding.settling import settle_all, settle_deferring
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.decoding.stopping import EntropyStop, only_live
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
@@ -203,7 +203,6 @@ def decode_round(
     if spec.draft_stop is not None and state.threshold is not None:
         adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
         state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
-    live = ~state.finished
     settle = settle_deferring if spec.deferred_window else settle_all
     state, settled = settle(spec, state, proposal, seen, acceptance, drafted)
     # What an end of text or the limit cuts off is counted nowhere.
@@ -297,9 +296,6 @@ def _propose(
     if not drafts:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
         return Draft(nothing, None, jnp.zeros(1, jnp.int32), jnp.zeros_like(state.length)), state
-    threshold = state.threshold
-    if threshold is not None:
-        threshold = only_live(threshold, ~state.finished)
     proposal, caches = draft_step(
         drafts,
         state.drafts,
@@ -312,6 +308,7 @@ def _propose(
         key=key,
         depth=None if depth is None else drafted_of(depth, spec.depths),
         stop=spec.draft_stop,
-        threshold=threshold,
+        threshold=state.threshold,
+        live=~state.finished,
     )
     return proposal, dataclasses.replace(state, drafts=caches)

@@ -8,6 +8,7 @@ which follows what becomes of the row's drafts.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from fly_jax.errors import FlyJaxError
 
-# Above any bound: a row stops with its first token.
-_AT_ONCE = 2.0
+# Below any bound: the threshold of a row that does not stop.
+NEVER = -math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,3 @@ class EntropyStop:
         """The rows' thresholds after a round that accepted so much of what was drafted."""
         lacking = self.share - num_accepted / num_drafted
         return jnp.clip(threshold + self.step * lacking, 0, 1)
-
-
-def only_live(
-    threshold: Float32[Array, " rows"], live: Bool[Array, " rows"]
-) -> Float32[Array, " rows"]:
-    """The thresholds with which no row that has finished keeps the others waiting."""
-    return jnp.where(live, threshold, _AT_ONCE)

@@ -155,12 +155,13 @@ def audited(
       generation: what it became, with its reports.
       tokenizer: of the models.
       run: what it is part of.
-      has_window: the rule has a deferred window.
+      has_window: every rescue has a deferred window behind it, whichever part of the rule made it.
       budget: the risk budget that it began with.
       exact: what the target alone continues it with, if that is known.
     """
     ids, reports = generation.token_ids, generation.reports
-    texts = tokenizer.piece_texts(ids)
+    # After the prompt's last token, since some tokenizers drop the space that begins a text.
+    texts = tokenizer.piece_texts([generation.prompt_token_ids[-1], *ids])[1:]
     mismatches: list[Mismatch] = []
     before, spent = prompt, 0.0
     for position, (report, text) in enumerate(zip(reports, texts, strict=True)):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -63,7 +65,7 @@ def check_writable(path: Path) -> None:
     Raises:
       FlyJaxError: it cannot be written, or holds something that is no audit.
     """
-    existed = path.exists()
+    existed = os.path.lexists(path)
     try:
         with path.open("ab+") as file:
             file.seek(0)
@@ -72,7 +74,7 @@ def check_writable(path: Path) -> None:
             path.unlink()
     except OSError as error:
         raise FlyJaxError(
-            f"The audit {path} cannot be written ({error.strerror}); correct the path."
+            f"The audit {path} cannot be written ({error.strerror or error}); correct the path."
         ) from error
     if start and f'"format": "{FORMAT}"'.encode() not in start:
         raise FlyJaxError(
@@ -104,6 +106,8 @@ def read_audit(path: Path) -> Audit:
         elif event == "prompt":
             one = _made(Continuation, record, path, number)
             _check_continuation(one, waiting, path, number)
+            if one.prompt in audit.continuations:
+                raise _damaged(path, number, f"prompt {one.prompt} was there before")
             audit.mismatches += waiting
             audit.continuations[one.prompt] = one
             waiting = []
@@ -170,7 +174,9 @@ def _is(value: object, wanted: Any) -> bool:
         return isinstance(value, list) and all(_is(one, arguments[0]) for one in value)
     if isinstance(value, bool):
         return False
-    return isinstance(value, int | float if wanted is float else origin or wanted)
+    if wanted is float:
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, origin or wanted)
 
 
 def _check_continuation(

@@ -162,7 +162,7 @@ def compare(
     batch_size: int = 1,
     seed: int = 0,
     check: Callable[[int, str], bool | None] | None = None,
-    protect: Mapping[str, Sequence[str]] | None = None,
+    protect: Sequence[str] | Mapping[str, Sequence[str]] = (),
     memory: CorrectionMemory | None = None,
 ) -> Comparison:
     """Decodes the same prompts with every rule, in turns, batch by batch.
@@ -178,7 +178,7 @@ def compare(
       seed: of the draws, where a rule samples.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
-      protect: by rule, see `Pair.decoder`; a rule that is left out protects nothing more.
+      protect: see `Pair.decoder`; the same for every rule, or by name for those named.
       memory: what every rule that uses one begins with; it is copied.
 
     Raises:
@@ -199,7 +199,7 @@ def compare(
             spec,
             capacity=capacity,
             batch_size=rows,
-            protect=() if protect is None else protect.get(name, ()),
+            protect=protect.get(name, ()) if isinstance(protect, Mapping) else protect,
             memory=memory.copy() if memory is not None and spec.rule.uses_memory else None,
         )
         for name, spec in specs.items()

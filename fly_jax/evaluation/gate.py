@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -150,14 +151,8 @@ def find_gate(
             return record(decoder, some, max_new_tokens, bar)
 
         def decoder_of(one: Rule) -> Decoder:
-            spec = pair.spec(
-                one,
-                config.num_drafted,
-                config.to_lookup(),
-                level_speculative_tokens=config.level_speculative_tokens,
-                draft_stop=config.to_draft_stop(),
-            )
-            spec = dataclasses.replace(spec, reports_evidence=True)
+            spec = pair.spec_of(dataclasses.replace(config, window_size=windows[0]))
+            spec = dataclasses.replace(spec, rule=one, reports_evidence=True)
             context = pair.target.config.max_context
             capacity = capacity_for(spec, prompts, max_new_tokens, context)
             rows = min(batch_size, len(search))
@@ -168,7 +163,7 @@ def find_gate(
         rounds, exact = decode(lossless, search), tally(decode(lossless, check))
         found = list(candidates(lossless, rounds, config, bound, windows))
         allowed = bound.limit
-        for num_tried in range(1, len(found) + 1):
+        for num_tried in itertools.count(1):
             candidate = best(found, allowed)
             if candidate is None:
                 break
@@ -179,6 +174,7 @@ def find_gate(
                 rate = bound.rate(seen)
                 if rate > bound.limit:
                     allowed = _AIM * min(allowed, candidate.rate) * bound.limit / rate
+                    found.remove(candidate)
                     break
             else:
                 return Gate(candidate.config, varied(config), bound, seen, exact, num_tried)

@@ -77,16 +77,19 @@ class Strictness:
       name: field of `DecodeConfig`.
       levels: for each mismatch the number at which the rule just rescues it, windows aside.
       most: largest number allowed.
+      least: smallest number allowed.
     """
 
     name: str
     levels: Callable[[Rounds], Levels]
     most: float = math.inf
+    least: float = 0.0
 
     def values(self, rounds: Rounds, number: int) -> list[float]:
         """Numbers to try: at the quantiles of what these rounds' mismatches need."""
         levels = self.levels(rounds)[rounds.is_mismatch]
-        levels = np.minimum(levels[np.isfinite(levels)], self.most)
+        # Rules of probabilities take none of 0: it would rescue what float32 cannot tell from 0.
+        levels = np.minimum(levels[np.isfinite(levels) & (levels >= self.least)], self.most)
         if not levels.size:
             return []
         found = np.quantile(levels, np.linspace(0, 1, number))
@@ -102,11 +105,12 @@ def _typical(rounds: Rounds) -> Levels:
     return np.asarray(_probability(rounds) * np.exp(rounds.evidence.full_entropy))
 
 
+_TINY = float(np.finfo(np.float32).tiny)
 _OF_RULE = {
     "fly": Strictness("entropy_threshold", lambda rounds: np.asarray(rounds.evidence.entropy)),
-    "lossy": Strictness("lossy_threshold", _probability, 0.5),
-    "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.gap), 1.0),
-    "typical": Strictness("typical_delta", _typical, 1.0),
+    "lossy": Strictness("lossy_threshold", _probability, 0.5, _TINY),
+    "lenience": Strictness("lenience", lambda rounds: np.exp(-rounds.gap), 1.0, _TINY),
+    "typical": Strictness("typical_delta", _typical, 1.0, _TINY),
     "margin": Strictness("margin_gap", lambda rounds: rounds.gap),
 }
 
@@ -150,12 +154,17 @@ def windows_of(config: DecodeConfig, window_size: int | None) -> tuple[int, ...]
     """The window sizes to try: the one that is given, or all that leave room in a block.
 
     Raises:
-      FlyJaxError: none does.
+      FlyJaxError: none does, or one is given for a rule without windows.
     """
     if "fly" not in rule_names(config.rule):
+        if window_size is not None:
+            raise FlyJaxError(
+                f"window_size is {window_size} and the rule {config.rule} has no window; leave "
+                "window_size out, or give a rule with fly."
+            )
         return (config.window_size,)
     given = WINDOWS if window_size is None else (window_size,)
-    fitting = tuple(size for size in given if size < config.most_drafted)
+    fitting = tuple(size for size in given if size < config.largest_k)
     if not fitting:
         dataclasses.replace(config, window_size=given[0]).to_rule()  # says why
     return fitting or given[:1]
@@ -185,11 +194,22 @@ def as_toml(config: DecodeConfig, varied: Sequence[str], comment: str) -> str:
       varied: fields that it says in any case.
       comment: lines that it begins with.
     """
-    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    # TOML has no control characters in its comments, nor halves of surrogate pairs.
+    shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in comment)
+    lines = [f"# {line}".rstrip() for line in shown.splitlines()]
     default = DecodeConfig()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         stated = field.name in ("rule", "num_speculative_tokens", *varied)
         if value is not None and (stated or value != getattr(default, field.name)):
-            lines.append(f"{field.name} = {json.dumps(value)}")  # which TOML reads as well
+            # What JSON has for a value TOML reads as well, but for DEL and surrogate pairs.
+            stated_value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{field.name} = {stated_value}")
     return "\n".join(lines) + "\n"
+
+
+def write_config(path: Path, text: str) -> None:
+    """Writes a config in one step, so that there is all of it or nothing."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from absl import logging
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, file_trouble
 from fly_jax.launch import last_words
 
 # Each is a module of this package with `main(arguments)`, imported only when it is asked for.
@@ -75,12 +75,7 @@ def _status(arguments: list[str]) -> int:
         return _EXIT_BROKEN_PIPE
     except OSError as error:
         _drop_output()
-        place = error.filename or "standard output"
-        print(
-            f"{place} could not be read or written ({error.strerror}); check the disk's space and "
-            "the path's permissions, then start again.",
-            file=sys.stderr,
-        )
+        print(file_trouble(error), file=sys.stderr)
         return _EXIT_WRONG_INPUT
     return 0
 

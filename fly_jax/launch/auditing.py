@@ -97,7 +97,7 @@ class Auditor:
                 finished[row],
                 self.pair.tokenizer,
                 self.run,
-                has_window=rule.longest_window > 0,
+                has_window=rule.strict_tail > 0,
                 budget=rule.budget,
                 exact=exact[row],
             )
@@ -148,8 +148,7 @@ def _lossless(
     """What gives the target's own text: exact speculation, which is faster than doing without."""
     from fly_jax.decoding.decoder import capacity_for
 
-    lossless = config.side_by_side()[1]
-    spec = pair.spec(lossless.to_rule(), lossless.num_drafted, lossless.to_lookup())
+    spec = pair.spec_of(config.side_by_side()[1])
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     return pair.decoder(spec, capacity=capacity, batch_size=decoder.batch_size)
 

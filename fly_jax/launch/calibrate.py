@@ -18,6 +18,7 @@ from fly_jax.evaluation.strictness import (
     check_new,
     strictness_of,
     windows_of,
+    write_config,
 )
 from fly_jax.launch.flags import Flags, add_model_flags, add_prompt_flags, decoding_overrides
 from fly_jax.launch.joining import add_process_flags, joined
@@ -194,13 +195,15 @@ def _find(values: FlagValues, config: DecodeConfig, reading: Reading, command: s
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
     )
+    say(gate.summary())
     if process_id() == 0:
         text = as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
-        Path(values.gate).write_text(text, encoding="utf-8")
-    say(f"{gate.summary()}\n{values.gate} says so; decode with --config {values.gate}.")
+        write_config(Path(values.gate), text)
+    say(f"{values.gate} says so; decode with --config {values.gate}.")
 
 
 def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
+    from fly_jax.decoding.pair import default_dtype
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.identity import identity
     from fly_jax.models.loading import embedded_pair, resolve
@@ -211,7 +214,8 @@ def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
             return ""
         # What the draft models below the first one are does not change a token.
         draft = resolve(values.draft[0]) if values.draft else embedded_pair()[1]
-        return " ".join([identity(reading.target), identity(draft), str(values.dtype)])
+        dtype = values.dtype or default_dtype(values.target)
+        return " ".join([identity(reading.target), identity(draft), dtype])
 
     path, which = Path(values.memory), share(together(models))
     sizes = (config.most_drafted, values.max_new_tokens)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from fly_jax.decoding.decoder import Decoder, Generation, Settled
     from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
-    from fly_jax.decoding.round import RoundSpec
     from fly_jax.models.tokenizer import Tokenizer
 
 _HELP = """\
@@ -74,7 +73,7 @@ def _run(values: FlagValues) -> None:
     together(lambda: check_audit(values))
     config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
     reading = read(values, config, prompts)
-    memory = together(lambda: _memory(values, config, reading.tokenizer))
+    memory = _shared(together(lambda: _memory(values, config, reading.tokenizer)))
     pair = load(values, config, reading)
     _generate(values, config, pair, memory, reading)
     if compares:
@@ -122,7 +121,8 @@ def _flags() -> Flags:
     group = "Output"
     flags.boolean(
         group, "compare",
-        "end with a table of autoregressive, lossless speculative and FLy decoding on the prompts",
+        "end with a table of autoregressive, lossless speculative, published FLy and the chosen "
+        "decoding on the prompts",
     )  # fmt: skip
     flags.boolean(
         group, "update_memory",
@@ -159,19 +159,30 @@ def _prompts(values: FlagValues) -> list[Prompt]:
 def _memory(
     values: FlagValues, config: DecodeConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory | None:
-    """What the rule begins with: the file that is named, or nothing counted yet."""
+    """What the rule begins with: the file that is named, which process 0 reads, or nothing yet."""
     from fly_jax.decoding.memory import CorrectionMemory, load_memory
     from fly_jax.sharding.processes import process_id
 
     if not config.to_rule().uses_memory:
         return None
-    path = None if config.memory is None else Path(config.memory)
+    path = None if config.memory is None or process_id() != 0 else Path(config.memory)
     if path is None or (values.update_memory and not path.exists()):
         memory = CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
     else:
         memory = load_memory(path, tokenizer.digest, min_count=config.csd_min_count)
-    if path is not None and values.update_memory and process_id() == 0:
+    if path is not None and values.update_memory:
         memory.save(path)  # a path that cannot be written is found before any work is done
+    return memory
+
+
+def _shared(memory: CorrectionMemory | None) -> CorrectionMemory | None:
+    """The memory as process 0 has read it: with different ones the devices would part ways."""
+    from fly_jax.sharding.processes import process_id, share
+
+    if memory is not None:
+        for draft_token, target_token, count in share(memory.counts()):
+            if process_id() != 0:
+                memory.add([(draft_token, target_token)], count)
     return memory
 
 
@@ -186,7 +197,7 @@ def _generate(
     from fly_jax.decoding.decoder import capacity_for
 
     ids = reading.ids
-    spec = _spec(pair, config, audits=values.audit is not None)
+    spec = pair.spec_of(config, audits=values.audit is not None)
     capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
         spec,
@@ -265,19 +276,6 @@ def _stream(
         auditor.add(first, finished)
 
 
-def _spec(pair: Pair, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
-    return pair.spec(
-        config.to_rule(),
-        config.num_drafted,
-        config.to_lookup(),
-        learns=config.csd_online,
-        audits=audits,
-        boundary=config.round_boundary,
-        level_speculative_tokens=config.level_speculative_tokens,
-        draft_stop=config.to_draft_stop(),
-    )
-
-
 def _in_order(
     values: FlagValues, decoder: Decoder, ids: list[list[int]], auditor: Auditor | None
 ) -> Iterator[Generation]:
@@ -346,7 +344,7 @@ def _compare(
     comparison = compare(
         pair,
         reading.ids,
-        {name: _spec(pair, one) for name, one in rules.items()},
+        {name: pair.spec_of(one) for name, one in rules.items()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,

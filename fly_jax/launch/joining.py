@@ -71,7 +71,7 @@ def joined(values: FlagValues) -> Iterator[None]:
         check_same({name: value for name, value in settings.items() if name not in _OWN})
         yield
         share("done")  # process 0 may still be writing
-    except (FlyJaxError, BrokenPipeError):
+    except (FlyJaxError, OSError):
         raise
     except Exception as error:
         if _is_of_another(error):

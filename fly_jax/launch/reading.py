@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,8 +73,10 @@ def read(values: FlagValues, config: DecodeConfig, prompts: list[Prompt]) -> Rea
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
     from fly_jax.sharding.mesh import parse_mesh, prepare_devices
-    from fly_jax.sharding.processes import process_id, share, together
+    from fly_jax.sharding.processes import check_same, process_id, share, together
 
+    # What a file said may differ although the command is the same.
+    check_same(json.loads(json.dumps(dataclasses.asdict(config))))
     prepare_devices(parse_mesh(values.mesh))  # before anything below can start a JAX backend
 
     from fly_jax.models.checkpoint import check_checkpoint

@@ -21,7 +21,7 @@ import jax
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.errors import FlyJaxError, file_trouble
 
 T = TypeVar("T")
 Json = Any
@@ -207,6 +207,7 @@ def together(work: Callable[[], T]) -> T:
     Raises:
       JointError: on every process, with the same sentence, if the work failed on any of them.
       FlyJaxError: as `work` raises it, where there is but one process.
+      OSError: likewise.
     """
     if num_processes() == 1:
         return work()
@@ -215,6 +216,8 @@ def together(work: Callable[[], T]) -> T:
         result = work()
     except FlyJaxError as error:
         problem = str(error)
+    except OSError as error:
+        problem = file_trouble(error)
     found = gather([socket.gethostname(), problem])
     failed = [index for index, (_, sentence) in enumerate(found) if sentence is not None]
     if failed:

@@ -17,6 +17,7 @@ from fly_jax.decoding.decoder import Decoder, Generation
 from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Margin, Typical
+from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -38,6 +39,9 @@ SPECS = {
         reports_mismatches=True,
         audits=True,
     ),
+    "deferring": RoundSpec(
+        Fly(0.0, 2), 3, None, EOS, audits=True, boundary="defer", draft_stop=EntropyStop()
+    ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
@@ -53,6 +57,7 @@ CASES = [
     ("4x2", "fly", "tensor_long", "narrow_whole"),
     ("2x2x2", "all", "tensor", "replicated"),
     ("2x2x2", "levels", "tensor", "narrow"),
+    ("4x2", "deferring", "tensor_long", "narrow"),
 ]
 
 

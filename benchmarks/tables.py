@@ -120,9 +120,9 @@ def _rules_rows(measured: dict[str, Any], shown: Sequence[str] | None = None) ->
     for name, row in measured["problems"].items():
         if shown is not None and name not in shown:
             continue
-        library = measured["library"][name]
+        library, shown_name = measured["library"][name], name.replace("|", "\\|")
         lines.append(
-            f"| {name} | {row['mean_accepted_tokens']:.2f} | {row['speed_up']:.2f}x "
+            f"| {shown_name} | {row['mean_accepted_tokens']:.2f} | {row['speed_up']:.2f}x "
             f"| {row['retention']:.1%} ({row['low']:.1%} to {row['high']:.1%}) "
             f"| {row['rescued_per_100_tokens']:.1f} | {library['mean_accepted_tokens']:.2f} "
             f"| {library['speed_up']:.2f}x | {library['rescued_per_100_tokens']:.1f} |"

@@ -120,4 +120,4 @@ def test_config_is_headed_by_its_command(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# python -m fly_jax.launch ")
     assert f"--config configs/{path.name}" in text.splitlines()[0]
-    assert tomllib.loads(text)["rule"] == "fly"
+    assert tomllib.loads(text)["rule"] == ("margin" if path.stem == "embedded_pair" else "fly")

@@ -125,7 +125,7 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
             assert dataclasses.astuple(report) == pytest.approx(
                 dataclasses.astuple(alone), abs=1e-4
             )
-    assert all(bool(row.reports) == (name == "all") for row in found)
+    assert all(bool(row.reports) == SPECS[name].audits for row in found)
 
 
 def _compiled(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -127,8 +127,8 @@ def test_without_prompts_and_models(
     assert main(SIZES) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Boris")
-    table = [line.split() for line in lines[-5:]]
-    assert [row[0] for row in table[2:]] == ["autoregressive", "exact", "fly"]
+    table = [line.split() for line in lines[-6:]]
+    assert [row[0] for row in table[2:]] == ["autoregressive", "exact", "fly", "margin"]
     assert all("0/1" in row for row in table[2:])
 
 

@@ -249,8 +249,10 @@ def test_what_calibrate_refuses(
     assert "--draft" in refused(
         "calibrate", f"--target={tiny_pair[0]}", f"--prompts_file={prompts}", "--memory=x"
     )
-    for more in ("--max_new_tokens=19", "--dtype=int8", f"--draft={tiny_pair[0]}"):
+    for more in ("--max_new_tokens=19", "--dtype=int8"):
         assert "another run" in refused(*calibrate(tiny_pair, prompts, memory, more))
+    other_draft = (tiny_pair[0], tiny_pair[0])
+    assert "another run" in refused(*calibrate(other_draft, prompts, memory))
     long = tmp_path / "long.txt"
     long.write_text("Ada " * 200)
     assert "context" in refused(*calibrate(tiny_pair, long, tmp_path / "a.npz"))

@@ -43,7 +43,6 @@ FLY = Fly(entropy_threshold=0.2, window_size=2)
 CASES = {
     "fly, four levels": (dataclasses.replace(ROUND, rule=FLY), (3, 2), LOOKUP, 1),
     "defer": (RoundSpec(Fly(0.0, 3), 3, eos_token_ids=EOS, boundary="defer"), (2,), LOOKUP, 3),
-    "depths": (dataclasses.replace(ROUND, rule=FLY, depths=(1, 2, 6)), (2,), None, 3),
     "sampled": (dataclasses.replace(ROUND, rule=Sampled(0.8, top_p=0.95)), (3,), LOOKUP, 3),
 }
 
@@ -70,13 +69,6 @@ def decode(
 
 def without_cost(row: Generation) -> Generation:
     return dataclasses.replace(row, num_draft_passes=0, seconds=0.0)
-
-
-@pytest.fixture(autouse=True)
-def equal_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With measured seconds no run would choose the depths of another one."""
-    seconds = np.asarray([1.0, 1.2, 1.9], np.float32)
-    monkeypatch.setattr(Decoder, "_measure", lambda *_: seconds)
 
 
 @pytest.mark.parametrize("name", CASES)

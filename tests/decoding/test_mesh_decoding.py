@@ -30,7 +30,6 @@ SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
     "exact": RoundSpec(Exact(), 3, None, EOS),
     "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
-    "levels": RoundSpec(Fly(window_size=1), 3, None, EOS, level_speculative_tokens=(2,)),
     "all": RoundSpec(
         Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin("runner_up")), 2.0, 9.0, 2),
         3,
@@ -39,8 +38,15 @@ SPECS = {
         reports_mismatches=True,
         audits=True,
     ),
-    "deferring": RoundSpec(
-        Fly(0.0, 2), 3, None, EOS, audits=True, boundary="defer", draft_stop=EntropyStop()
+    "levels": RoundSpec(
+        Fly(0.0, 2),
+        3,
+        None,
+        EOS,
+        audits=True,
+        boundary="defer",
+        level_speculative_tokens=(2,),
+        draft_stop=EntropyStop(),
     ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
@@ -56,8 +62,7 @@ CASES = [
     ("2x2x2", "fly", "tensor_long", "tensor_whole"),
     ("4x2", "fly", "tensor_long", "narrow_whole"),
     ("2x2x2", "all", "tensor", "replicated"),
-    ("2x2x2", "levels", "tensor", "narrow"),
-    ("4x2", "deferring", "tensor_long", "narrow"),
+    ("4x2", "levels", "tensor_long", "narrow"),
 ]
 
 

@@ -204,7 +204,7 @@ def decode_round(
         adapted = spec.draft_stop.after(state.threshold, acceptance.num_accepted, drafted)
         state = dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
     settle = settle_deferring if spec.deferred_window else settle_all
-    state, settled = settle(spec, state, proposal, seen, acceptance, drafted)
+    state, settled = settle(spec, state, proposal, seen, acceptance)
     # What an end of text or the limit cuts off is counted nowhere.
     counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
     rescued = counts & (settled.why == Why.RESCUED)

@@ -39,7 +39,6 @@ def settle_all(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, Emitted]:
     """Appends what was accepted."""
     if state.pace is not None:
@@ -57,9 +56,9 @@ def settle_deferring(
     proposal: Draft,
     seen: TargetEvidence,
     acceptance: Acceptance,
-    drafted: Int[Array, " rows"],
 ) -> tuple[DecodeState, Emitted]:
     """`settle_all`, where the end of a row may be provisional."""
+    drafted = proposal.num_drafted
     assert state.pace is not None
     assert state.window is not None
     live, before, window = ~state.finished, state.length, state.window

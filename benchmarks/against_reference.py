@@ -28,7 +28,7 @@ from fly_jax.decoding.config import from_reference_json
 from fly_jax.decoding.decoder import capacity_for
 from fly_jax.decoding.pair import load_pair
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly
+from fly_jax.verification.rules import Exact, Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("prompts_file", None, "JSON lines with prompt_token_ids")

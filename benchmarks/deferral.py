@@ -24,7 +24,7 @@ from fly_jax.decoding import deferral
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.round import Boundary
-from fly_jax.decoding.rules import Exact, Fly, Rule
+from fly_jax.verification.rules import Exact, Fly, Rule
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 500, "held-out problems")

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import machine
 from absl import app, flags
 
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly, Rule
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.library_text import documents
 from fly_jax.training.problems import is_correct, problems
+from fly_jax.verification.rules import Exact, Fly, Rule
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 60, "held-out problems")

@@ -19,9 +19,9 @@ from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.rules import Exact, Fly, Margin, Rule
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.problems import Problem, is_correct
+from fly_jax.verification.rules import Exact, Fly, Margin, Rule
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 1000, "held-out problems")

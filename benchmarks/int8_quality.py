@@ -22,11 +22,11 @@ from paired import paired_interval
 from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.models.convert import convert
-from fly_jax.models.loading import embedded_pair
+from fly_jax.models.checkpoints.convert import convert
+from fly_jax.models.checkpoints.locate import embedded_pair
 from fly_jax.training.problems import Problem, is_correct
+from fly_jax.verification.rules import Exact, Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")

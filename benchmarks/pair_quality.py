@@ -22,12 +22,12 @@ from texts import MAX_NEW_TOKENS, PROMPT_TOKENS, word_problems
 
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.rules import Exact
+from fly_jax.models.checkpoints.locate import embedded_pair
 from fly_jax.models.llama import Llama
-from fly_jax.models.loading import embedded_pair
 from fly_jax.training.dataset import token_rows
 from fly_jax.training.library_text import documents
 from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct
+from fly_jax.verification.rules import Exact
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")

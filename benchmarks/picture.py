@@ -14,7 +14,7 @@ from absl import app, logging
 from texts import word_problems
 
 from fly_jax.decoding.pair import generate, load_pair
-from fly_jax.decoding.rules import Why
+from fly_jax.verification.rules import Why
 
 COLOURS = {
     Why.MATCHED: ("#1a7f37", "matched: draft and target agree"),

@@ -23,12 +23,12 @@ from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.decoding.memory import CorrectionMemory
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.calibration import fill_memory
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.problems import is_correct
+from fly_jax.verification.correction_memory import CorrectionMemory
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 500, "held-out problems")

@@ -14,58 +14,58 @@ if TYPE_CHECKING:
     from fly_jax.decoding.decoder import Generation as Generation
     from fly_jax.decoding.decoder import Settled as Settled
     from fly_jax.decoding.decoder import capacity_for as capacity_for
-    from fly_jax.decoding.drafting import Draft as Draft
-    from fly_jax.decoding.drafting import draft_step as draft_step
-    from fly_jax.decoding.evidence import Entropy as Entropy
-    from fly_jax.decoding.evidence import Extra as Extra
-    from fly_jax.decoding.evidence import TargetEvidence as TargetEvidence
-    from fly_jax.decoding.evidence import evidence as evidence
-    from fly_jax.decoding.lookup import Lookup as Lookup
-    from fly_jax.decoding.memory import CorrectionMemory as CorrectionMemory
-    from fly_jax.decoding.memory import load_memory as load_memory
+    from fly_jax.decoding.drafters.lookup import Lookup as Lookup
+    from fly_jax.decoding.drafters.model import Draft as Draft
+    from fly_jax.decoding.drafters.model import draft_step as draft_step
+    from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import RoundSpec as RoundSpec
     from fly_jax.decoding.round import verify_step as verify_step
-    from fly_jax.decoding.rules import Acceptance as Acceptance
-    from fly_jax.decoding.rules import Budget as Budget
-    from fly_jax.decoding.rules import Csd as Csd
-    from fly_jax.decoding.rules import Exact as Exact
-    from fly_jax.decoding.rules import Fly as Fly
-    from fly_jax.decoding.rules import Lenience as Lenience
-    from fly_jax.decoding.rules import Lossy as Lossy
-    from fly_jax.decoding.rules import Margin as Margin
-    from fly_jax.decoding.rules import RuleState as RuleState
-    from fly_jax.decoding.rules import Sampled as Sampled
-    from fly_jax.decoding.rules import Typical as Typical
-    from fly_jax.decoding.rules import Why as Why
-    from fly_jax.decoding.rules import accept as accept
-    from fly_jax.decoding.rules import entropy_gate as entropy_gate
-    from fly_jax.decoding.rules import initial_state as initial_state
-    from fly_jax.decoding.sampling import Sampling as Sampling
-    from fly_jax.decoding.stopping import EntropyStop as EntropyStop
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
     from fly_jax.models.cache import empty_cache as empty_cache
     from fly_jax.models.layouts import Workload as Workload
     from fly_jax.models.presets import preset as preset
-    from fly_jax.models.tokenizer import TextStream as TextStream
+    from fly_jax.models.tokenizers.tokenizer import TextStream as TextStream
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
+    from fly_jax.verification.correction_memory import CorrectionMemory as CorrectionMemory
+    from fly_jax.verification.correction_memory import load_memory as load_memory
+    from fly_jax.verification.evidence import Entropy as Entropy
+    from fly_jax.verification.evidence import Extra as Extra
+    from fly_jax.verification.evidence import TargetEvidence as TargetEvidence
+    from fly_jax.verification.evidence import evidence as evidence
+    from fly_jax.verification.rules import Acceptance as Acceptance
+    from fly_jax.verification.rules import Budget as Budget
+    from fly_jax.verification.rules import Csd as Csd
+    from fly_jax.verification.rules import Exact as Exact
+    from fly_jax.verification.rules import Fly as Fly
+    from fly_jax.verification.rules import Lenience as Lenience
+    from fly_jax.verification.rules import Lossy as Lossy
+    from fly_jax.verification.rules import Margin as Margin
+    from fly_jax.verification.rules import RuleState as RuleState
+    from fly_jax.verification.rules import Sampled as Sampled
+    from fly_jax.verification.rules import Typical as Typical
+    from fly_jax.verification.rules import Why as Why
+    from fly_jax.verification.rules import accept as accept
+    from fly_jax.verification.rules import entropy_gate as entropy_gate
+    from fly_jax.verification.rules import initial_state as initial_state
+    from fly_jax.verification.sampling import Sampling as Sampling
 
 _HOMES = {
     "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
-    "decoding.drafting": ("Draft", "draft_step"),
-    "decoding.evidence": ("Entropy", "Extra", "TargetEvidence", "evidence"),
-    "decoding.lookup": ("Lookup",),
-    "decoding.memory": ("CorrectionMemory", "load_memory"),
+    "decoding.drafters.model": ("Draft", "draft_step"),
+    "verification.evidence": ("Entropy", "Extra", "TargetEvidence", "evidence"),
+    "decoding.drafters.lookup": ("Lookup",),
+    "verification.correction_memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("Pair", "generate", "load_pair"),
     "decoding.reports": ("TokenReport",),
     "decoding.round": ("RoundSpec", "verify_step"),
-    "decoding.rules": (
+    "verification.rules": (
         "Acceptance",
         "Budget",
         "Csd",
@@ -82,14 +82,14 @@ _HOMES = {
         "entropy_gate",
         "initial_state",
     ),
-    "decoding.sampling": ("Sampling",),
-    "decoding.stopping": ("EntropyStop",),
+    "verification.sampling": ("Sampling",),
+    "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
     "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),
     "models.layouts": ("Workload",),
-    "models.tokenizer": ("TextStream",),
+    "models.tokenizers.tokenizer": ("TextStream",),
     "sharding.rules": ("Layout", "ShardingRules"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -17,6 +17,7 @@ _PACKAGE = _ROOT / "fly_jax"
 _LAYERS = (
     "errors",
     "sharding",
+    "verification",
     "models",
     "decoding",
     "planning",
@@ -85,13 +86,9 @@ def test_the_layers_are_seen() -> None:
     assert {_layer(module) for module in _MODULES} >= {"errors", "sharding", "models", "decoding"}
 
 
-def test_acceptance_stands_without_models() -> None:
+def test_verification_stands_without_models() -> None:
     """Another engine calls the rules with its own logits."""
-    modules = [
-        module
-        for module in _MODULES
-        if re.match(r"fly_jax\.decoding\.(rules|evidence|acceptance)\b", module)
-    ]
+    modules = [module for module in _MODULES if re.match(r"fly_jax\.verification\b", module)]
     assert len(modules) >= 2
     for module in modules:
         above = {name for name in _reachable(module) if name.startswith("fly_jax.models")}

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fly_jax.decoding.checks import check_keys, check_type
-from fly_jax.decoding.expression import LOSSLESS_RULES, combined, rule_names
 from fly_jax.decoding.protection import compile_patterns
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.expression import LOSSLESS_RULES, combined, rule_names
 
 if TYPE_CHECKING:  # the values are checked before JAX is imported
-    from fly_jax.decoding.lookup import Lookup
-    from fly_jax.decoding.rules import Loose, Rule
-    from fly_jax.decoding.sampling import Sampling
-    from fly_jax.decoding.stopping import EntropyStop
+    from fly_jax.decoding.drafters.lookup import Lookup
+    from fly_jax.decoding.drafters.stopping import EntropyStop
+    from fly_jax.verification.rules import Loose, Rule
+    from fly_jax.verification.sampling import Sampling
 
 
 # What K is chosen from where it is not given: each is a program of its own within the round, and
@@ -211,8 +211,8 @@ class DecodeConfig:
         Raises:
           FlyJaxError: a value outside its range, or K that leaves no room for FLy's window.
         """
-        from fly_jax.decoding.rules import Budget, Exact, Sampled
-        from fly_jax.decoding.sampling import Sampling
+        from fly_jax.verification.rules import Budget, Exact, Sampled
+        from fly_jax.verification.sampling import Sampling
 
         sampling = None
         if self._temperature > 0:
@@ -253,7 +253,7 @@ class DecodeConfig:
 
     def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
         """One of the rules that `rule` is made of."""
-        from fly_jax.decoding.rules import Csd, Fly, Lenience, Lossy, Margin, Typical
+        from fly_jax.verification.rules import Csd, Fly, Lenience, Lossy, Margin, Typical
 
         if name == "csd":
             return Csd(self.csd_consistency or None, self.csd_memory)
@@ -281,7 +281,7 @@ class DecodeConfig:
         Raises:
           FlyJaxError: a value outside its range.
         """
-        from fly_jax.decoding.lookup import Lookup
+        from fly_jax.decoding.drafters.lookup import Lookup
 
         if self.prompt_lookup_max == 0 or self.rule == "autoregressive":
             return None
@@ -294,7 +294,7 @@ class DecodeConfig:
 
     def to_draft_stop(self) -> EntropyStop | None:
         """What ends a row's drafting early, if anything does."""
-        from fly_jax.decoding.stopping import EntropyStop
+        from fly_jax.decoding.drafters.stopping import EntropyStop
 
         return EntropyStop() if self.draft_stop == "entropy" else None
 

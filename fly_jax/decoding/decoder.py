@@ -13,17 +13,17 @@ import numpy as np
 from jax.stages import Lowered
 from jaxtyping import Array, Bool
 
-from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.drafters.stopping import NEVER
 from fly_jax.decoding.programs import PREFILL_PIECE, Programs
 from fly_jax.decoding.reports import TokenReport, token_reports
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Why
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
-from fly_jax.decoding.stopping import NEVER
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.processes import decide, share
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Why
 
 _SMALLEST_BUCKET = 16
 CAPACITY_STEP = 64

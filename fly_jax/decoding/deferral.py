@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
-from fly_jax.decoding.evidence import TargetEvidence
 from fly_jax.decoding.reports import Reports, no_reports
-from fly_jax.decoding.rules import Acceptance, Why
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules import Acceptance, Why
 
 # Mismatches come in clusters, so that a window which lacks few tokens is completed less often than
 # the rate of single tokens promises. Chosen on the embedded pair: benchmarks/deferral.py has what

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from fly_jax.decoding.rules import Acceptance, Why
+from fly_jax.verification.rules import Acceptance, Why
 
 # What a round has seen counts half after this many rounds: text changes as it goes on.
 _HALF_LIFE = 16.0

@@ -12,23 +12,23 @@ import jax.numpy as jnp
 
 from fly_jax.decoding.config import AUTO_DEPTHS, DEFAULT_LEVEL_TOKENS, DecodeConfig
 from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
-from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.round import Boundary, RoundSpec
-from fly_jax.decoding.rules import Exact, Fly, Rule
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoint import check_checkpoint, load_llama, open_checkpoint
+from fly_jax.models.checkpoints.load import check_checkpoint, load_llama, open_checkpoint
+from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama, parameter_specs
-from fly_jax.models.loading import check_pair, embedded_pair, resolve
-from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import together
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Exact, Fly, Rule
 
 DEFAULT_SPECULATIVE_TOKENS = 15
 

@@ -16,14 +16,14 @@ from jaxtyping import Array, Float32, Int, UInt32
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.dispatch import decode_rounds
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import RuleState
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.rules import RuleState
 
 # Prompts are taken in by pieces of at most so many tokens: the scores of a layer, [rows, heads,
 # piece, capacity] in float32, would otherwise be what fills a chip.

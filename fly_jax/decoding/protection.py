@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fly_jax.errors import FlyJaxError
 
 if TYPE_CHECKING:  # patterns are checked before JAX is imported
-    from fly_jax.models.tokenizer import Tokenizer
+    from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 
 def compile_patterns(patterns: Sequence[str]) -> list[re.Pattern[str]]:

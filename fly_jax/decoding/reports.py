@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
-from fly_jax.decoding.evidence import TargetEvidence
-from fly_jax.decoding.rules import Why
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules import Why
 
 _NO_DRAFT = -1
 _T = TypeVar("_T")

@@ -12,16 +12,16 @@ from jaxtyping import Array, Float, Int, Key
 
 from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.decoding.depth import choose_depth, drafted_of
-from fly_jax.decoding.drafting import Draft, draft_room, draft_step
-from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
-from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import Rule, Why, accept
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import Draft, draft_room, draft_step
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.settling import settle_all, settle_deferring
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.verification.rules import Rule, Why, accept
 
 Boundary = Literal["reject", "defer"]
 

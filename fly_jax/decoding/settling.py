@@ -12,11 +12,11 @@ from jaxtyping import Array, Bool, Int
 
 from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import observe
-from fly_jax.decoding.drafting import Draft
-from fly_jax.decoding.evidence import TargetEvidence
+from fly_jax.decoding.drafters.model import Draft
 from fly_jax.decoding.reports import Reports, report
-from fly_jax.decoding.rules import Acceptance, Why
 from fly_jax.decoding.state import DecodeState
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules import Acceptance, Why
 
 if TYPE_CHECKING:
     from fly_jax.decoding.round import RoundSpec

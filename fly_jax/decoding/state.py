@@ -10,10 +10,10 @@ from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
 from fly_jax.decoding.deferral import OpenWindow
 from fly_jax.decoding.depth import Pace
-from fly_jax.decoding.evidence import TargetEvidence
 from fly_jax.decoding.reports import Reports
-from fly_jax.decoding.rules import RuleState, Why
 from fly_jax.models.cache import KVCache
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules import RuleState, Why
 
 
 @jax.tree_util.register_dataclass

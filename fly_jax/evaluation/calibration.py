@@ -12,11 +12,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fly_jax.decoding.decoder import capacity_for
-from fly_jax.decoding.memory import CorrectionMemory, load_memory
 from fly_jax.decoding.pair import Pair
-from fly_jax.decoding.rules import Exact
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import process_id, share, together
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.rules import Exact
 
 _SECONDS_BETWEEN_SAVES = 10.0
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from fly_jax.decoding.decoder import Generation, capacity_for
-from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Exact, Fly
 
 _HEADINGS = (
     "rule",

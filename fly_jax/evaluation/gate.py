@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodeConfig
 from fly_jax.decoding.decoder import Decoder, capacity_for
-from fly_jax.decoding.expression import rule_names
 from fly_jax.decoding.pair import Pair
-from fly_jax.decoding.rules import Budget, Loose, Rule
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
 from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
 from fly_jax.sharding.processes import process_id, share
+from fly_jax.verification.expression import rule_names
+from fly_jax.verification.rules import Budget, Loose, Rule
 
 MIN_PROMPTS = 8
 _VALUES = 97

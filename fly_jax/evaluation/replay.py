@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.evidence import TargetEvidence
-from fly_jax.decoding.rules import Rule, Why, accept
 from fly_jax.decoding.state import RoundOutput
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules import Rule, Why, accept
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.decoding.expression import rule_names
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.expression import rule_names
 
 if TYPE_CHECKING:
     from fly_jax.evaluation.replay import Rounds, Tally

@@ -12,7 +12,7 @@ from typing import NoReturn
 from absl import logging
 
 from fly_jax.errors import FlyJaxError, file_trouble
-from fly_jax.launch import last_words
+from fly_jax.launch import crash_handler
 
 # Each is a module of this package with `main(arguments)`, imported only when it is asked for.
 COMMANDS = {
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         status = _status(list(arguments))
     finally:
-        last_words.leave(status)
+        crash_handler.leave(status)
     return status
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from absl.flags import FlagValues
 
     from fly_jax.decoding.decoder import Decoder, Generation
-    from fly_jax.decoding.evidence import Entropy
     from fly_jax.decoding.pair import Pair
+    from fly_jax.verification.evidence import Entropy
 
 
 def add_audit_flags(into: Flags) -> None:

@@ -20,8 +20,8 @@ from fly_jax.evaluation.strictness import (
     windows_of,
     write_config,
 )
+from fly_jax.launch.distributed_session import add_process_flags, joined
 from fly_jax.launch.flags import Flags, add_model_flags, add_prompt_flags, decoding_overrides
-from fly_jax.launch.joining import add_process_flags, joined
 from fly_jax.launch.prompts import Prompt
 from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
 
@@ -205,8 +205,8 @@ def _find(values: FlagValues, config: DecodeConfig, reading: Reading, command: s
 def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
     from fly_jax.decoding.pair import default_dtype
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
-    from fly_jax.models.identity import identity
-    from fly_jax.models.loading import embedded_pair, resolve
+    from fly_jax.models.checkpoints.identity import identity
+    from fly_jax.models.checkpoints.locate import embedded_pair, resolve
     from fly_jax.sharding.processes import process_id, share, together
 
     def models() -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from absl import flags
 
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.decoding.expression import LOOSENED_RULES, LOSSLESS_RULES
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.expression import LOOSENED_RULES, LOSSLESS_RULES
 
 _WIDTH = 96
 

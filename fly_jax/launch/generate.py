@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fly_jax.decoding.config import DecodeConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.auditing import Auditor, add_audit_flags, auditing, check_audit
+from fly_jax.launch.distributed_session import add_process_flags, joined
 from fly_jax.launch.flags import (
     Flags,
     add_decoding_flags,
@@ -20,7 +21,6 @@ from fly_jax.launch.flags import (
     add_prompt_flags,
     decoding_overrides,
 )
-from fly_jax.launch.joining import add_process_flags, joined
 from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags
 from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
     from fly_jax.decoding.decoder import Decoder, Generation, Settled
-    from fly_jax.decoding.memory import CorrectionMemory
     from fly_jax.decoding.pair import Pair
-    from fly_jax.models.tokenizer import Tokenizer
+    from fly_jax.models.tokenizers.tokenizer import Tokenizer
+    from fly_jax.verification.correction_memory import CorrectionMemory
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -160,8 +160,8 @@ def _memory(
     values: FlagValues, config: DecodeConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory | None:
     """What the rule begins with: the file that is named, which process 0 reads, or nothing yet."""
-    from fly_jax.decoding.memory import CorrectionMemory, load_memory
     from fly_jax.sharding.processes import process_id
+    from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
     if not config.to_rule().uses_memory:
         return None

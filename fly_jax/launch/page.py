@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-from fly_jax.decoding.rules import Why
 from fly_jax.evaluation.audit import Continuation, Mismatch
 from fly_jax.evaluation.audit_file import Audit
 from fly_jax.launch.view import CONTROLS, WORDS
+from fly_jax.verification.rules import Why
 
 _MEANINGS = {
     Why.MATCHED: "draft and target agreed",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # JAX is imported only when the flags are good
 
     from fly_jax.decoding.pair import Pair
     from fly_jax.models.config import LlamaConfig
-    from fly_jax.models.tokenizer import Tokenizer
+    from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,9 @@ def read(values: FlagValues, config: DecodeConfig, prompts: list[Prompt]) -> Rea
     check_same(json.loads(json.dumps(dataclasses.asdict(config))))
     prepare_devices(parse_mesh(values.mesh))  # before anything below can start a JAX backend
 
-    from fly_jax.models.checkpoint import check_checkpoint
-    from fly_jax.models.loading import embedded_pair, resolve
-    from fly_jax.models.tokenizer import load_tokenizer
+    from fly_jax.models.checkpoints.load import check_checkpoint
+    from fly_jax.models.checkpoints.locate import embedded_pair, resolve
+    from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 
     def inspect() -> Reading:
         folder = embedded_pair()[0] if values.target is None else resolve(values.target)

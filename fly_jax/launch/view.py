@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
-from fly_jax.decoding.rules import Why
-from fly_jax.models.tokenizer import TextStream, Tokenizer
+from fly_jax.models.tokenizers.tokenizer import TextStream, Tokenizer
+from fly_jax.verification.rules import Why
 
 WORDS = {
     Why.MATCHED: "matched",

@@ -9,16 +9,16 @@ from jax.sharding import AbstractMesh, Mesh
 from fly_jax.decoding.decoder import CAPACITY_STEP, capacity_for
 from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.locate import check_pair
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.loading import check_pair
 from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec
+from fly_jax.verification.rules import Exact
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,16 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafting import Draft, draft_step
-from fly_jax.decoding.evidence import TargetEvidence, evidence
+from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.decoding.round import RoundSpec, verify_step
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.decoding.state import DecodeState
 from fly_jax.models.cache import KVCache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters, parameter_specs
 from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.evidence import TargetEvidence, evidence
+from fly_jax.verification.rules import Exact, Fly
 
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

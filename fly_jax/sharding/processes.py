@@ -136,7 +136,7 @@ def _cluster_size() -> int:
 def join(place: Place, *, timeout: int) -> tuple[str, ...]:
     """Meets the other processes. Call it before anything touches a JAX backend.
 
-    Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.last_words`.
+    Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.crash_handler`.
 
     Args:
       place: of this process.

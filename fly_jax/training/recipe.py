@@ -10,7 +10,7 @@ from absl import logging
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoint import save_hf
+from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.training import dataset
 from fly_jax.training.pair import Recipe

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fly_jax.decoding.config import DecodeConfig, from_reference_json, from_toml, load_config
-from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.rules import (
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import (
     Budget,
     Csd,
     Exact,
@@ -20,8 +21,7 @@ from fly_jax.decoding.rules import (
     Sampled,
     Typical,
 )
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.errors import FlyJaxError
+from fly_jax.verification.sampling import Sampling
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = json.loads((CONFIGS / "fly_reference.json").read_text())

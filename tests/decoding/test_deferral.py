@@ -24,10 +24,10 @@ from random_pairs import (
 
 from fly_jax.decoding import deferral
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Budget, Exact, Fly, Margin, Rule, Sampled
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Sampled
 
 LETTERS = {"MATCHED": "m", "RESCUED": "r"}
 WINDOW, THRESHOLD = 2, 0.2

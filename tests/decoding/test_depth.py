@@ -12,8 +12,8 @@ from random_pairs import CAPACITY, EOS, random_draft, random_target
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Acceptance, Exact, Fly, Sampled, Why
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Acceptance, Exact, Fly, Sampled, Why
 
 counts = st.floats(0.5, 50, width=32)
 

@@ -23,13 +23,13 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.drafting import draft_step
-from fly_jax.decoding.evidence import evidence
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import draft_step
 from fly_jax.decoding.round import RoundSpec, verify_step
-from fly_jax.decoding.rules import Acceptance, Exact, Fly, Rule, Sampled, accept
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.evidence import evidence
+from fly_jax.verification.rules import Acceptance, Exact, Fly, Rule, Sampled, accept
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 MAX_NEW_TOKENS = 24

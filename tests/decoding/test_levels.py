@@ -26,14 +26,14 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.drafting import Draft, draft_step
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly, Rule, Sampled
-from fly_jax.decoding.sampling import Sampling
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.rules import Exact, Fly, Rule, Sampled
+from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 LOOKUP = Lookup(num_tokens=3)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 from random_pairs import CONFIG, greedy, logits_after, random_target
 
-from fly_jax.decoding.drafting import Draft, draft_step
-from fly_jax.decoding.lookup import Lookup, look_up
-from fly_jax.decoding.sampling import Sampling
+from fly_jax.decoding.drafters.lookup import Lookup, look_up
+from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.sampling import Sampling
 
 CAPACITY = 32
 ROWS = 3

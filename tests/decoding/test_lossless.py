@@ -17,10 +17,10 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Why
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Exact, Why
 
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {

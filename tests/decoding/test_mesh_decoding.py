@@ -14,14 +14,14 @@ from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Margin, Typical
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Typical
 
 # A size of the vocabulary that no other dimension has, nor a multiple of one.
 LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)

@@ -9,8 +9,8 @@ from tiny_pair import write_pair
 
 from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
 

@@ -9,7 +9,7 @@ from fly_jax.decoding import decoder as host_loop
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder, capacity_for
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Exact
+from fly_jax.verification.rules import Exact
 
 PIECE = 16
 

@@ -18,9 +18,9 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.evidence import Entropy
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Budget, Exact, Fly, Margin, Rule, Sampled, Typical, Why
+from fly_jax.verification.evidence import Entropy
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Sampled, Typical, Why
 
 PROMPTS = [[first, 3, 5] for first in range(8)]
 DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2

@@ -11,11 +11,11 @@ import scipy.stats
 from random_pairs import CAPACITY, CONFIG, logits_after, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Fly, Rule, Sampled
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.decoding.stopping import EntropyStop
+from fly_jax.verification.rules import Fly, Rule, Sampled
+from fly_jax.verification.sampling import Sampling
 
 # A small vocabulary, so that every token is drawn often enough to be counted.
 SMALL = dataclasses.replace(CONFIG, vocab_size=8, eos_token_ids=())

@@ -14,11 +14,11 @@ from random_pairs import CAPACITY, EOS, random_draft, random_target
 from fly_jax.decoding import decoder as host_loop
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.lookup import Lookup
-from fly_jax.decoding.memory import CorrectionMemory
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Budget, Csd, Exact, Fly, Sampled
-from fly_jax.decoding.stopping import EntropyStop
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Sampled
 
 SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),

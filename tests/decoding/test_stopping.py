@@ -28,14 +28,14 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.drafting import Draft, draft_step
-from fly_jax.decoding.lookup import Lookup
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import Draft, draft_step
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Budget, Exact, Fly, Rule
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.rules import Budget, Exact, Fly, Rule
 
 K, PAIR, NOISE = 7, 2, 0.2
 STOP = EntropyStop(share=0.7, first=0.45, step=0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fly_jax.models.loading import embedded_pair
+from fly_jax.models.checkpoints.locate import embedded_pair
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,9 +6,9 @@ import pytest
 from tiny_pair import write_pair
 
 from fly_jax.decoding.pair import Pair, generate, load_pair
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.compare import Comparison, RuleResult, compare, three_rules
+from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Boris", "Vera's 12"]
 

@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodeConfig
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.rules import Budget, Fly, Margin, Rule, Typical, Why
-from fly_jax.decoding.stopping import EntropyStop
 from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, strictness_of
+from fly_jax.verification.rules import Budget, Fly, Margin, Rule, Typical, Why
 
 PROMPTS = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(5)]
 EOS = tuple(range(10, 320, 16))

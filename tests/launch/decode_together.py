@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from fly_jax.decoding.pair import Pair, generate, load_pair
-from fly_jax.decoding.rules import Exact, Fly
 from fly_jax.sharding.processes import find_place, join
+from fly_jax.verification.rules import Exact, Fly
 
 RULES = {"autoregressive": (Exact(), 0), "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from fly_jax.decoding.memory import CorrectionMemory, load_memory
 from fly_jax.evaluation import calibration
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 PROMPTS = ["--prompt=Ada has 3 apples", "--prompt=Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]

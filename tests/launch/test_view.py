@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fly_jax.decoding.rules import Why
 from fly_jax.launch.view import TextView, legend, wants_colour
-from fly_jax.models.tokenizer import Tokenizer, load_tokenizer
+from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from fly_jax.verification.rules import Why
 
 
 class Terminal(io.StringIO):

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fly_jax.models.checkpoint import check_checkpoint, load_llama, save_hf
+from fly_jax.models.checkpoints.groups import Group
+from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
+from fly_jax.models.checkpoints.load import check_checkpoint, load_llama, save_hf
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.groups import Group
-from fly_jax.models.hugging_face import HuggingFaceSource
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
-from fly_jax.models import convert as module
-from fly_jax.models.checkpoint import check_checkpoint, load_llama
-from fly_jax.models.convert import convert
-from fly_jax.models.converted import read_record, stored_files, write_group
-from fly_jax.models.groups import Group
+from fly_jax.models.checkpoints import convert as module
+from fly_jax.models.checkpoints.convert import convert
+from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
+from fly_jax.models.checkpoints.groups import Group
+from fly_jax.models.checkpoints.load import check_checkpoint, load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -117,7 +117,7 @@ def test_a_killed_conversion_run_again_gives_the_same(source: Path, tmp_path: Pa
     output = tmp_path / "output"
     program = (
         "import os, sys, pathlib, time\n"
-        "from fly_jax.models import convert\n"
+        "from fly_jax.models.checkpoints import convert\n"
         "write = convert.write_group\n"
         "def slow(folder, group, parts):\n"
         "    if group.layer == 1:\n"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.checkpoint import load_llama
+from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from test_golden import GOLDEN, KINDS, Golden, cached, uncached
 
-from fly_jax.models.checkpoint import load_llama
+from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.quantise import quantised
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs, scale_name
 from fly_jax.models.presets import preset
-from fly_jax.models.quantise import quantised
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 

@@ -16,19 +16,19 @@ from jaxtyping import Array, Bool, Int
 from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.converted import ConvertedSource, is_converted
-from fly_jax.models.groups import Group, groups
-from fly_jax.models.hugging_face import (
+from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
+from fly_jax.models.checkpoints.groups import Group, groups
+from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     is_transposed,
     tensor_name,
     tensor_shape,
 )
+from fly_jax.models.checkpoints.quantise import quantised
+from fly_jax.models.checkpoints.source import Source, placed
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.host_memory import large_arrays_given_back
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
-from fly_jax.models.memory import large_arrays_given_back
-from fly_jax.models.quantise import quantised
-from fly_jax.models.source import Source, placed
 from fly_jax.sharding.rules import Layout
 
 

@@ -8,11 +8,11 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from fly_jax.decoding.rules.acceptance import Acceptance, RuleState, Why
-from fly_jax.decoding.rules.conditions import Seen
-from fly_jax.decoding.rules.loose import Clause, Loose
-from fly_jax.decoding.sampling import Sampling
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules.acceptance import Acceptance, RuleState, Why
+from fly_jax.verification.rules.conditions import Seen
+from fly_jax.verification.rules.loose import Clause, Loose
+from fly_jax.verification.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fly_jax.launch.last_words import lost_processes
+from fly_jax.launch.crash_handler import lost_processes
 
 MESSAGES = {
     "killed": (

@@ -19,10 +19,10 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.groups import Group
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, placed
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.groups import Group
 from fly_jax.models.llama import ParameterSpec, parameter_specs
-from fly_jax.models.source import READ_BUFFER_BYTES, placed
 from fly_jax.sharding.rules import Layout
 
 StoredType = Literal["bfloat16", "float32", "int8"]

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from fly_jax.decoding.sampling import Sampling, gumbel_argmax, processed_log_probs
-from fly_jax.decoding.vocabulary import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.reductions import (
     AxisNames,
     finite_or_zero,
     token_ids,
@@ -28,8 +29,7 @@ from fly_jax.decoding.vocabulary import (
     vocab_sum,
     vocab_top,
 )
-from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.rules import Layout
+from fly_jax.verification.sampling import Sampling, gumbel_argmax, processed_log_probs
 
 # The id of no token: what stands at the positions where nothing was drafted.
 _ABSENT = -1

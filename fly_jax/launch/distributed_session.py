@@ -59,9 +59,9 @@ def joined(values: FlagValues) -> Iterator[None]:
     if place is None:
         yield
         return
-    from fly_jax.launch import last_words
+    from fly_jax.launch import crash_handler
 
-    words = last_words.speak_for(place, values.coordinator_timeout)
+    words = crash_handler.speak_for(place, values.coordinator_timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     heard = signal.signal(signal.SIGINT, signal.SIG_DFL)
     words.met(join(place, timeout=values.coordinator_timeout))

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
-from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence
-from fly_jax.decoding.rules.acceptance import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence
+from fly_jax.verification.rules.acceptance import (
     Acceptance,
     RuleState,
     Why,
@@ -22,9 +23,8 @@ from fly_jax.decoding.rules.acceptance import (
     drafted_positions,
     keep_prefix,
 )
-from fly_jax.decoding.rules.conditions import Condition, Seen, Window
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules.conditions import Condition, Seen, Window
+from fly_jax.verification.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

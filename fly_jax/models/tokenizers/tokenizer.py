@@ -13,7 +13,7 @@ from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)

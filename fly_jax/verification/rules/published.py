@@ -6,8 +6,9 @@ import dataclasses
 import math
 from typing import Literal
 
-from fly_jax.decoding.evidence import Entropy, EntropyMeasure
-from fly_jax.decoding.rules.conditions import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.evidence import Entropy, EntropyMeasure
+from fly_jax.verification.rules.conditions import (
     Condition,
     DrawnLeniently,
     Near,
@@ -19,9 +20,8 @@ from fly_jax.decoding.rules.conditions import (
     Window,
     WindowKind,
 )
-from fly_jax.decoding.rules.loose import Clause, Loose
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules.loose import Clause, Loose
+from fly_jax.verification.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
+from fly_jax.models.checkpoints.groups import Group
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.groups import Group
 from fly_jax.models.llama import ParameterSpec
 from fly_jax.sharding.rules import Layout
 

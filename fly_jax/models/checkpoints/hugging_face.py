@@ -11,11 +11,11 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.groups import Group, groups
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
+from fly_jax.models.checkpoints.stored import DTYPES, StoredTensor, stored_tensors
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.groups import Group, groups
 from fly_jax.models.llama import ParameterSpec
-from fly_jax.models.source import READ_BUFFER_BYTES
-from fly_jax.models.stored import DTYPES, StoredTensor, stored_tensors
 from fly_jax.sharding.rules import Layout
 
 _OUTER = {

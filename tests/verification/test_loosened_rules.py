@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Alternative
 
-from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence, evidence
-from fly_jax.decoding.memory import CorrectionMemory
-from fly_jax.decoding.rules import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence, evidence
+from fly_jax.verification.rules import (
     Budget,
     Csd,
     Exact,
@@ -35,8 +36,7 @@ from fly_jax.decoding.rules import (
     accept,
     initial_state,
 )
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.errors import FlyJaxError
+from fly_jax.verification.sampling import Sampling
 
 ROWS, VOCAB = 8, 6
 SAMPLING = Sampling(0.8)

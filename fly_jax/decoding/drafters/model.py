@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
-from fly_jax.decoding.lookup import Lookup, look_up
-from fly_jax.decoding.sampling import Sampling, sample
-from fly_jax.decoding.stopping import EntropyStop
+from fly_jax.decoding.drafters.lookup import Lookup, look_up
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.models.cache import KVCache
 from fly_jax.models.llama import Llama
+from fly_jax.verification.sampling import Sampling, sample
 
 # A pass that follows a fully accepted block must also feed the token before the last, whose keys
 # the draft model has not computed yet; the width is static, so it always feeds two.

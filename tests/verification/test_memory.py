@@ -20,10 +20,10 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.memory import CorrectionMemory, is_remembered, load_memory
 from fly_jax.decoding.round import RoundSpec
-from fly_jax.decoding.rules import Csd, Exact, Rule
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
+from fly_jax.verification.rules import Csd, Exact, Rule
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 DRAFTED, MAX_NEW_TOKENS = 5, 20

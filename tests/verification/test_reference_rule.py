@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from fly_jax.decoding.evidence import evidence
-from fly_jax.decoding.rules import Exact, Fly, Rule, accept
+from fly_jax.verification.evidence import evidence
+from fly_jax.verification.rules import Exact, Fly, Rule, accept
 
 STORED = np.load(Path(__file__).parents[1] / "fixtures" / "reference_rule.npz")
 

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoint import open_checkpoint, read_group
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.converted import (
+from fly_jax.models.checkpoints.converted import (
     Record,
     StoredType,
     group_folder,
@@ -22,8 +20,10 @@ from fly_jax.models.converted import (
     stored_files,
     write_group,
 )
-from fly_jax.models.groups import Group, groups
-from fly_jax.models.memory import large_arrays_given_back
+from fly_jax.models.checkpoints.groups import Group, groups
+from fly_jax.models.checkpoints.load import open_checkpoint, read_group
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.host_memory import large_arrays_given_back
 
 _CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
 _NOT_CARRIED = "*.safetensors.index.json"

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax.decoding.evidence import Entropy, TargetEvidence, evidence
-from fly_jax.decoding.rules import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.verification.rules import (
     Acceptance,
     Exact,
     Fly,
@@ -24,8 +25,7 @@ from fly_jax.decoding.rules import (
     accept,
     entropy_gate,
 )
-from fly_jax.decoding.sampling import Sampling
-from fly_jax.errors import FlyJaxError
+from fly_jax.verification.sampling import Sampling
 
 LETTER = {"m": True, "x": False}  # one letter per position of a block: match or mismatch
 UNDECIDED, SURE = 0.5, 0.1

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from fly_jax.decoding.vocabulary import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.reductions import (
     AxisNames,
     finite_or_zero,
     vocab_argmax,
     vocab_max,
     vocab_sum,
 )
-from fly_jax.errors import FlyJaxError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
-from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence
-from fly_jax.decoding.sampling import Sampling
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence
+from fly_jax.verification.sampling import Sampling
 
 
 class Why(enum.IntEnum):

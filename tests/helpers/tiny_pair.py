@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import sentencepiece
 
-from fly_jax.models.checkpoint import save_hf
+from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 

@@ -13,10 +13,10 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax.decoding.evidence import evidence
-from fly_jax.decoding.rules import Exact, Fly, Sampled, Why, accept
-from fly_jax.decoding.sampling import Sampling, processed_log_probs, sample
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.evidence import evidence
+from fly_jax.verification.rules import Exact, Fly, Sampled, Why, accept
+from fly_jax.verification.sampling import Sampling, processed_log_probs, sample
 
 SETTINGS = [
     Sampling(),

@@ -13,10 +13,10 @@ from typing import ClassVar, Literal, TypeVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence
-from fly_jax.decoding.memory import is_remembered
-from fly_jax.decoding.rules.acceptance import Why
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import is_remembered
+from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence
+from fly_jax.verification.rules.acceptance import Why
 
 # Thresholds up to this one switch the gate off, as in FLy's reference code.
 GATE_OFF = 0.01

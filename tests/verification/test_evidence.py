@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from fly_jax.decoding.evidence import Entropy, Extra, TargetEvidence, evidence
-from fly_jax.decoding.rules import Fly, accept
-from fly_jax.decoding.sampling import Sampling, sample
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout, ShardingRules
+from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence, evidence
+from fly_jax.verification.rules import Fly, accept
+from fly_jax.verification.sampling import Sampling, sample
 
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]

@@ -1,0 +1,1 @@
+"""Checkpoints: located, checked, read straight into shards, and converted."""

@@ -1,0 +1,1 @@
+"""Which draft tokens to keep, from the target's logits alone: what other engines import."""

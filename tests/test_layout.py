@@ -16,6 +16,7 @@ _PACKAGE = _ROOT / "fly_jax"
 # whatever else lies beside the rooms; `errors` is below all.
 _LAYERS = (
     "errors",
+    "parameters",
     "sharding",
     "verification",
     "models",

@@ -8,31 +8,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from fly_jax.decoding.round import RoundSpec, decode_round
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.round import decode_round
+from fly_jax.decoding.spec import RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.llama import Llama
 
 
 def decode_rounds(
-    spec: RoundSpec,
+    structure: RoundStructure,
     target: Llama,
-    drafts: tuple[Llama, ...],
+    drafter: Drafter | None,
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
-    On a mesh a single round runs without a loop around it. Within one, the TPU compiler gives
-    matrices that are split finely another order in memory than they arrive in, and copies them
-    whole: a 405B target would not fit (docs/planner.md). The price is the round that the host has
-    dispatched ahead when the last row finishes: it runs, and changes nothing.
+    A single round runs without a loop around it. Within one, the TPU compiler gives matrices that
+    are split finely another order in memory than they arrive in, and copies them whole: a 405B
+    target would not fit (docs/planner.md). The price is the round that the host has dispatched
+    ahead when the last row finishes: it runs, and changes nothing.
     """
-    one_round = functools.partial(decode_round, spec, target, drafts, inputs=inputs)
-    if spec.rounds_per_dispatch == 1 and target.layout is not None:
+    one_round = functools.partial(decode_round, structure, target, drafter, inputs=inputs)
+    if structure.rounds_per_dispatch == 1:
         return one_round(state)
     shapes = jax.eval_shape(one_round, state)[1]
     empty = jax.tree.map(
-        lambda leaf: jnp.zeros((spec.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
+        lambda leaf: jnp.zeros((structure.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
     )
 
     def run(
@@ -49,7 +51,7 @@ def decode_rounds(
 
     def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
         index, state, _ = carry
-        return (index < spec.rounds_per_dispatch) & ~jnp.all(state.finished)
+        return (index < structure.rounds_per_dispatch) & ~jnp.all(state.finished)
 
     _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
     return state, outputs

@@ -16,73 +16,123 @@ from jaxtyping import Array, Float32, Int, UInt32
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.dispatch import decode_rounds
-from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.spec import RoundSpec, RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.cache import empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import RuleState
 
-# Prompts are taken in by pieces of at most so many tokens: the scores of a layer, [rows, heads,
-# piece, capacity] in float32, would otherwise be what fills a chip.
-PREFILL_PIECE = 1024
+# Prompts are taken in by pieces of so many tokens of all rows together, and at most so many of a
+# row: the scores of a layer, [rows, heads, piece, capacity] in float32, are what fills a chip.
+_PREFILL_TOKENS = 2048
+_LONGEST_PIECE = 1024
 
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 16
 
 
-def _for_backend(model: Llama) -> Llama:
+def prefill_piece(rows: int) -> int:
+    """Tokens of each row that one pass takes in of long prompts: a power of two."""
+    most = min(_LONGEST_PIECE, max(_PREFILL_TOKENS // rows, 1))
+    return 1 << (most.bit_length() - 1)
+
+
+def for_backend(model: Llama) -> Llama:
+    """The model with its layers as programs on this backend take them best."""
     is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
     on_cpu = jax.default_backend() == "cpu" and model.layout is None
     return model.unstacked() if on_cpu and is_small else model
 
 
+def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
+    """The drafter that a spec asks for: a chain of draft models above the lookup, or less.
+
+    Args:
+      models: the draft models, the first proposing to the target and each other one to the one
+        before it.
+      spec: its lookup proposes to the last of them, or to the target.
+    """
+    drafter: Drafter | None = spec.lookup
+    sizes = (spec.num_speculative_tokens, *spec.level_speculative_tokens)
+    for level in reversed(range(len(models))):
+        model = for_backend(models[level])
+        drafter = DraftModel(
+            model.parameters(),
+            drafter,
+            config=model.config,
+            layout=model.layout,
+            size=sizes[level],
+            stop=spec.draft_stop if level == 0 else None,
+            lags=level > 0,
+        )
+    return drafter
+
+
 class Programs:
-    """The pair as the jitted programs take it: plain arrays and static shapes."""
+    """Target and drafter as the jitted programs take them: plain arrays and static shapes."""
 
     def __init__(
-        self, target: Llama, drafts: Sequence[Llama], cache_dtype: jnp.dtype | None
+        self,
+        target: Llama,
+        drafter: Drafter | None,
+        structure: RoundStructure,
+        cache_dtype: jnp.dtype | None,
     ) -> None:
-        models = [_for_backend(model) for model in (target, *drafts)]
-        self._parameters = tuple(model.parameters() for model in models)
-        self._is_abstract = isinstance(self._parameters[0]["embedding"], jax.ShapeDtypeStruct)
-        self._shapes = _Shapes(
-            tuple(model.config for model in models),
-            tuple(model.layout for model in models),
-            jnp.dtype(cache_dtype or target.dtype),
-        )
+        target = for_backend(target)
+        self._parameters, self._drafter = target.parameters(), drafter
+        self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
+        dtype = jnp.dtype(cache_dtype or target.dtype)
+        self._shapes = _Shapes(target.config, target.layout, dtype, structure)
 
     @property
     def config(self) -> LlamaConfig:
         """The target's."""
-        return self._shapes.configs[0]
+        return self._shapes.config
+
+    @property
+    def splits_positions(self) -> bool:
+        """The mesh splits the positions of the target's cache, so that all of it is attended."""
+        layout = self._shapes.layout
+        return layout is not None and bool(layout.rules.cache_length)
 
     @property
     def spans_processes(self) -> bool:
         """The mesh has devices of several processes."""
-        layout = self._shapes.target_layout
+        layout = self._shapes.layout
         return layout is not None and layout.mesh.is_multi_process
 
-    def place(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
+    def put(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
         """Puts a host array where the programs expect it: said in words, never implicitly."""
-        layout = self._shapes.target_layout
+        layout = self._shapes.layout
         if self._is_abstract:
             sharding = layout.sharding(axes, value.shape) if layout else None
             return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
         return layout.place(value, axes) if layout else jax.device_put(value)
+
+    def put_numbers(self, numbers: Any) -> Any:
+        """Puts the numbers of a rule or a sampling, scalars or one per row, on the devices."""
+
+        def put(leaf: Any) -> Array:
+            value = np.asarray(leaf)
+            if value.dtype.kind in "iu":
+                value = value.astype(np.int32)
+            elif value.dtype.kind == "f":
+                value = value.astype(np.float32)
+            return self.put(value, (None,) * value.ndim)
+
+        return jax.tree.map(put, numbers)
 
     def admit(
         self,
         text: np.ndarray,
         lengths: np.ndarray,
         limits: np.ndarray,
+        seeds: np.ndarray,
         bucket: int,
-        window_size: int,
-        reports: bool,
-        stop: EntropyStop | None,
-        seed: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
     ) -> DecodeState:
@@ -92,41 +142,37 @@ class Programs:
           text: [rows, capacity], the prompts.
           lengths: of the prompts.
           limits: length at which each row is done.
+          seeds: of each row's draws.
           bucket: tokens that are run.
-          window_size: of the windows that may stay open after a round; 0 if none may.
-          reports: the rounds report on every token.
-          stop: what may end a row's drafting early.
-          seed: of the draws.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
         """
-        piece = min(bucket, PREFILL_PIECE)
+        piece = min(bucket, prefill_piece(len(text)))
         state = self._call(
             _admit,
             self._shapes,
             piece,
-            window_size,
-            reports,
-            stop,
             self._parameters,
-            self.place(text, (None, None)),
-            self.place(lengths, (None,)),
-            self.place(limits, (None,)),
-            self.place(np.asarray(seed % 2**32, np.uint32), ()),
-            None if budget is None else self.place(budget, (None,)),
-            None if seconds is None else self.place(seconds, (None,)),
+            self._drafter,
+            self.put(text, (None, None)),
+            self.put(lengths, (None,)),
+            self.put(limits, (None,)),
+            self.put(seeds, (None,)),
+            None if budget is None else self.put(budget, (None,)),
+            None if seconds is None else self.put(seconds, (None,)),
         )
         if not self._is_abstract:  # of which the first piece stands for all
             for start in range(piece, bucket, piece):
-                begin = self.place(np.asarray(start, np.int32), ())
-                state = _take_in(self._shapes, piece, self._parameters, state, begin)
+                begin = self.put(np.asarray(start, np.int32), ())
+                attended = 1 << (start - 1).bit_length()
+                state = _take_in(
+                    self._shapes, piece, attended, self._parameters, self._drafter, state, begin
+                )
         return cast(DecodeState, state)
 
-    def run(
-        self, spec: RoundSpec, state: DecodeState, inputs: RuleInputs
-    ) -> tuple[DecodeState, RoundOutput]:
+    def run(self, state: DecodeState, inputs: RuleInputs) -> tuple[DecodeState, RoundOutput]:
         """One dispatch; the state is donated."""
-        return self._call(_run, spec, self._shapes, self._parameters, state, inputs)
+        return self._call(_run, self._shapes, self._parameters, self._drafter, state, inputs)
 
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program; one of abstract models is lowered instead."""
@@ -136,87 +182,100 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """What the programs know of the models when they are compiled: the target, then the drafts."""
+    """What the programs know when they are compiled: of the target, the caches and the rounds."""
 
-    configs: tuple[LlamaConfig, ...]
-    layouts: tuple[Layout | None, ...]
+    config: LlamaConfig
+    layout: Layout | None
     cache_dtype: jnp.dtype
+    structure: RoundStructure
 
-    @property
-    def target_layout(self) -> Layout | None:
-        return self.layouts[0]
-
-    def models(self, parameters: tuple[Parameters, ...]) -> list[Llama]:
-        parts = zip(self.configs, parameters, self.layouts, strict=True)
-        return [Llama(*part) for part in parts]
+    def target(self, parameters: Parameters) -> Llama:
+        return Llama(self.config, parameters, self.layout)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece", "window_size", "reports", "stop"))
+@functools.partial(jax.jit, static_argnames=("shapes", "piece"))
 def _admit(
     shapes: _Shapes,
     piece: int,
-    window_size: int,
-    reports: bool,
-    stop: EntropyStop | None,
-    parameters: tuple[Parameters, ...],
+    parameters: Parameters,
+    drafter: Drafter | None,
     text: Int[Array, "rows capacity"],
     lengths: Int[Array, " rows"],
     limits: Int[Array, " rows"],
-    seed: UInt32[Array, ""],
+    seeds: UInt32[Array, " rows"],
     budget: Float32[Array, " rows"] | None,
     seconds: Float32[Array, " depths"] | None,
 ) -> DecodeState:
     """Runs the prompts' first tokens through all models; logits are not needed yet."""
     rows, capacity = text.shape
-
-    def prefill(model: Llama) -> KVCache:
-        cache = empty_cache(model.config, rows, capacity, shapes.cache_dtype)
-        return model.hidden(text[:, :piece], cache)[1].with_length(lengths)
-
-    target, *drafts = (prefill(model) for model in shapes.models(parameters))
-    key = jax.random.key(seed)
-    rule = RuleState(budget)
-    pace = None if seconds is None else initial_pace(rows, seconds)
-    window = no_windows(rows, window_size, reports) if window_size else None
-    threshold = None if stop is None else jnp.full((rows,), stop.first, jnp.float32)
-    finished = lengths >= limits
-    return DecodeState(
-        text, lengths, limits, finished, target, tuple(drafts), key, rule, pace, window, threshold
+    structure = shapes.structure
+    cache = empty_cache(shapes.config, rows, capacity, shapes.cache_dtype)
+    window = structure.deferred_window
+    state = DecodeState(
+        tokens=text,
+        length=lengths,
+        limit=limits,
+        finished=lengths >= limits,
+        target=cache,
+        drafter=None if drafter is None else drafter.init(rows, capacity, shapes.cache_dtype),
+        keys=jax.vmap(jax.random.key)(seeds),
+        rule=RuleState(budget),
+        pace=None if seconds is None else initial_pace(rows, seconds),
+        window=no_windows(rows, window, structure.reports) if window else None,
     )
+    # Nothing has been taken in before that could be attended to.
+    state = _fed(shapes, piece, parameters, drafter, state.attending(0), jnp.int32(0))
+    return state.attending(None)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "piece"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("shapes", "piece", "attended"), donate_argnames=("state",)
+)
 def _take_in(
     shapes: _Shapes,
     piece: int,
-    parameters: tuple[Parameters, ...],
+    attended: int,
+    parameters: Parameters,
+    drafter: Drafter | None,
     state: DecodeState,
     start: Int[Array, ""],
 ) -> DecodeState:
     """Runs the prompts' next tokens, from `start` on, through all models."""
+    state = _fed(shapes, piece, parameters, drafter, state.attending(attended), start)
+    return state.attending(None)
+
+
+def _fed(
+    shapes: _Shapes,
+    piece: int,
+    parameters: Parameters,
+    drafter: Drafter | None,
+    state: DecodeState,
+    start: Int[Array, ""],
+) -> DecodeState:
     rows = state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, piece))
+    target = shapes.target(parameters)
+    hidden, cache = target.fed(tokens, state.target.with_length(jnp.full((rows,), start)))
+    state = dataclasses.replace(state, target=cache)
+    if drafter is None:
+        return state
+    seen = hidden if drafter.needs_hidden else None
+    taken = drafter.prefill(state.drafter, tokens, start, seen)
+    return dataclasses.replace(state, drafter=taken)
 
-    def extended(model: Llama, cache: KVCache) -> KVCache:
-        after = model.hidden(tokens, cache.with_length(jnp.full((rows,), start)))[1]
-        return after.with_length(cache.length)
 
-    models, caches = shapes.models(parameters), (state.target, *state.drafts)
-    target, *drafts = (extended(*both) for both in zip(models, caches, strict=True))
-    return dataclasses.replace(state, target=target, drafts=tuple(drafts))
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "shapes"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
 def _run(
-    spec: RoundSpec,
     shapes: _Shapes,
-    parameters: tuple[Parameters, ...],
+    parameters: Parameters,
+    drafter: Drafter | None,
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
-    target, *drafts = shapes.models(parameters)
-    state, output = decode_rounds(spec, target, tuple(drafts), state, inputs)
-    layout = shapes.target_layout
+    target = shapes.target(parameters)
+    state, output = decode_rounds(shapes.structure, target, drafter, state, inputs)
+    layout = shapes.layout
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
     return state, output

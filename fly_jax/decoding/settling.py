@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +11,12 @@ from jaxtyping import Array, Bool, Int
 
 from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import observe
-from fly_jax.decoding.drafters.model import Draft
+from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.reports import Reports, report
+from fly_jax.decoding.spec import RoundStructure
 from fly_jax.decoding.state import DecodeState
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Acceptance, Why
-
-if TYPE_CHECKING:
-    from fly_jax.decoding.round import RoundSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Emitted:
 
 
 def settle_all(
-    spec: RoundSpec,
+    structure: RoundStructure,
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
@@ -44,14 +41,14 @@ def settle_all(
     if state.pace is not None:
         pace = observe(state.pace, acceptance, ~state.finished)
         state = dataclasses.replace(state, pace=pace)
-    state, tokens, why, count = append(spec, state, proposal.tokens, acceptance)
+    state, tokens, why, count = append(structure, state, proposal.tokens, acceptance)
     state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
-    reports = report(proposal.tokens, seen, acceptance.why, why) if spec.reports else None
+    reports = report(proposal.tokens, seen, acceptance.why, why) if structure.reports else None
     return state, Emitted(tokens, why, count, reports)
 
 
 def settle_deferring(
-    spec: RoundSpec,
+    structure: RoundStructure,
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
@@ -63,13 +60,13 @@ def settle_deferring(
     assert state.window is not None
     live, before, window = ~state.finished, state.length, state.window
     room = state.limit - state.length
-    whole, new = defer(acceptance, seen, state.pace, room, drafted, spec.deferred_window)
+    whole, new = defer(acceptance, seen, state.pace, room, drafted, structure.deferred_window)
     pace = observe(state.pace, whole, live)
-    state, _, why, count = append(spec, state, proposal.tokens, whole)
+    state, _, why, count = append(structure, state, proposal.tokens, whole)
     ended = state.finished & live
     broken = is_broken(window, seen, drafted, count)
     reports = None
-    if spec.reports:
+    if structure.reports:
         deferred = new.is_new[:, None] & (acceptance.why == Why.REFUSED_BOUNDARY)
         verdict = jnp.where(deferred, acceptance.why, whole.why)
         reports = report(proposal.tokens, seen, verdict, why, deferred)
@@ -88,7 +85,7 @@ def settle_deferring(
     rule = state.rule.after(whole, left.charged)
     if rule.budget is not None:
         rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_one_of(left.window.replacement, spec.eos_token_ids)
+    ends_anew = _is_one_of(left.window.replacement, structure.eos_token_ids)
     ends_anew |= left.length >= state.limit
     state = dataclasses.replace(
         state,
@@ -103,7 +100,7 @@ def settle_deferring(
 
 
 def append(
-    spec: RoundSpec,
+    structure: RoundStructure,
     state: DecodeState,
     draft_tokens: Int[Array, "rows draft"],
     acceptance: Acceptance,
@@ -123,7 +120,7 @@ def append(
     why = jnp.where(
         steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
     ).astype(jnp.int8)
-    ends = _is_one_of(tokens, spec.eos_token_ids) & (steps <= kept)
+    ends = _is_one_of(tokens, structure.eos_token_ids) & (steps <= kept)
     until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
     room = state.limit - state.length
     count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,8 @@ from fly_jax.decoding.depth import Pace
 from fly_jax.decoding.reports import Reports
 from fly_jax.models.cache import KVCache
 from fly_jax.verification.evidence import TargetEvidence
-from fly_jax.verification.rules import RuleState, Why
+from fly_jax.verification.rules import Rule, RuleState, Why
+from fly_jax.verification.sampling import Sampling
 
 
 @jax.tree_util.register_dataclass
@@ -27,12 +29,11 @@ class DecodeState:
       limit: [rows], length at which a row is done.
       finished: [rows], the row has reached its limit or an end of text.
       target: the target's cache.
-      drafts: the draft models' caches.
-      key: random state.
+      drafter: the drafter's state; None without one.
+      keys: [rows], random state of each row, so that no row's draws depend on another.
       rule: what the rule knows of each row.
       pace: how often the draft is accepted; None where neither K nor deferral depends on it.
       window: what is provisional at the end of each row; None where nothing ever is.
-      threshold: [rows], of `EntropyStop`; None where no row's drafting stops early.
     """
 
     tokens: Int[Array, "rows capacity"]
@@ -40,12 +41,21 @@ class DecodeState:
     limit: Int[Array, " rows"]
     finished: Bool[Array, " rows"]
     target: KVCache
-    drafts: tuple[KVCache, ...]
-    key: Key[Array, ""]
+    drafter: Any
+    keys: Key[Array, " rows"]
     rule: RuleState
     pace: Pace | None = None
     window: OpenWindow | None = None
-    threshold: Float32[Array, " rows"] | None = None
+
+    def attending(self, positions: int | None) -> DecodeState:
+        """The same rows, with caches of which attention reads so many positions."""
+        caches = (self.target, self.drafter)
+        target, drafter = jax.tree.map(
+            lambda one: one.attending(positions) if isinstance(one, KVCache) else one,
+            caches,
+            is_leaf=lambda one: isinstance(one, KVCache),
+        )
+        return dataclasses.replace(self, target=target, drafter=drafter)
 
 
 @jax.tree_util.register_dataclass
@@ -54,10 +64,14 @@ class RuleInputs:
     """What the host may exchange between two rounds without compiling anew.
 
     Attributes:
+      rule: which draft tokens are kept; its numbers are scalars or one per row.
+      sampling: how target and draft are drawn from, likewise; None for greedy decoding.
       protected: tokens that are never rescued.
       memory: `CorrectionMemory.keys`; None for a rule that does not use one.
     """
 
+    rule: Rule
+    sampling: Sampling | None
     protected: Bool[Array, " vocab"]
     memory: Int32[Array, "pairs 2"] | None = None
 
@@ -78,7 +92,7 @@ class RoundOutput:
       num_drafted: [rounds, rows], draft tokens verified; 0 for a finished row.
       num_accepted: [rounds, rows], draft tokens kept, rescued ones included.
       num_rescued: [rounds, rows], mismatches kept.
-      num_draft_passes: [rounds], passes of the first draft model.
+      num_draft_passes: [rounds], passes of the first draft model; 0 without one.
       finished: [rounds, rows], after the round.
       reports: [rounds, rows, K + 1], of each token; None unless the round is asked for them.
       budget: [rounds, rows], risk budget that is left after the round; None without one.

@@ -1,4 +1,4 @@
-"""Attention over the key/value cache, on one device or on a mesh.
+"""Attention over the key/value cache and a pass's own tokens, on one device or on a mesh.
 
 On a mesh every device attends to the part of the cache that it holds. What has to travel for that
 is said in words, within `jax.shard_map`: left to the compiler, whole caches and matrices travel.
@@ -7,66 +7,85 @@ is said in words, within `jax.shard_map`: left to the compiler, whole caches and
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int
 
-from fly_jax.models.cache import CACHE_AXES, write, write_part
+from fly_jax.models.cache import CACHE_AXES, NEW_AXES, Entries, KVCache, rows_here
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
-# Queries, grouped by the key/value head that they share, and what a pass adds to the cache.
-_QUERY_AXES = ("rows", None, "kv_heads", "q_heads", "head")
-_NEW_AXES = ("rows", None, "kv_heads", "head")
+_QUERY_AXES = ("rows", None, "q_heads", "head")
 
-Entries = Float[Array, "layers rows kv_heads capacity head"]
-Queries = Float[Array, "rows time kv_heads group head"]
+Queries = Float[Array, "rows time heads head"]
+New = Float[Array, "rows kv_heads time head"]
+
+
+class Part(NamedTuple):
+    """Some of the positions that queries look at.
+
+    Attributes:
+      keys: of these positions.
+      values: of these positions.
+      visible: which of them each query may look at.
+    """
+
+    keys: Float[Array, "rows kv_heads length head"]
+    values: Float[Array, "rows kv_heads length head"]
+    visible: Bool[Array, "rows time length"]
 
 
 def attend_cached(
     query: Queries,
-    key: Float[Array, "rows time kv_heads head"],
-    value: Float[Array, "rows time kv_heads head"],
-    keys: Entries,
-    values: Entries,
+    key: New,
+    value: New,
+    cache: KVCache,
     layer: Int[Array, ""],
-    start: Int[Array, " rows"],
     layout: Layout | None,
-) -> tuple[Queries, Entries, Entries]:
-    """Writes a layer's new keys and values to the cache, and attends to all of each row.
+) -> Queries:
+    """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
-    Where the cache's rows are split over more devices than the queries', queries are exchanged for
-    their rows, and back afterwards: two all-to-alls. Where its positions are split, every device
-    sees all queries of its heads, and the results are merged by their softmax sums: an all-gather
-    and two reductions. Otherwise nothing travels.
+    On a mesh each device has a contiguous block of query heads, and reads the key/value heads that
+    these share. Where the cache's rows are split over more devices than the queries', queries are
+    exchanged for their rows, and back afterwards: two all-to-alls. Where its positions are split,
+    every device sees all queries of its heads, and the results are merged by their softmax sums:
+    an all-gather and two reductions. Otherwise nothing travels.
 
     Args:
       query: rotated queries.
-      key: rotated keys to add, at each row's `start` and on.
-      value: values to add.
-      keys: the cache's keys.
-      values: the cache's values.
-      layer: whose entries they are.
-      start: valid positions of each row.
+      key: rotated keys of the pass's tokens, which follow each row's `cache.length`.
+      value: values of the same tokens.
+      cache: read, not written.
+      layer: whose entries are read.
       layout: how all this lies on a mesh; None on one device.
-
-    Returns:
-      The mixed values, and the cache's keys and values, updated in place.
     """
+    here = _Heads(query.shape[2] // key.shape[1])
     if layout is None:
-        keys, values = write(keys, layer, key, start), write(values, layer, value, start)
-        return _write_and_attend(query, key, value, keys, values, layer, start)
-    query_spec = layout.spec(_QUERY_AXES, query.shape)
-    new_spec = layout.spec(_NEW_AXES, key.shape)
-    cache_spec = layout.spec(CACHE_AXES, keys.shape)
-    groups, rows = axes_in(query_spec[3]), axes_in(query_spec[0])
+        return _attend(
+            query, key, value, cache.keys, cache.values, layer, cache.length,
+            heads=here, attended=cache.attended,
+        )  # fmt: skip
+    query_spec = _evenly_shared(layout, query.shape, here.group)
+    cache_spec = layout.spec(CACHE_AXES, cache.keys.shape)
+    new_spec = PartitionSpec(*layout.spec(NEW_AXES, (1, *key.shape))[1:])
+    rows, split = axes_in(query_spec[0]), axes_in(query_spec[2])
     more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
+    lengths = axes_in(cache_spec[3])
+    gathered = tuple(name for name in split if name in (*more_rows, *lengths))
     attend = functools.partial(
         _attend_shard,
-        groups=tuple(name for name in groups if name in (*more_rows, *axes_in(cache_spec[3]))),
+        heads=here._replace(
+            split=tuple(name for name in split if name not in gathered),
+            kv_split=axes_in(cache_spec[2]),
+        ),
+        attended=cache.attended,
+        gathers=bool(gathered),
         more_rows=more_rows,
-        lengths=axes_in(cache_spec[3]),
+        lengths=lengths,
     )
     return jax.shard_map(
         attend,
@@ -75,36 +94,90 @@ def attend_cached(
             query_spec, new_spec, new_spec, cache_spec, cache_spec, PartitionSpec(),
             PartitionSpec(query_spec[0]),
         ),
-        out_specs=(query_spec, cache_spec, cache_spec),
+        out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
-    )(query, key, value, keys, values, layer, start)  # fmt: skip
+    )(query, key, value, cache.keys, cache.values, layer, cache.length)  # fmt: skip
 
 
 def attention(
-    query: Queries,
-    key: Float[Array, "rows kv_heads length head"],
-    value: Float[Array, "rows kv_heads length head"],
-    visible: Bool[Array, "rows time length"],
-) -> Queries:
-    """Grouped-query attention with the softmax in float32."""
-    scores = _scores(query, key, visible)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return _mix(weights, value, query.shape)
+    query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part]
+) -> Float[Array, "rows time kv_heads group head"]:
+    """Grouped-query attention over all parts together, with scores and softmax in float32.
+
+    Args:
+      query: queries, grouped by the key/value head that they share.
+      parts: the positions; each query sees at least one of them.
+    """
+    return _normalised(_mixed(query, parts, ()), query.dtype).reshape(query.shape)
+
+
+def _mixed(
+    query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part], lengths: MeshAxes
+) -> Float32[Array, "rows heads time head+1"]:
+    """The values' sums weighted by exp(score), and behind them the sums of the weights.
+
+    Scores are taken from the largest one, on all devices along `lengths`.
+    """
+    rows, time, kv_heads, group, head = query.shape
+    scores = [_scores(query, part) for part in parts]
+    largest = functools.reduce(
+        jnp.maximum, (jnp.max(one, axis=-1, keepdims=True) for one in scores)
+    )
+    if lengths:
+        largest = jax.lax.pmax(largest, lengths)
+    weights = [jnp.exp(one - largest) for one in scores]
+    mass = functools.reduce(operator.add, (jnp.sum(one, axis=-1, keepdims=True) for one in weights))
+    mixed = functools.reduce(
+        operator.add,
+        (
+            jnp.einsum(
+                "bkqs,bksh->bkqh",
+                weight.astype(part.values.dtype),
+                part.values,
+                preferred_element_type=jnp.float32,
+            )
+            for weight, part in zip(weights, parts, strict=True)
+        ),
+    )
+    both = jnp.concatenate((mixed, mass), axis=-1)
+    return both.reshape(rows, kv_heads * group, time, head + 1)
+
+
+def _normalised(
+    mixed: Float32[Array, "rows heads time head+1"], dtype: jnp.dtype
+) -> Float[Array, "rows time heads head"]:
+    return (mixed[..., :-1] / mixed[..., -1:]).astype(dtype).swapaxes(1, 2)
+
+
+class _Heads(NamedTuple):
+    """Which heads a device has.
+
+    Attributes:
+      group: query heads that share a key/value head.
+      split: mesh axes that split the query heads.
+      kv_split: mesh axes that split the key/value heads.
+    """
+
+    group: int
+    split: MeshAxes = ()
+    kv_split: MeshAxes = ()
 
 
 def _attend_shard(
     query: Queries,
-    key: Float[Array, "rows time kv_heads head"],
-    value: Float[Array, "rows time kv_heads head"],
+    key: New,
+    value: New,
     keys: Entries,
     values: Entries,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
     *,
-    groups: MeshAxes,
+    heads: _Heads,
+    attended: int | None,
+    gathers: bool,
     more_rows: MeshAxes,
     lengths: MeshAxes,
-) -> tuple[Queries, Entries, Entries]:
+) -> Queries:
     """One device's part.
 
     Args:
@@ -115,96 +188,110 @@ def _attend_shard(
       values: its part of the cache.
       layer: see `attend_cached`.
       start: of the rows of its activations.
-      groups: the mesh axes that split the queries of a head, of those in `more_rows` or `lengths`.
-      more_rows: those that split the cache's rows, but not those of the activations.
+      heads: those that it has once queries have travelled.
+      attended: see `KVCache`.
+      gathers: `more_rows` or `lengths` also split the query heads.
+      more_rows: the mesh axes that split the cache's rows, but not those of the activations.
       lengths: those that split the cache's positions.
     """
-    if more_rows:
-        count = keys.shape[1]
-        at = jax.lax.axis_index(more_rows) * count
-        key, value, start = (
-            jax.lax.dynamic_slice_in_dim(all_rows, at, count) for all_rows in (key, value, start)
-        )
-        if groups:
-            query = jax.lax.all_to_all(query, more_rows, 0, 3, tiled=True)
-        else:
-            query = jax.lax.dynamic_slice_in_dim(query, at, count)
-    if lengths:
-        if groups:
-            query = jax.lax.all_gather(query, lengths, axis=3, tiled=True)
-        mixed, keys, values = _attend_part(
-            query, key, value, keys, values, layer, start, lengths, scatter=bool(groups)
-        )
-        return mixed, keys, values
-    mixed, keys, values = _write_and_attend(query, key, value, keys, values, layer, start)
-    if more_rows and groups:
-        mixed = jax.lax.all_to_all(mixed, more_rows, 3, 0, tiled=True)
+    count = keys.shape[1]
+    key, value, start = (rows_here(one, 0, count, more_rows) for one in (key, value, start))
+    if more_rows and gathers:
+        query = jax.lax.all_to_all(query, more_rows, 0, 2, tiled=True)
     elif more_rows:
-        mixed = jax.lax.all_gather(mixed, more_rows, axis=0, tiled=True)
-    return mixed, keys, values
+        query = rows_here(query, 0, count, more_rows)
+    elif gathers:
+        query = jax.lax.all_gather(query, lengths, axis=2, tiled=True)
+    mixed = _attend(
+        query, key, value, keys, values, layer, start,
+        heads=heads, attended=attended, lengths=lengths, scatters=gathers,
+    )  # fmt: skip
+    if more_rows and gathers:
+        return jax.lax.all_to_all(mixed, more_rows, 2, 0, tiled=True)
+    if more_rows:
+        return jax.lax.all_gather(mixed, more_rows, axis=0, tiled=True)
+    return mixed
 
 
-def _write_and_attend(
+def _attend(
     query: Queries,
-    key: Float[Array, "rows time kv_heads head"],
-    value: Float[Array, "rows time kv_heads head"],
+    key: New,
+    value: New,
     keys: Entries,
     values: Entries,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
-) -> tuple[Queries, Entries, Entries]:
-    """`attend_cached` where every position of a row is here."""
-    keys, values = write(keys, layer, key, start), write(values, layer, value, start)
-    visible = _visible(start, query.shape[1], jnp.arange(keys.shape[3], dtype=jnp.int32))
-    return attention(query, _of(keys, layer), _of(values, layer), visible), keys, values
-
-
-def _attend_part(
-    query: Queries,
-    key: Float[Array, "rows time kv_heads head"],
-    value: Float[Array, "rows time kv_heads head"],
-    keys: Entries,
-    values: Entries,
-    layer: Int[Array, ""],
-    start: Int[Array, " rows"],
-    lengths: MeshAxes,
     *,
-    scatter: bool,
-) -> tuple[Queries, Entries, Entries]:
-    """Attention where each device has some positions: softmax sums are merged over all of them.
+    heads: _Heads,
+    attended: int | None,
+    lengths: MeshAxes = (),
+    scatters: bool = False,
+) -> Queries:
+    """`attend_cached` with what is on one device; `scatters` leaves it the heads it came with."""
+    rows, time, num_heads, head = query.shape
+    kv_heads, capacity = keys.shape[2:4]
+    read = capacity if attended is None or lengths else min(attended, capacity)
+    first_position = jax.lax.axis_index(lengths) * capacity if lengths else 0
+    steps = jnp.arange(time, dtype=jnp.int32)
+    causal = jnp.broadcast_to(steps[:, None] >= steps, (rows, time, time))
+    if lengths:  # the pass's own tokens count once
+        causal &= jax.lax.axis_index(lengths) == 0
+    # Contiguous query heads share contiguous key/value heads, a few of those that are here.
+    first, needed = _shared_heads(heads, num_heads, kv_heads)
+    own = Part(*(_some(one, first, needed, 1) for one in (key, value)), causal)
+    parts = [own]
+    if read:
+        at = (layer, 0, first, 0, 0)
+        size = (1, rows, needed, read, head)
+        cached = (jax.lax.dynamic_slice(one, at, size)[0] for one in (keys, values))
+        positions = first_position + jnp.arange(read, dtype=jnp.int32)
+        visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
+        parts.append(Part(*cached, visible))
+    grouped = query.reshape(rows, time, needed, num_heads // needed, head)
+    mixed = _mixed(grouped, parts, lengths)
+    if scatters and lengths:
+        mixed = jax.lax.psum_scatter(mixed, lengths, scatter_dimension=1, tiled=True)
+    elif lengths:
+        mixed = jax.lax.psum(mixed, lengths)
+    return _normalised(mixed, query.dtype)
 
-    `scatter` leaves each device the queries that it came with.
+
+def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | Int[Array, ""], int]:
+    """The first key/value head, of those here, that the query heads here share, and how many."""
+    needed = max(num_heads // heads.group, 1)
+    if needed == kv_heads:
+        return 0, kv_heads
+    first = jax.lax.axis_index(heads.split) * num_heads // heads.group
+    if heads.kv_split:
+        first -= jax.lax.axis_index(heads.kv_split) * kv_heads
+    return first, needed
+
+
+def _evenly_shared(layout: Layout, shape: tuple[int, ...], group: int) -> PartitionSpec:
+    """How queries are split, so that each device's heads share whole key/value heads, or one.
+
+    That is as their matrix is split but where the heads of a device would be parts of several
+    groups: then over fewer axes, and the compiler moves them.
     """
-    first = jax.lax.axis_index(lengths) * keys.shape[3]
-    keys = write_part(keys, layer, key, start - first)
-    values = write_part(values, layer, value, start - first)
-    positions = first + jnp.arange(keys.shape[3], dtype=jnp.int32)
-    scores = _scores(query, _of(keys, layer), _visible(start, query.shape[1], positions))
-    # A device may see no position of a row: the largest score of all devices is finite.
-    largest = jax.lax.pmax(jnp.max(scores, axis=-1, keepdims=True), lengths)
-    weights = jnp.exp(scores - largest)
-    mass = jnp.sum(weights, axis=-1).transpose(0, 3, 1, 2)[..., None]
-    mixed = _mix(weights.astype(values.dtype), _of(values, layer), query.shape)
-    both = jnp.concatenate((mixed.astype(jnp.float32), mass), axis=-1)
-    if scatter:
-        both = jax.lax.psum_scatter(both, lengths, scatter_dimension=3, tiled=True)
-    else:
-        both = jax.lax.psum(both, lengths)
-    return (both[..., :-1] / both[..., -1:]).astype(query.dtype), keys, values
+    rows, _, split, _ = (*layout.spec(_QUERY_AXES, shape), None, None, None)[:4]
+    axes = axes_in(split)
+    while axes:
+        here = shape[2] // layout.devices(axes)
+        if here % group == 0 or group % here == 0:
+            break
+        axes = axes[:-1]
+    return PartitionSpec(rows, None, axes or None, None)
 
 
-def _visible(
-    start: Int[Array, " rows"], time: int, positions: Int[Array, " length"]
-) -> Bool[Array, "rows time length"]:
-    steps = start[:, None] + jnp.arange(time, dtype=jnp.int32)
-    return positions <= steps[:, :, None]
+def _some(values: Array, first: int | Int[Array, ""], count: int, axis: int) -> Array:
+    if count == values.shape[axis]:
+        return values
+    return jax.lax.dynamic_slice_in_dim(values, first, count, axis)
 
 
 def _scores(
-    query: Queries,
-    key: Float[Array, "rows kv_heads length head"],
-    visible: Bool[Array, "rows time length"],
-) -> Float[Array, "rows kv_heads group time length"]:
+    query: Float[Array, "rows time kv_heads group head"], part: Part
+) -> Float32[Array, "rows kv_heads group*time length"]:
     """Scores in float32, the hidden ones at its lowest value.
 
     The queries of a group are stacked as rows, so that this product and the next are plain batched
@@ -212,22 +299,13 @@ def _scores(
     """
     rows, time, kv_heads, group, head = query.shape
     stacked = query.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * time, head)
-    key = key.astype(query.dtype)
-    scores = jnp.einsum("bkqh,bksh->bkqs", stacked * head**-0.5, key).astype(jnp.float32)
-    scores = scores.reshape(rows, kv_heads, group, time, key.shape[2])
-    return jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-
-
-def _mix(
-    weights: Float[Array, "rows kv_heads group time length"],
-    value: Float[Array, "rows kv_heads length head"],
-    shape: tuple[int, ...],
-) -> Queries:
-    rows, time, kv_heads, group, head = shape
-    weights = weights.reshape(rows, kv_heads, group * time, value.shape[2])
-    mixed = jnp.einsum("bkqs,bksh->bkqh", weights, value)
-    return mixed.reshape(rows, kv_heads, group, time, head).transpose(0, 3, 1, 2, 4)
-
-
-def _of(entries: Entries, layer: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_index_in_dim(entries, layer, keepdims=False)
+    scores = jnp.einsum(
+        "bkqh,bksh->bkqs",
+        stacked * head**-0.5,
+        part.keys.astype(query.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    length = part.keys.shape[2]
+    apart = scores.reshape(rows, kv_heads, group, time, length)
+    hidden = jnp.finfo(jnp.float32).min
+    return jnp.where(part.visible[:, None, None], apart, hidden).reshape(scores.shape)

@@ -1,14 +1,47 @@
-"""The key/value cache: one length per row, so that rows may advance by different amounts."""
+"""The key/value cache: one length per row, so that rows may advance by different amounts.
+
+A model's pass only reads it. What the pass adds comes back as `NewEntries` and is written once,
+after the pass: so a pass may stand inside a branch, which then returns no cache, and the compiler
+has no reason to copy one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fly_jax.models.config import LlamaConfig
+from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
+
+CACHE_AXES = ("layers", "cache_batch", "kv_heads", "cache_length", "head")
+NEW_AXES = ("layers", "rows", "kv_heads", None, "head")
+
+Entries = Float[Array, "layers rows kv_heads capacity head"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NewEntries:
+    """Keys and values that a pass adds: of every layer, row and token that it was fed.
+
+    Attributes:
+      keys: [layers, rows, kv_heads, time, head].
+      values: the same shape.
+    """
+
+    keys: Float[Array, "layers rows kv_heads time head"]
+    values: Float[Array, "layers rows kv_heads time head"]
+
+    def padded(self, time: int) -> NewEntries:
+        """With zeros for further tokens: what branches of different widths return alike."""
+        missing = time - self.keys.shape[3]
+        pad = ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0))
+        return NewEntries(jnp.pad(self.keys, pad), jnp.pad(self.values, pad))
 
 
 @jax.tree_util.register_dataclass
@@ -23,11 +56,15 @@ class KVCache:
       keys: [layers, rows, kv_heads, capacity, head].
       values: the same shape.
       length: [rows], valid positions of each row.
+      attended: attention reads so many positions, and not the whole capacity; at least the length
+        of every row whose results are wanted. Static under `jit`; None is all of them. Ignored
+        where a mesh splits the positions.
     """
 
-    keys: Float[Array, "layers rows kv_heads capacity head"]
-    values: Float[Array, "layers rows kv_heads capacity head"]
+    keys: Entries
+    values: Entries
     length: Int[Array, " rows"]
+    attended: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -38,8 +75,38 @@ class KVCache:
         """The same entries, valid up to `length`: advances or rolls back without a copy."""
         return dataclasses.replace(self, length=length)
 
+    def attending(self, positions: int | None) -> KVCache:
+        """The same cache, of which attention reads `positions`."""
+        return dataclasses.replace(self, attended=positions)
 
-CACHE_AXES = ("layers", "cache_batch", "kv_heads", "cache_length", "head")
+    def written(self, new: NewEntries, layout: Layout | None) -> KVCache:
+        """With what a pass adds, at and after each row's length; the length stays.
+
+        In place where the cache is donated or carried by a loop. The caller keeps length + time
+        within the capacity: XLA would shift a write that runs over the end.
+        """
+        if layout is None:
+            keys = _write(self.keys, new.keys, self.length)
+            values = _write(self.values, new.values, self.length)
+            return dataclasses.replace(self, keys=keys, values=values)
+        cache_spec = layout.spec(CACHE_AXES, self.keys.shape)
+        new_spec = layout.spec(NEW_AXES, new.keys.shape)
+        rows = axes_in(new_spec[1])
+        write = functools.partial(
+            _write_shard,
+            more_rows=tuple(name for name in axes_in(cache_spec[1]) if name not in rows),
+            lengths=axes_in(cache_spec[3]),
+        )
+        write = jax.shard_map(
+            write,
+            mesh=layout.mesh,
+            in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
+            out_specs=cache_spec,
+            check_vma=False,
+        )
+        keys = write(self.keys, new.keys, self.length)
+        values = write(self.values, new.values, self.length)
+        return dataclasses.replace(self, keys=keys, values=values)
 
 
 def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...]:
@@ -53,50 +120,73 @@ def empty_cache(config: LlamaConfig, rows: int, capacity: int, dtype: jnp.dtype)
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32))
 
 
-def write(
-    entries: Float[Array, "layers rows kv_heads capacity head"],
-    layer: Int[Array, ""],
-    new: Float[Array, "rows time kv_heads head"],
-    start: Int[Array, " rows"],
-) -> Float[Array, "layers rows kv_heads capacity head"]:
-    """Writes each row's new entries at its own start; the rest stays as it is, in place.
+def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Array:
+    """Within `jax.shard_map`, this device's part of rows that the mesh splits further.
 
-    The caller keeps `start + time <= capacity`: XLA would shift a write that runs over the end.
+    Args:
+      values: with the rows of this device's activations.
+      axis: that of the rows.
+      count: rows of this device's part of the cache.
+      more_rows: the mesh axes that split the cache's rows, but not those of the activations.
     """
-    new = new.swapaxes(1, 2).astype(entries.dtype)
-    zero = jnp.zeros((), jnp.int32)
-    for row in range(new.shape[0]):
-        at = (layer, jnp.int32(row), zero, start[row], zero)
-        entries = jax.lax.dynamic_update_slice(entries, new[row][None, None], at)
+    if not more_rows:
+        return values
+    first = jax.lax.axis_index(more_rows) * count
+    return jax.lax.dynamic_slice_in_dim(values, first, count, axis)
+
+
+def _write_shard(
+    entries: Entries,
+    new: Float[Array, "layers rows kv_heads time head"],
+    start: Int[Array, " rows"],
+    *,
+    more_rows: MeshAxes,
+    lengths: MeshAxes,
+) -> Entries:
+    """`_write` of one device's rows and positions."""
+    count = entries.shape[1]
+    new, start = rows_here(new, 1, count, more_rows), rows_here(start, 0, count, more_rows)
+    if not lengths:
+        return _write(entries, new, start)
+    return _write_part(entries, new, start - jax.lax.axis_index(lengths) * entries.shape[3])
+
+
+def _write(
+    entries: Entries,
+    new: Float[Array, "layers rows kv_heads time head"],
+    start: Int[Array, " rows"],
+) -> Entries:
+    new, zero = new.astype(entries.dtype), jnp.zeros((), jnp.int32)
+    for row in range(new.shape[1]):
+        at = (zero, jnp.int32(row), zero, start[row], zero)
+        entries = jax.lax.dynamic_update_slice(entries, new[:, row][:, None], at)
     return entries
 
 
-def write_part(
-    entries: Float[Array, "layers rows kv_heads capacity head"],
-    layer: Int[Array, ""],
-    new: Float[Array, "rows time kv_heads head"],
+def _write_part(
+    entries: Entries,
+    new: Float[Array, "layers rows kv_heads time head"],
     start: Int[Array, " rows"],
-) -> Float[Array, "layers rows kv_heads capacity head"]:
-    """`write` where these are some of a row's positions: what belongs to others is left out.
+) -> Entries:
+    """`_write` where these are some of a row's positions: what belongs to others is left out.
 
     Args:
       entries: the positions that are here.
-      layer: whose entries they are.
       new: what to write, much of which may belong elsewhere.
       start: where the first of it goes, counted from the first position here; may be negative.
     """
-    new = new.swapaxes(1, 2).astype(entries.dtype)
-    _, rows, kv_heads, capacity, head = entries.shape
-    time = new.shape[2]
+    new = new.astype(entries.dtype)
+    layers, rows, kv_heads, capacity, head = entries.shape
+    time = new.shape[3]
     width = min(time, capacity)
     zero = jnp.zeros((), jnp.int32)
     for row in range(rows):
         first = jnp.clip(start[row], 0, capacity - width)
-        at = (layer, jnp.int32(row), zero, first, zero)
-        old = jax.lax.dynamic_slice(entries, at, (1, 1, kv_heads, width, head))
+        at = (zero, jnp.int32(row), zero, first, zero)
+        old = jax.lax.dynamic_slice(entries, at, (layers, 1, kv_heads, width, head))
         source = first + jnp.arange(width, dtype=jnp.int32) - start[row]
         is_new = (source >= 0) & (source < time)
-        here = new[row][:, jnp.clip(source, 0, time - 1)][None, None]
+        here = new[:, row][:, :, jnp.clip(source, 0, time - 1)][:, None]
         merged = jnp.where(is_new[:, None], here, old)
         entries = jax.lax.dynamic_update_slice(entries, merged, at)
     return entries

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.models.attention import attend_cached, attention
-from fly_jax.models.cache import KVCache
+from fly_jax.models.attention import Part, attend_cached, attention
+from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.rope import rotate, rotation
 from fly_jax.sharding.rules import Layout
@@ -100,11 +100,11 @@ def _with_scales(specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
     return quantised
 
 
-Attend = Callable[..., Float[Array, "batch time kv_heads group head"]]
+Attend = Callable[[Array, Array, Array], Float[Array, "batch time heads head"]]
 Matmul = Callable[[str, Array, Array], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
-Carry = TypeVar("Carry")
+Added = TypeVar("Added")
 
 
 class Llama(nnx.Module):
@@ -152,39 +152,47 @@ class Llama(nnx.Module):
 
     def hidden(
         self, tokens: Int[Array, "batch time"], cache: KVCache
-    ) -> tuple[Float[Array, "batch time embed"], KVCache]:
-        """Feeds tokens at each row's length: final hidden states, and the cache with their keys.
+    ) -> tuple[Float[Array, "batch time embed"], NewEntries]:
+        """Feeds tokens at each row's length: final hidden states, and what they add to the cache.
 
-        The returned cache keeps the old lengths: how many of the fed tokens become valid is the
-        caller's decision (`KVCache.with_length`).
+        The cache is only read (`KVCache.written` writes what is added), so a pass may stand in a
+        branch.
         """
         # Said for every input: otherwise the compiler carries the rows of another model's cache
         # over to this one, and gathers whole caches to undo it.
         tokens = self._constrain(tokens, ("rows", None))
-        start = self._constrain(cache.length, ("rows",))
+        cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        positions = start[:, None] + steps
-        turn = rotation(self.config, positions)
+        rope = rotation(self.config, cache.length[:, None] + steps)
 
         def layer(
-            carry: tuple[Array, Array, Array], index: Int[Array, ""], weights: dict[str, Array]
-        ) -> tuple[Array, Array, Array]:
-            x, keys, values = carry
+            x: Array, index: Int[Array, ""], weights: dict[str, Array]
+        ) -> tuple[Array, NewEntries]:
+            new = None
 
             def attend(query: Array, key: Array, value: Array) -> Array:
-                nonlocal keys, values
-                mixed, keys, values = attend_cached(
-                    query, key, value, keys, values, index, start, self.layout
-                )
-                return mixed
+                nonlocal new
+                key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+                new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
+                return attend_cached(query, key, value, cache, index, self.layout)
 
-            x = self._constrain(_layer(self.config, x, weights, turn, attend, _matmul))
-            return x, keys, values
+            x = self._constrain(_layer(self.config, x, weights, rope, attend, _matmul))
+            assert new is not None
+            return x, new
 
-        x = self._constrain(self._embedded(tokens))
-        x, keys, values = self._run_layers(layer, (x, cache.keys, cache.values))
-        x = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
-        return x, KVCache(keys, values, cache.length)
+        x, new = self._run_layers(layer, self._constrain(self._embedded(tokens)))
+        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), new
+
+    def fed(
+        self, tokens: Int[Array, "batch time"], cache: KVCache
+    ) -> tuple[Float[Array, "batch time embed"], KVCache]:
+        """`hidden`, and the cache with what was added, outside of any branch.
+
+        The lengths stay: how many of the fed tokens become valid is the caller's decision
+        (`KVCache.with_length`).
+        """
+        hidden, new = self.hidden(tokens, cache)
+        return hidden, cache.written(new, self.layout)
 
     def hidden_uncached(
         self,
@@ -201,24 +209,27 @@ class Llama(nnx.Module):
           visible: query t may look at key s.
           matmul: replaces the product of activations and weights (training runs it in bfloat16).
         """
-        turn = rotation(self.config, positions)
+        rope = rotation(self.config, positions)
         product = matmul or _matmul
+        kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
 
         def attend(query: Array, key: Array, value: Array) -> Array:
-            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-            return attention(query, key, value, visible)
+            grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
+            part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), visible)
+            return attention(grouped, [part]).reshape(query.shape)
 
-        def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> Array:
-            return _layer(self.config, x, weights, turn, attend, product)
+        def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> tuple[Array, None]:
+            return _layer(self.config, x, weights, rope, attend, product), None
 
-        x = self._run_layers(layer, self._embedded(tokens))
+        x, _ = self._run_layers(layer, self._embedded(tokens))
         return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
 
     def logits(
         self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
     ) -> Float[Array, "batch time vocab"]:
         """Scores of every token of the vocabulary, in float32."""
-        product = matmul or _matmul
+        # A product rounded to bfloat16 would make ties of close logits, and wrong gaps.
+        product = matmul or functools.partial(_matmul, dtype=jnp.float32)
         name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
             name, equation = "embedding", "btd,vd->btv"
@@ -239,18 +250,21 @@ class Llama(nnx.Module):
         return Llama(self.config, self.parameters() | layers, self.layout)
 
     def _run_layers(
-        self, layer: Callable[[Carry, Int[Array, ""], dict[str, Array]], Carry], carry: Carry
-    ) -> Carry:
+        self,
+        layer: Callable[[Array, Int[Array, ""], dict[str, Array]], tuple[Array, Added]],
+        x: Array,
+    ) -> tuple[Array, Added]:
+        """The last layer's output, and what each layer adds, stacked."""
         weights = self._layer_weights()
         if isinstance(weights["query"], tuple):
+            added: list[Any] = []
             for index in range(self.config.num_layers):
                 own = {name: arrays[index] for name, arrays in weights.items()}
-                carry = layer(carry, jnp.int32(index), own)
-            return carry
+                x, one = layer(x, jnp.int32(index), own)
+                added.append(one)
+            return x, jax.tree.map(lambda *layers: jnp.stack(layers), *added)
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        return jax.lax.scan(
-            lambda carry, inputs: (layer(carry, *inputs), None), carry, (indices, weights)
-        )[0]
+        return jax.lax.scan(lambda x, inputs: layer(x, *inputs), x, (indices, weights))
 
     def _constrain(self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")) -> Array:
         return x if self.layout is None else self.layout.constrain(x, axes)
@@ -289,7 +303,7 @@ def _layer(
     config: LlamaConfig,
     x: Float[Array, "batch time embed"],
     weights: dict[str, Array],
-    turn: tuple[Array, Array],
+    rope: tuple[Array, Array],
     attend: Attend,
     matmul: Matmul,
 ) -> Float[Array, "batch time embed"]:
@@ -298,15 +312,10 @@ def _layer(
         return _product(equation, x, weights, name, matmul)
 
     normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
-    query = rotate(product("btd,dhk->bthk", normed, "query"), *turn)
-    key = rotate(product("btd,dhk->bthk", normed, "key"), *turn)
+    query = rotate(product("btd,dhk->bthk", normed, "query"), *rope)
+    key = rotate(product("btd,dhk->bthk", normed, "key"), *rope)
     value = product("btd,dhk->bthk", normed, "value")
-    batch, time = x.shape[:2]
-    grouped = query.reshape(
-        batch, time, config.num_kv_heads, config.queries_per_kv_head, config.head_size
-    )
-    mixed = attend(grouped, key, value).reshape(query.shape)
-    x = x + product("bthk,hkd->btd", mixed, "output")
+    x = x + product("bthk,hkd->btd", attend(query, key, value), "output")
     normed = _rms_norm(x, weights["mlp_norm"], config.norm_epsilon)
     gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
     gated = gated * product("btd,df->btf", normed, "up")
@@ -328,5 +337,5 @@ def _rms_norm(
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def _matmul(equation: str, x: Array, weights: Array) -> Array:
-    return jnp.einsum(equation, x, weights.astype(x.dtype))
+def _matmul(equation: str, x: Array, weights: Array, dtype: DTypeLike | None = None) -> Array:
+    return jnp.einsum(equation, x, weights.astype(x.dtype), preferred_element_type=dtype)

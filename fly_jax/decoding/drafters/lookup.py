@@ -1,24 +1,30 @@
-"""Prompt lookup on the device: the lowest drafting level, which costs no model at all."""
+"""Prompt lookup on the device: a drafter that costs no model at all, alone or below a draft model."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Key
 
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.sampling import Sampling
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Lookup:
+class Lookup(Drafter):
     """Where to look for the next tokens in a row's own text.
+
+    Alone it proposes to the target (prompt lookup decoding), up to K tokens after a match.
 
     Attributes:
       max_ngram: longest suffix that is looked for.
       min_ngram: shortest.
-      num_tokens: tokens proposed after a match, at most.
+      num_tokens: tokens proposed to a draft model after a match, at most.
       match: the first or the last earlier occurrence (the reference code takes the first).
     """
 
@@ -39,9 +45,35 @@ class Lookup:
                 "correct prompt_lookup_tokens, or set prompt_lookup_max to 0 for no lookup."
             )
 
+    may_fall_short = True
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Most tokens after a match."""
+        return self.num_tokens
+
+    def propose(
+        self,
+        state: tuple[()],
+        text: Int[Array, "rows capacity"],
+        length: Int[Array, " rows"],
+        num_tokens: int,
+        *,
+        wanted: Int[Array, " rows"] | None = None,
+        sampling: Sampling | None = None,
+        keys: Key[Array, " rows"] | None = None,
+    ) -> tuple[Draft, tuple[()]]:
+        """What followed the row's last tokens where they stood before; nothing is drawn."""
+        tokens, found = look_up(self, text, length, num_tokens)
+        found = found if wanted is None else jnp.minimum(found, wanted)
+        return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state
+
 
 def look_up(
-    lookup: Lookup, text: Int[Array, "rows capacity"], length: Int[Array, " rows"]
+    lookup: Lookup,
+    text: Int[Array, "rows capacity"],
+    length: Int[Array, " rows"],
+    num_tokens: int,
 ) -> tuple[Int[Array, "rows num_tokens"], Int[Array, " rows"]]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
@@ -52,6 +84,7 @@ def look_up(
       lookup: sizes and preference.
       text: tokens; those at and beyond `length` are ignored.
       length: tokens of each row.
+      num_tokens: most tokens to propose.
 
     Returns:
       The proposed tokens, and how many of them are real (0 where nothing matches).
@@ -71,7 +104,7 @@ def look_up(
     order = ends if lookup.match == "latest" else capacity - 1 - ends
     best = jnp.argmax(matched * capacity + jnp.where(matched > 0, order, 0), axis=1)
     found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
-    follow = best[:, None] + 1 + jnp.arange(lookup.num_tokens, dtype=jnp.int32)
+    follow = best[:, None] + 1 + jnp.arange(num_tokens, dtype=jnp.int32)
     tokens = jnp.take_along_axis(text, jnp.minimum(follow, capacity - 1), axis=1)
-    available = jnp.minimum(length - 1 - best, lookup.num_tokens)
+    available = jnp.minimum(length - 1 - best, num_tokens)
     return tokens, jnp.where(found, available, 0).astype(jnp.int32)

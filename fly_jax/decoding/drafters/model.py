@@ -1,354 +1,386 @@
-"""Drafting by levels: each proposes, and the level above verifies exactly what it is given.
+"""A draft model, alone or with another drafter below it that proposes to it.
 
-The levels are any number of draft models, the largest first, and below them, if asked for, the
-lookup. A model takes a proposal only where it is its own choice, so what comes out on top are the
-tokens that the first draft model would have drafted alone: levels change how long it takes, and
-nothing else.
+A model takes a proposal from below only where it is its own choice, so what comes out are the
+tokens that it would have drafted alone: what lies below changes how long it takes, and nothing
+else. With a lookup below this is FLy's two-level drafting; with a model below, any chain of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Key
 
-from fly_jax.decoding.drafters.lookup import Lookup, look_up
-from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.models.cache import KVCache
-from fly_jax.models.llama import Llama
-from fly_jax.verification.sampling import Sampling, sample
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.stopping import NEVER, EntropyStop
+from fly_jax.models.cache import KVCache, NewEntries, empty_cache
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.rules import Verdict
+from fly_jax.verification.sampling import Sampling, sample_at
 
 # A pass that follows a fully accepted block must also feed the token before the last, whose keys
 # the draft model has not computed yet; the width is static, so it always feeds two.
 _CATCH_UP = 2
-# A level below also lacks the tokens that the levels above it have added since they last asked: as
-# a rule one of the target's and one of the draft model's. What is missing beyond that is fed first.
+# A model below another also lacks the tokens that those above it have added since they last asked:
+# as a rule one of the target's and one of the draft model's. What is missing beyond is fed first.
 _CATCH_UP_BELOW = 4
+
+_Carry = TypeVar("_Carry")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Draft:
-    """What a drafting step proposes.
+class DraftModelState:
+    """What a draft model carries from round to round.
 
     Attributes:
-      tokens: [rows, K].
-      logits: [rows, K, vocab], the first draft model's, where the rule samples; otherwise None.
-      num_passes: passes of each draft model that it took.
-      num_drafted: tokens of each row, the rest of the K being of no meaning.
+      cache: valid up to its length, as far as the text has not changed since.
+      below: the state of the drafter below; None without one.
+      threshold: of `EntropyStop`; None where nothing stops early.
     """
 
-    tokens: Int[Array, "rows draft"]
-    logits: Float[Array, "rows draft vocab"] | None
-    num_passes: Int[Array, " models"]
-    num_drafted: Int[Array, " rows"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Levels:
-    """The models from one level down, and what is static about them.
-
-    Attributes:
-      models: at least one.
-      sizes: tokens that each of them drafts at a time, at most.
-      lookup: the last level; None for none.
-      sampling: how all of them draw.
-      key: random state.
-      stop: ends a row's drafting early; None if nothing does.
-      threshold: of the rows, for `stop`.
-      is_first: there is no level above.
-    """
-
-    models: tuple[Llama, ...]
-    sizes: tuple[int, ...]
-    lookup: Lookup | None
-    sampling: Sampling | None
-    key: Key[Array, ""]
-    stop: EntropyStop | None = None
-    threshold: Float32[Array, " rows"] | None = None
-    is_first: bool = True
-
-    @property
-    def below(self) -> _Levels | None:
-        """The models from the next level down; None if there is none."""
-        if len(self.models) == 1:
-            return None
-        return _Levels(
-            self.models[1:], self.sizes[1:], self.lookup, self.sampling, self.key, is_first=False
-        )
+    cache: KVCache
+    below: Any
+    threshold: Float32[Array, " rows"] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """What a level has drafted so far; caches and passes are also those of the levels below."""
+    """What has been drafted so far; passes are also those of the models below."""
 
     text: Int[Array, "rows capacity"]
     count: Int[Array, " rows"]
     wanted: Int[Array, " rows"]
     logits: Float[Array, "rows room vocab"] | None
-    caches: tuple[KVCache, ...]
-    num_passes: tuple[Int[Array, ""], ...]
+    cache: KVCache
+    below: Any
+    num_passes: Int[Array, ""]
+    num_passes_below: Int[Array, " models"]
 
 
-Proposals = tuple[Int[Array, "rows proposed"], Int[Array, " rows"]]
+class _Passed(NamedTuple):
+    """What one pass gives, for as many tokens as the widest one is fed."""
+
+    chosen: Int[Array, "rows time"]
+    logits: Float[Array, "rows time vocab"] | None
+    stops: Bool[Array, "rows time"] | None
+    new: NewEntries
 
 
-def draft_room(
-    num_speculative_tokens: int, level_speculative_tokens: tuple[int, ...], lookup: Lookup | None
-) -> int:
-    """Positions beyond a row's length that drafting and verifying may write to."""
-    sizes = (num_speculative_tokens, *level_speculative_tokens)
-    return sum(sizes) + len(sizes) + (lookup.num_tokens if lookup else 0)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftModel(Drafter):
+    """A Llama that proposes.
 
-
-def draft_step(
-    models: tuple[Llama, ...],
-    caches: tuple[KVCache, ...],
-    text: Int[Array, "rows capacity"],
-    length: Int[Array, " rows"],
-    num_speculative_tokens: int,
-    *,
-    level_speculative_tokens: tuple[int, ...] = (),
-    sampling: Sampling | None = None,
-    lookup: Lookup | None = None,
-    key: Key[Array, ""],
-    depth: Int[Array, ""] | None = None,
-    stop: EntropyStop | None = None,
-    threshold: Float32[Array, " rows"] | None = None,
-    live: Bool[Array, " rows"] | None = None,
-) -> tuple[Draft, tuple[KVCache, ...]]:
-    """Proposes K tokens after each row's text.
-
-    With one model and a lookup this is FLy's two-level drafting: the lookup proposes, the draft
-    model verifies all of it in one pass and goes on where the first proposal differs from its own
-    choice. Where no row has a match the pass is one token wide, as without a lookup. Further models
-    do what the lookup does, each for the one before it.
-
-    Args:
-      models: the draft models; the first one's tokens are proposed.
-      caches: theirs. The first is valid up to `length - 2` at least, and each of the others up to
-        its own length, as far as the text has not changed since.
-      text: the rows' tokens, with room for `draft_room` more.
-      length: tokens of each row, at least 1.
-      num_speculative_tokens: K, at least 1.
-      level_speculative_tokens: tokens that each model but the first proposes at a time, at most.
-      sampling: how to draw from the draft models; None takes the most probable token. Draws at one
-        position of the text share their noise, so that levels that agree draw the same token.
-      lookup: the last level; None for none.
-      key: random state.
-      depth: tokens that are drafted this time, at most K; None for K.
+    Attributes:
+      parameters: as `Llama.parameters` gives them.
+      below: what proposes to it, if anything.
+      config: of the model.
+      layout: how its arrays lie on a mesh; None on one device.
+      size: see `Drafter`.
       stop: ends a row's drafting early, the token in doubt being its last one; None for never.
-      threshold: of the rows, for `stop`.
-      live: rows whose drafts are wanted; None for all.
+      lags: it lies below another drafter, and so is asked only now and then.
     """
-    sizes = (num_speculative_tokens, *level_speculative_tokens)
-    levels = _Levels(models, sizes, lookup, sampling, key, stop, threshold)
-    logits = None
-    if sampling is not None:
-        # A row that has its K tokens while others go on writes its logits after those of the K.
-        room = draft_room(num_speculative_tokens, level_speculative_tokens[:1], lookup)
-        logits = jnp.zeros((text.shape[0], room, models[0].config.vocab_size), jnp.float32)
-    none = (jnp.int32(0),) * len(models)
-    all_wanted = jnp.full_like(length, num_speculative_tokens if depth is None else depth)
-    wanted = all_wanted
-    if live is not None and (levels.below or lookup or stop):
-        wanted = jnp.where(live, wanted, 1)  # for a finished row nobody is to wait
-    caches = _rolled_back(caches, length)
-    progress = _Progress(text, jnp.zeros_like(length), wanted, logits, caches, none)
-    progress = _draft(levels, progress, length)
-    drafted = _slice(progress.text, length, num_speculative_tokens)
-    if progress.logits is not None:
-        logits = progress.logits[:, :num_speculative_tokens]
-    num_passes = jnp.stack(progress.num_passes)
-    # The same as counted where nothing stops early, and known to the compiler where K is fixed.
-    num_drafted = all_wanted if stop is None else progress.count
-    return Draft(drafted, logits, num_passes, num_drafted), progress.caches
 
+    parameters: Parameters
+    below: Drafter | None = None
+    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+    size: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    stop: EntropyStop | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"static": True}
+    )
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
-def _draft(levels: _Levels, progress: _Progress, length: Int[Array, " rows"]) -> _Progress:
-    """Lets the first of these levels draft what is wanted after each row's `length`."""
-    model = levels.models[0]
-    progress = _catch_up(levels, progress, length)
+    @property
+    def may_fall_short(self) -> bool:  # type: ignore[override]
+        """Only where something stops it."""
+        return self.stop is not None
 
-    def advance(progress: _Progress, proposals: Proposals | None) -> _Progress:
-        end = length + progress.count
-        tokens = _slice(progress.text, end - 1, 1)
-        if proposals is not None:
-            tokens = jnp.concatenate((tokens, proposals[0]), axis=1)
-        own, *below = progress.caches
-        hidden, own = model.hidden(tokens, own.with_length(end - 1))
-        progress = dataclasses.replace(progress, caches=(own, *below))
-        return _extend(levels, progress, hidden, proposals, length)
+    @property
+    def adapts(self) -> bool:  # type: ignore[override]
+        """A proposal from below may serve all that is wanted, and a stop may end it."""
+        return self.below is not None or self.stop is not None
 
-    asks = levels.below is not None or levels.lookup is not None
+    @property
+    def _model(self) -> Llama:
+        return Llama(self.config, self.parameters, self.layout)
 
-    def ask_and_advance(progress: _Progress) -> _Progress:
-        if asks:
-            is_useful, propose = _asked(levels, progress, length)
-            after = jax.lax.cond(
-                is_useful,
-                lambda progress: advance(*propose(progress)),
-                lambda progress: advance(progress, None),
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
+        """Empty caches."""
+        return DraftModelState(
+            empty_cache(self.config, rows, capacity, dtype),
+            None if self.below is None else self.below.init(rows, capacity, dtype),
+            None if self.stop is None else jnp.full((rows,), self.stop.first, jnp.float32),
+        )
+
+    def prefill(
+        self,
+        state: DraftModelState,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        hidden: Float[Array, "rows time embed"] | None,
+    ) -> DraftModelState:
+        """Runs the piece through all models."""
+        at = jnp.broadcast_to(start, tokens.shape[:1])
+        cache = self._model.fed(tokens, state.cache.with_length(at))[1]
+        cache = cache.with_length(at + tokens.shape[1])
+        below = state.below
+        if self.below is not None:
+            below = self.below.prefill(below, tokens, start, hidden)
+        return dataclasses.replace(state, cache=cache, below=below)
+
+    def room(self, num_tokens: int) -> int:
+        """What lies below writes beyond what this model has drafted."""
+        below = self.below
+        return num_tokens + 1 + (0 if below is None else below.room(below.size))
+
+    def without_stop(self, state: DraftModelState) -> DraftModelState:
+        """A threshold that no bound is below."""
+        if state.threshold is None:
+            return state
+        return dataclasses.replace(state, threshold=jnp.full_like(state.threshold, NEVER))
+
+    def observe(
+        self,
+        state: DraftModelState,
+        verdict: Verdict,
+        hidden: Float[Array, "rows block embed"] | None,
+        *,
+        draft: Draft,
+        live: Bool[Array, " rows"],
+    ) -> DraftModelState:
+        """Moves the threshold of `stop`."""
+        if self.stop is None or state.threshold is None:
+            return state
+        adapted = self.stop.after(state.threshold, verdict.num_accepted, draft.num_drafted)
+        return dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
+
+    def propose(
+        self,
+        state: DraftModelState,
+        text: Int[Array, "rows capacity"],
+        length: Int[Array, " rows"],
+        num_tokens: int,
+        *,
+        wanted: Int[Array, " rows"] | None = None,
+        sampling: Sampling | None = None,
+        keys: Key[Array, " rows"] | None = None,
+    ) -> tuple[Draft, DraftModelState]:
+        """Drafts token by token, or by what lies below as far as this model agrees."""
+        run = _Run(self, self._model, length, sampling, keys, state.threshold)
+        all_wanted = jnp.full_like(length, num_tokens) if wanted is None else wanted
+        logits = None
+        if sampling is not None:
+            # A row that has its tokens while others go on writes its logits after those of the K.
+            room = num_tokens + 1 + (0 if self.below is None else self.below.size)
+            logits = jnp.zeros((text.shape[0], room, self.config.vocab_size), jnp.float32)
+        progress = _Progress(
+            text=text,
+            count=jnp.zeros_like(length),
+            wanted=all_wanted,
+            logits=logits,
+            cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
+            below=state.below,
+            num_passes=jnp.int32(0),
+            num_passes_below=jnp.zeros(_models_below(self.below), jnp.int32),
+        )
+        progress = run.first_token(progress)
+        if self.adapts:
+            progress = jax.lax.while_loop(
+                lambda progress: jnp.any(progress.count < progress.wanted),
+                run.advance,
                 progress,
             )
         else:
-            after = advance(progress, None)
-        # A row that has its tokens waits for the others, so that it needs no more room.
-        waits = progress.count >= progress.wanted
-        count = jnp.where(waits, progress.count, after.count)
-        own, *below = after.caches
-        caches = (own, *_rolled_back(tuple(below), length + count))
-        return dataclasses.replace(after, count=count, caches=caches)
+            # Known to the compiler where nothing else is wanted of any row.
+            most = num_tokens if wanted is None else jnp.max(wanted)
+            progress = jax.lax.fori_loop(1, most, lambda _, one: run.advance(one), progress)
+        # The last token drafted has not been fed; of a model that was not asked, nothing has.
+        fed = length + progress.count - 1
+        cache = progress.cache.with_length(
+            jnp.where(progress.count > 0, fed, progress.cache.length)
+        )
+        num_drafted = progress.count if self.stop is not None else all_wanted
+        draft = Draft(
+            tokens=slice_rows(progress.text, length, num_tokens),
+            logits=None if progress.logits is None else progress.logits[:, :num_tokens],
+            num_drafted=jnp.minimum(num_drafted, all_wanted),
+            num_passes=jnp.concatenate((progress.num_passes[None], progress.num_passes_below)),
+        )
+        return draft, dataclasses.replace(state, cache=cache, below=progress.below)
 
-    if asks or levels.stop is not None:
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One call of `DraftModel.propose`: what does not change while it goes on."""
+
+    drafter: DraftModel
+    model: Llama
+    length: Int[Array, " rows"]
+    sampling: Sampling | None
+    keys: Key[Array, " rows"] | None
+    threshold: Float32[Array, " rows"] | None
+
+    def first_token(self, progress: _Progress) -> _Progress:
+        """Feeds what the model has not seen yet, and drafts one token."""
+        if not self.drafter.lags:
+            return self._catch_up(progress, _CATCH_UP)
+        start = jnp.maximum(self.length - _CATCH_UP_BELOW, 0)
+        is_asked = jnp.any(progress.wanted > 0)
+
+        def feed(progress: _Progress) -> _Progress:
+            at = jnp.minimum(progress.cache.length, start)
+            tokens = slice_rows(progress.text, at, _CATCH_UP_BELOW)
+            cache = self.model.fed(tokens, progress.cache.with_length(at))[1]
+            cache = cache.with_length(at + _CATCH_UP_BELOW)
+            return dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + 1)
+
         progress = jax.lax.while_loop(
-            lambda progress: jnp.any(progress.count < progress.wanted), ask_and_advance, progress
+            lambda progress: is_asked & jnp.any(progress.cache.length < start), feed, progress
         )
-    else:
-        progress = jax.lax.fori_loop(
-            1, progress.wanted[0], lambda _, progress: advance(progress, None), progress
+        return _once(is_asked, lambda one: self._catch_up(one, _CATCH_UP_BELOW), progress)
+
+    def advance(self, progress: _Progress) -> _Progress:
+        """Drafts one token, and those from below that the model agrees with."""
+        end = self.length + progress.count
+        tokens = slice_rows(progress.text, end - 1, 1)
+        cache = progress.cache.with_length(end - 1)
+        below = self.drafter.below
+        if below is None:
+            passed = self._pass(tokens, cache, end, 1)
+            return self._extended(progress, passed, None)
+        # One token comes from the pass itself, so of the last one there is no proposal.
+        useful = jnp.maximum(progress.wanted - progress.count - 1, 0)
+        proposal, state = below.propose(
+            progress.below, progress.text, end, below.size,
+            wanted=jnp.minimum(useful, below.size), sampling=self.sampling, keys=self.keys,
+        )  # fmt: skip
+        tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
+        width = tokens.shape[1]
+        # Where no row has a proposal the pass is one token wide.
+        passed = jax.lax.cond(
+            jnp.any(proposal.num_drafted > 0),
+            lambda: self._pass(tokens, cache, end, width),
+            lambda: self._pass(tokens[:, :1], cache, end, width),
         )
-    own, *below = progress.caches
-    # The last token drafted has not been fed.
-    own = own.with_length(length + progress.count - 1)
-    return dataclasses.replace(progress, caches=(own, *below))
-
-
-def _catch_up(levels: _Levels, progress: _Progress, length: Int[Array, " rows"]) -> _Progress:
-    """Feeds the first of these levels what it has not seen yet, and lets it draft one token."""
-    model, text = levels.models[0], progress.text
-    (own, *below), (passes, *passes_below) = progress.caches, progress.num_passes
-    width = _CATCH_UP if levels.is_first else _CATCH_UP_BELOW
-    start = jnp.maximum(length - width, 0)
-
-    def feed(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-        cache, passes = carry
-        at = jnp.minimum(cache.length, start)
-        cache = model.hidden(_slice(text, at, width), cache.with_length(at))[1]
-        return cache.with_length(at + width), passes + 1
-
-    if not levels.is_first:  # which is asked in every round
-        own, passes = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[0].length < start), feed, (own, passes)
-        )
-    hidden, own = model.hidden(_slice(text, start, width), own.with_length(start))
-    last = jnp.take_along_axis(hidden, (length - 1 - start)[:, None, None], axis=1)
-    progress = dataclasses.replace(
-        progress, caches=(own, *below), num_passes=(passes, *passes_below)
-    )
-    return _extend(levels, progress, last, None, length)
-
-
-def _asked(
-    levels: _Levels, progress: _Progress, length: Int[Array, " rows"]
-) -> tuple[Array, Callable[[_Progress], tuple[_Progress, Proposals]]]:
-    """Whether the level below has something to propose, and how to get it."""
-    end = length + progress.count
-    # One token comes from the pass itself, so of the last one there is no proposal.
-    useful = progress.wanted - progress.count - 1
-    below = levels.below
-    if below is None:
-        assert levels.lookup is not None
-        tokens, found = look_up(levels.lookup, progress.text, end)
-        found = jnp.minimum(found, useful)
-        return jnp.any(found > 0), lambda progress: (progress, (tokens, found))
-
-    def propose(progress: _Progress) -> tuple[_Progress, Proposals]:
-        size = below.sizes[0]
-        num_proposed = jnp.minimum(jnp.max(useful), size)
-        lower = _Progress(
-            progress.text,
-            jnp.zeros_like(end),
-            jnp.full_like(end, num_proposed),
-            None,
-            progress.caches[1:],
-            progress.num_passes[1:],
-        )
-        lower = _draft(below, lower, end)
         progress = dataclasses.replace(
             progress,
-            caches=(progress.caches[0], *lower.caches),
-            num_passes=(progress.num_passes[0], *lower.num_passes),
+            below=state,
+            num_passes_below=progress.num_passes_below + proposal.num_passes,
         )
-        return progress, (_slice(lower.text, end, size), jnp.minimum(useful, num_proposed))
+        return self._extended(progress, passed, proposal)
 
-    return jnp.any(useful > 0), propose
+    def _catch_up(self, progress: _Progress, width: int) -> _Progress:
+        start = jnp.maximum(self.length - width, 0)
+        cache = progress.cache.with_length(start)
+        hidden, cache = self.model.fed(slice_rows(progress.text, start, width), cache)
+        last = jnp.take_along_axis(hidden, (self.length - 1 - start)[:, None, None], axis=1)
+        passed = self._chosen(self.model.logits(last), self.length, 1)
+        return self._appended(dataclasses.replace(progress, cache=cache), *passed, None)
 
+    def _pass(
+        self,
+        tokens: Int[Array, "rows fed"],
+        cache: KVCache,
+        end: Int[Array, " rows"],
+        width: int,
+    ) -> _Passed:
+        hidden, new = self.model.hidden(tokens, cache)
+        return _Passed(*self._chosen(self.model.logits(hidden), end, width), new.padded(width))
 
-def _extend(
-    levels: _Levels,
-    progress: _Progress,
-    hidden: Float[Array, "rows time embed"],
-    proposals: Proposals | None,
-    length: Int[Array, " rows"],
-) -> _Progress:
-    """Appends the model's own choices, as far as they confirm the proposals, and one more."""
-    logits = levels.models[0].logits(hidden)
-    end = length + progress.count
-    chosen = _chosen(levels, logits, end, progress.text.shape[1])
-    advance = jnp.ones_like(length)
-    if proposals is not None:
-        tokens, found = proposals
-        steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        confirmed = (chosen[:, :-1] == tokens) & (steps < found[:, None])
-        advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
-    wanted = progress.wanted
-    if levels.stop is not None:
-        assert levels.threshold is not None
-        stops = levels.stop.stops(logits, levels.threshold)
-        last = jnp.argmax(stops, axis=1) + 1
-        is_cut = jnp.any(stops, axis=1) & (last <= advance)
-        wanted = jnp.where(is_cut, jnp.minimum(wanted, progress.count + last), wanted)
-        advance = jnp.minimum(advance, wanted - progress.count)
-    kept = progress.logits
-    if kept is not None:
-        kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
-            kept, logits, progress.count
+    def _chosen(
+        self, logits: Float[Array, "rows fed vocab"], start: Int[Array, " rows"], width: int
+    ) -> tuple[Array, Array | None, Array | None]:
+        """The model's own tokens from `start` on, what they were drawn from, and where it stops."""
+        steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
+        chosen = sample_at(
+            logits, self.sampling, self.keys, start[:, None] + steps, self.model.layout
         )
-    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
-        progress.text, chosen, end
-    )
-    passes, *passes_below = progress.num_passes
-    return _Progress(
-        text,
-        progress.count + advance,
-        wanted,
-        kept,
-        progress.caches,
-        (passes + 1, *passes_below),
-    )
+        stops = None
+        if self.drafter.stop is not None and self.threshold is not None:
+            stops = self.drafter.stop.stops(logits, self.threshold)
+        pad = ((0, 0), (0, width - logits.shape[1]))
+        return (
+            jnp.pad(chosen, pad),
+            None if self.sampling is None else jnp.pad(logits, (*pad, (0, 0))),
+            None if stops is None else jnp.pad(stops, pad),
+        )
+
+    def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:
+        """What a pass over the last token, and after it a proposal, adds."""
+        end = self.length + progress.count
+        cache = progress.cache.with_length(end - 1).written(passed.new, self.model.layout)
+        progress = dataclasses.replace(progress, cache=cache)
+        after = self._appended(progress, *passed[:3], proposal)
+        # A row that has its tokens waits for the others, so that it needs no more room.
+        waits = progress.count >= progress.wanted
+        return dataclasses.replace(after, count=jnp.where(waits, progress.count, after.count))
+
+    def _appended(
+        self,
+        progress: _Progress,
+        chosen: Int[Array, "rows time"],
+        logits: Float[Array, "rows time vocab"] | None,
+        stops: Bool[Array, "rows time"] | None,
+        proposal: Draft | None,
+    ) -> _Progress:
+        """Appends the model's own choices, as far as they confirm the proposal, and one more."""
+        end = self.length + progress.count
+        advance = jnp.ones_like(end)
+        if proposal is not None:
+            steps = jnp.arange(proposal.tokens.shape[1], dtype=jnp.int32)
+            confirmed = (chosen[:, :-1] == proposal.tokens) & (
+                steps < proposal.num_drafted[:, None]
+            )
+            advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
+        wanted = progress.wanted
+        if stops is not None:
+            last = jnp.argmax(stops, axis=1) + 1
+            is_cut = jnp.any(stops, axis=1) & (last <= advance)
+            wanted = jnp.where(is_cut, jnp.minimum(wanted, progress.count + last), wanted)
+            advance = jnp.minimum(advance, wanted - progress.count)
+        kept = progress.logits
+        if kept is not None and logits is not None:
+            kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
+                kept, logits, progress.count
+            )
+        text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
+            progress.text, chosen, end
+        )
+        return dataclasses.replace(
+            progress,
+            text=text,
+            count=progress.count + advance,
+            wanted=wanted,
+            logits=kept,
+            num_passes=progress.num_passes + 1,
+        )
 
 
-def _chosen(
-    levels: _Levels,
-    logits: Float[Array, "rows time vocab"],
-    start: Int[Array, " rows"],
-    capacity: int,
-) -> Int[Array, "rows time"]:
-    """The tokens of the positions from `start` on; each position has noise of its own."""
-    if levels.sampling is None:
-        return sample(logits, None)
-    rows, time = logits.shape[:2]
-    at = start[:, None] + jnp.arange(time, dtype=jnp.int32)
-    at += capacity * jnp.arange(rows, dtype=jnp.int32)[:, None]
-
-    def draw(logits: Array, at: Array) -> Array:
-        return sample(logits, levels.sampling, jax.random.fold_in(levels.key, at))
-
-    return jax.vmap(jax.vmap(draw))(logits, at)
-
-
-def _rolled_back(caches: tuple[KVCache, ...], length: Int[Array, " rows"]) -> tuple[KVCache, ...]:
-    """The caches without what they hold of a text that has ended in another last token."""
-    return tuple(cache.with_length(jnp.minimum(cache.length, length - 1)) for cache in caches)
-
-
-def _slice(
+def slice_rows(
     text: Int[Array, "rows capacity"], start: Int[Array, " rows"], width: int
 ) -> Int[Array, "rows width"]:
+    """Each row's tokens from its own start on."""
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     return jnp.take_along_axis(text, at, axis=1)
+
+
+def _once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
+    """The step, if it is to be done. A loop works on its carry in place; `lax.cond` copies it."""
+    return jax.lax.while_loop(
+        lambda pending: pending[0],
+        lambda pending: (jnp.bool_(False), step(pending[1])),
+        (do, carry),
+    )[1]
+
+
+def _models_below(below: Drafter | None) -> int:
+    return 1 + _models_below(below.below) if isinstance(below, DraftModel) else 0

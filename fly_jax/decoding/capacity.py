@@ -1,0 +1,136 @@
+"""How many cache positions a batch gets, which prompts share one, and how much is attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fly_jax.decoding.deferral import most_provisional
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.programs import prefill_piece
+from fly_jax.decoding.spec import RoundSpec
+
+_SMALLEST_BUCKET = 16
+CAPACITY_STEP = 64
+# Of fewer cache positions nothing is saved by reading a part of them.
+LEAST_ATTENDED = 256
+
+
+def capacity_for(
+    spec: RoundSpec,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    max_context: int,
+    drafter: Drafter | None = None,
+) -> int:
+    """Cache positions that these prompts need, in steps that keep the number of programs small.
+
+    Args:
+      spec: of the rounds.
+      prompts: token ids.
+      max_new_tokens: limit of each continuation.
+      max_context: of the target.
+      drafter: what proposes, if it is not what `spec` asks for.
+    """
+    room = spec.room if drafter is None else drafter.room(spec.num_speculative_tokens)
+    longest = max(len(prompt) for prompt in prompts)
+    needed = min(longest + max_new_tokens, max_context) + room
+    needed = max(needed, bucket_for(longest, len(prompts)))
+    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def ladder(capacity: int) -> tuple[int, ...]:
+    """How many positions of a cache attention may read, in ascending order; the last is all.
+
+    Each is about twice the one before it: a row's attention then reads at most about twice what it
+    holds, and few programs are compiled.
+    """
+    steps = [capacity]
+    while steps[0] // 2 >= LEAST_ATTENDED:
+        steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
+    return tuple(steps)
+
+
+def like_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Batches of prompts, as indices: each of prompts about as long as each other.
+
+    A long prompt among short ones would have them all wait for it, in a cache as long as it needs.
+    So prompts are taken in the order of their lengths, and a batch ends where the next prompt is
+    more than twice as long as its first one and falls into another bucket. Batches are in the order
+    of their first prompts, prompts of one length in theirs.
+    """
+    order = sorted(range(len(prompts)), key=lambda index: _length_class(len(prompts[index])))
+    batches: list[list[int]] = []
+    for index in order:
+        last = batches[-1] if batches else []
+        same = last and _length_class(len(prompts[last[0]])) == _length_class(len(prompts[index]))
+        if same and len(last) < batch_size:
+            last.append(index)
+        else:
+            batches.append([index])
+    return sorted(batches)
+
+
+def _length_class(length: int) -> int:
+    """Prompts of one class are decoded together: the power of two that bounds their length."""
+    return max(length - 1, LEAST_ATTENDED - 1).bit_length()
+
+
+def bucket_for(length: int, rows: int) -> int:
+    """Tokens that prompts of this length are padded to: a power of two, or whole pieces."""
+    piece = prefill_piece(rows)
+    if length > piece:
+        return -(-length // piece) * piece
+    return max(min(_SMALLEST_BUCKET, piece), 1 << (length - 1).bit_length())
+
+
+class Reach:
+    """How many cache positions the next dispatch's attention must read, from what is known."""
+
+    def __init__(
+        self,
+        spec: RoundSpec,
+        steps: Sequence[int],
+        lengths: Sequence[int],
+        limits: Sequence[int],
+        room: int,
+    ) -> None:
+        """Nothing has been dispatched yet.
+
+        Args:
+          spec: of the rounds.
+          steps: numbers of positions to choose from, in ascending order; see `ladder`.
+          lengths: of the prompts.
+          limits: length at which each row is done.
+          room: positions beyond a row's last token that a round may write to.
+        """
+        window = spec.deferred_window
+        self._steps, self._lengths, self._limits = steps, lengths, limits
+        self._most_a_dispatch = spec.rounds_per_dispatch * (spec.num_speculative_tokens + 1)
+        self._provisional = most_provisional(window) if window else 0
+        self._room = room
+
+    def next_dispatch(self, live: Collection[int], generations: Sequence[Generation]) -> int:
+        """Positions for the next dispatch, given what has settled of the rows that go on.
+
+        One dispatch is on its way when the next one is made.
+        """
+        growth = 2 * self._most_a_dispatch + self._provisional
+        rows = live or range(len(self._lengths))
+        return self._step(
+            max(
+                min(
+                    self._lengths[row] + (len(generations[row].token_ids) if live else 0) + growth,
+                    self._limits[row],
+                )
+                for row in rows
+            )
+        )
+
+    def all(self) -> list[int]:
+        """Every answer that `next_dispatch` may give."""
+        first, last = self.next_dispatch((), ()), self._step(max(self._limits))
+        return [step for step in self._steps if first <= step <= last]
+
+    def _step(self, length: int) -> int:
+        return next(step for step in self._steps if step >= length + self._room)

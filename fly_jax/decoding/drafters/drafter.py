@@ -1,0 +1,128 @@
+"""What a round knows of whatever proposes its draft tokens."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fly_jax.verification.rules import Verdict
+from fly_jax.verification.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What a drafter proposes.
+
+    Attributes:
+      tokens: [rows, K].
+      logits: [rows, K, vocab], which the tokens were drawn from; None where they were not drawn.
+      num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
+      num_passes: [models], passes of each draft model that it took, the first drafter's own first.
+    """
+
+    tokens: Int[Array, "rows draft"]
+    logits: Float[Array, "rows draft vocab"] | None
+    num_drafted: Int[Array, " rows"]
+    num_passes: Int[Array, " models"]
+
+
+class Drafter(abc.ABC):
+    """Proposes draft tokens, to the target or to a draft model above it.
+
+    A drafter is a pytree: its arrays, such as a model's parameters, are leaves, and all else is
+    static. What it carries from round to round is its state, a pytree of arrays that `init` makes.
+    Every method is pure and runs under `jit`; no state may be returned from a branch
+    (`lax.cond`, `lax.switch`), since the compiler would copy its caches.
+
+    Attributes:
+      size: tokens that it proposes at a time where a draft model asks it.
+      may_fall_short: it may propose fewer tokens than it was asked for.
+      adapts: a row that wants fewer tokens may save a pass.
+      needs_hidden: `prefill` and `observe` are given the target's hidden states.
+    """
+
+    size: int
+    may_fall_short: bool = False
+    adapts: bool = False
+    needs_hidden: bool = False
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Any:
+        """The state of rows of which nothing has been seen.
+
+        Args:
+          rows: decoded together.
+          capacity: cache positions of a row.
+          dtype: of the caches.
+        """
+        return ()
+
+    def prefill(
+        self,
+        state: Any,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        hidden: Float[Array, "rows time embed"] | None,
+    ) -> Any:
+        """Takes in a piece of the prompts, which begins at position `start` of every row."""
+        return state
+
+    @abc.abstractmethod
+    def propose(
+        self,
+        state: Any,
+        text: Int[Array, "rows capacity"],
+        length: Int[Array, " rows"],
+        num_tokens: int,
+        *,
+        wanted: Int[Array, " rows"] | None = None,
+        sampling: Sampling | None = None,
+        keys: Key[Array, " rows"] | None = None,
+    ) -> tuple[Draft, Any]:
+        """Proposes tokens after each row's text.
+
+        Args:
+          state: from `init`, `prefill`, `propose` or `observe`; the rows' text may have changed
+            since from `length - 1` on.
+          text: the rows' tokens, with room for `room(num_tokens)` more.
+          length: tokens of each row, at least 1.
+          num_tokens: K, the width of the draft.
+          wanted: tokens wanted of each row, at most K; None for K of every row.
+          sampling: how target and draft are drawn from; None for greedy decoding.
+          keys: of each row, for the draws: the token at position p of a row is drawn with the noise
+            of `fold_in(key, p)`, so that drafters that agree draw the same token.
+        """
+
+    def observe(
+        self,
+        state: Any,
+        verdict: Verdict,
+        hidden: Float[Array, "rows block embed"] | None,
+        *,
+        draft: Draft,
+        live: Bool[Array, " rows"],
+    ) -> Any:
+        """Learns what became of the draft.
+
+        Args:
+          state: as `propose` has left it.
+          verdict: what verification kept.
+          hidden: the target's final hidden states of the block, each row's last token and its draft
+            tokens; None unless `needs_hidden`.
+          draft: what was proposed.
+          live: rows that were not finished before.
+        """
+        return state
+
+    def room(self, num_tokens: int) -> int:
+        """Positions beyond a row's length that proposing and verifying K tokens may write to."""
+        return num_tokens + 1
+
+    def without_stop(self, state: Any) -> Any:
+        """The state with which nothing ends a draft early: to time a round of all K tokens."""
+        return state

@@ -31,58 +31,80 @@ if TYPE_CHECKING:
     from fly_jax.models.layouts import Workload as Workload
     from fly_jax.models.presets import preset as preset
     from fly_jax.models.tokenizers.tokenizer import TextStream as TextStream
+    from fly_jax.parameters import parameter as parameter
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
     from fly_jax.verification.correction_memory import CorrectionMemory as CorrectionMemory
     from fly_jax.verification.correction_memory import load_memory as load_memory
+    from fly_jax.verification.data import column as column
+    from fly_jax.verification.data import data_tree as data_tree
     from fly_jax.verification.evidence import Entropy as Entropy
-    from fly_jax.verification.evidence import Extra as Extra
+    from fly_jax.verification.evidence import Needs as Needs
     from fly_jax.verification.evidence import TargetEvidence as TargetEvidence
     from fly_jax.verification.evidence import evidence as evidence
-    from fly_jax.verification.rules import Acceptance as Acceptance
     from fly_jax.verification.rules import Budget as Budget
+    from fly_jax.verification.rules import Clause as Clause
+    from fly_jax.verification.rules import Condition as Condition
     from fly_jax.verification.rules import Csd as Csd
     from fly_jax.verification.rules import Exact as Exact
     from fly_jax.verification.rules import Fly as Fly
     from fly_jax.verification.rules import Lenience as Lenience
+    from fly_jax.verification.rules import Loose as Loose
     from fly_jax.verification.rules import Lossy as Lossy
     from fly_jax.verification.rules import Margin as Margin
+    from fly_jax.verification.rules import Rule as Rule
     from fly_jax.verification.rules import RuleState as RuleState
-    from fly_jax.verification.rules import Sampled as Sampled
+    from fly_jax.verification.rules import Seen as Seen
     from fly_jax.verification.rules import Typical as Typical
+    from fly_jax.verification.rules import Verdict as Verdict
     from fly_jax.verification.rules import Why as Why
+    from fly_jax.verification.rules import Window as Window
     from fly_jax.verification.rules import accept as accept
     from fly_jax.verification.rules import entropy_gate as entropy_gate
-    from fly_jax.verification.rules import initial_state as initial_state
+    from fly_jax.verification.rules import per_row as per_row
     from fly_jax.verification.sampling import Sampling as Sampling
+    from fly_jax.verification.sampling import sample as sample
+    from fly_jax.verification.sampling import sample_at as sample_at
+    from fly_jax.verification.sampling import sampling_per_row as sampling_per_row
+    from fly_jax.verification.verify import FlatVerdict as FlatVerdict
+    from fly_jax.verification.verify import verify as verify
+    from fly_jax.verification.verify import verify_flat as verify_flat
 
 _HOMES = {
     "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
     "decoding.drafters.model": ("Draft", "draft_step"),
-    "verification.evidence": ("Entropy", "Extra", "TargetEvidence", "evidence"),
+    "parameters": ("parameter",),
+    "verification.data": ("column", "data_tree"),
+    "verification.evidence": ("Entropy", "Needs", "TargetEvidence", "evidence"),
     "decoding.drafters.lookup": ("Lookup",),
     "verification.correction_memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("Pair", "generate", "load_pair"),
     "decoding.reports": ("TokenReport",),
     "decoding.round": ("RoundSpec", "verify_step"),
     "verification.rules": (
-        "Acceptance",
         "Budget",
+        "Clause",
+        "Condition",
         "Csd",
         "Exact",
         "Fly",
         "Lenience",
+        "Loose",
         "Lossy",
         "Margin",
+        "Rule",
         "RuleState",
-        "Sampled",
+        "Seen",
         "Typical",
+        "Verdict",
         "Why",
+        "Window",
         "accept",
         "entropy_gate",
-        "initial_state",
+        "per_row",
     ),
-    "verification.sampling": ("Sampling",),
+    "verification.sampling": ("Sampling", "sample", "sample_at", "sampling_per_row"),
+    "verification.verify": ("FlatVerdict", "verify", "verify_flat"),
     "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
     "models.presets": ("preset",),

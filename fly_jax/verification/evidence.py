@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
@@ -26,13 +25,25 @@ from fly_jax.verification.reductions import (
     vocab_argmax,
     vocab_max,
     vocab_pick,
+    vocab_split,
     vocab_sum,
     vocab_top,
 )
-from fly_jax.verification.sampling import Sampling, gumbel_argmax, processed_log_probs
+from fly_jax.verification.sampling import (
+    Sampling,
+    gumbel_argmax,
+    gumbel_noise,
+    is_greedy,
+    keys_of_rows,
+    position_keys,
+    processed_log_probs,
+)
 
 # The id of no token: what stands at the positions where nothing was drafted.
-_ABSENT = -1
+ABSENT = -1
+
+# What tells the draws of verification from those of `sample_at`, whose positions are far below.
+_UNIFORM, _GUMBEL = 2**31 - 1, 2**31 - 2
 
 EntropyMeasure = Literal["top_k", "full", "normalized"]
 
@@ -68,44 +79,36 @@ class Entropy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Extra:
-    """Numbers that only some rules ask for; what is not asked for is not computed.
+class Needs:
+    """What evidence must carry besides what every rule reads; hashable, static under `jit`.
+
+    What is not asked for is not computed. `a | b` is what either of two asks for.
 
     Attributes:
+      entropy: the entropy to measure, if any.
       full_entropy: the entropy over the whole vocabulary, in nats, besides any other.
       runner_up: the logit of the target's second choice.
-      lenience: when sampling, accept in `lenient` with so much less of the draft's probability.
-
-    Raises:
-      FlyJaxError: a lenience that is no share.
     """
 
+    entropy: Entropy | None = None
     full_entropy: bool = False
     runner_up: bool = False
-    lenience: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.lenience is not None and not 0 < self.lenience <= 1:
-            raise FlyJaxError(
-                f"The lenience is {self.lenience}; it must be above 0 and at most 1: give 1 for "
-                "none, and less for more."
-            )
-
-    def __or__(self, other: Extra) -> Extra:
+    def __or__(self, other: Needs) -> Needs:
         """What either of two asks for.
 
         Raises:
-          FlyJaxError: two leniences.
+          FlyJaxError: two entropies.
         """
-        if None not in (self.lenience, other.lenience) and self.lenience != other.lenience:
+        if None not in (self.entropy, other.entropy) and self.entropy != other.entropy:
             raise FlyJaxError(
-                f"Two leniences are asked for at once, {self.lenience} and {other.lenience}; give "
-                "one."
+                "Two rules with different entropies were combined; give both the same entropy and "
+                "entropy_top_k."
             )
-        return Extra(
+        return Needs(
+            self.entropy or other.entropy,
             self.full_entropy or other.full_entropy,
             self.runner_up or other.runner_up,
-            self.lenience if other.lenience is None else other.lenience,
         )
 
 
@@ -116,48 +119,58 @@ class TargetEvidence:
 
     The last position follows the last draft token. It, and every position at or after a row's
     `num_drafted`, has no draft token: `draft_logit` and `draft_log_prob` are -inf and `accepted` is
-    False there.
+    False there. What was not asked for in `Needs` is None.
 
     Attributes:
       argmax: the target's most probable token; of equal ones the lowest id.
       argmax_logit: its raw logit.
       draft_logit: the target's raw logit of the draft token.
       log_sum_exp: of the raw logits, over the whole vocabulary.
-      entropy: by the measure asked for, of the raw logits; zeros if none was asked for.
       draft_log_prob: log-probability, in nats, of the draft token in the distribution that is
         decoded from: the processed one when sampling, otherwise the plain softmax.
       accepted: the lossless rule takes this draft token, considered on its own.
       replacement: the token that follows if the block ends here. Greedy: the argmax. Sampled: a
         draw from the residual, or from the target where there is no draft token (the bonus token).
-      full_entropy: over the whole vocabulary, in nats; None unless asked for in `Extra`, as below.
+      entropy: by the measure asked for, of the raw logits.
+      full_entropy: over the whole vocabulary, in nats.
       runner_up_logit: the second largest raw logit, equal to the first where two tokens tie.
-      lenient: the draws accept this draft token with `Extra.lenience`; None also when greedy.
+      asked: when sampling, u q(x): the lossless rule took the draft token iff its probability is
+        above this. It is -1 in rows that are decoded greedily, and None where all are.
     """
 
     argmax: Int32[Array, "rows positions"]
     argmax_logit: Float32[Array, "rows positions"]
     draft_logit: Float32[Array, "rows positions"]
     log_sum_exp: Float32[Array, "rows positions"]
-    entropy: Float32[Array, "rows positions"]
     draft_log_prob: Float32[Array, "rows positions"]
     accepted: Bool[Array, "rows positions"]
     replacement: Int32[Array, "rows positions"]
+    entropy: Float32[Array, "rows positions"] | None = None
     full_entropy: Float32[Array, "rows positions"] | None = None
     runner_up_logit: Float32[Array, "rows positions"] | None = None
-    lenient: Bool[Array, "rows positions"] | None = None
+    asked: Float32[Array, "rows positions"] | None = None
+
+    @property
+    def gap(self) -> Float32[Array, "rows positions"]:
+        """How far the draft token's logit lies below the largest one: nats between the two."""
+        return self.argmax_logit - self.draft_logit
+
+    @property
+    def log_prob(self) -> Float32[Array, "rows positions"]:
+        """Of the draft token in the target's plain softmax, in nats."""
+        return self.draft_logit - self.log_sum_exp
 
 
 def evidence(
     logits: Float[Array, "rows positions vocab"],
     draft_tokens: Int[Array, "rows draft"],
     *,
-    entropy: Entropy | None = None,
+    needs: Needs | None = None,
     sampling: Sampling | None = None,
     draft_logits: Float[Array, "rows draft vocab"] | None = None,
-    key: jax.Array | None = None,
+    key: Key[Array, "*#rows"] | None = None,
     num_drafted: Int[Array, " rows"] | None = None,
     layout: Layout | None = None,
-    extra: Extra | None = None,
 ) -> TargetEvidence:
     """Reduces the target's logits to what acceptance needs. Pure; call it under `jit`.
 
@@ -169,16 +182,16 @@ def evidence(
     Args:
       logits: the target's raw logits; positions = draft + 1.
       draft_tokens: what was drafted.
-      entropy: the entropy to measure, if any.
-      sampling: None to verify greedily.
+      needs: `rule.needs`: what the evidence must carry; None for nothing but what is always there.
+      sampling: None to verify greedily; a row of temperature 0 is verified greedily too.
       draft_logits: the raw logits from which the draft was sampled with this very `sampling`. None
         if it was not sampled (greedy or looked up): q is then 1 at the draft token.
-      key: a PRNG key, needed with `sampling`.
+      key: a PRNG key, needed with `sampling`: one for each row, or one of which each row makes its
+        own by its index. A row's draws depend on its key and nothing else.
       num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
       layout: where the logits are sharded: its mesh, and its mapping of the logical axes "rows"
         and "vocab"; None on one device. Numbers are the same but for the rounding of
         sums in another order, and draws use the same noise.
-      extra: numbers beyond those that every rule reads; None for none.
 
     Raises:
       FlyJaxError: if shapes do not fit together, or sampling lacks a key.
@@ -195,33 +208,24 @@ def evidence(
             f"The draft's logits have shape {draft_logits.shape}; they need shape "
             f"{(rows, num_draft, logits.shape[2])}: draft with the target's vocabulary."
         )
-
-    draft = jnp.pad(draft_tokens.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=_ABSENT)
+    draft = jnp.pad(draft_tokens.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=ABSENT)
     if num_drafted is not None:
-        draft = jnp.where(jnp.arange(num_draft + 1) < num_drafted[:, None], draft, _ABSENT)
-    noise = None
-    if sampling is None:
-        draft_logits = None  # what the draft was drawn from does not matter to greedy verification
-    elif key is None:
-        raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
-    else:
-        accept_key, replace_key = jax.random.split(key)
-        noise = _Noise(
-            jax.random.uniform(accept_key, draft.shape),
-            jax.random.gumbel(replace_key, logits.shape, jnp.float32),
+        draft = jnp.where(jnp.arange(num_draft + 1) < num_drafted[:, None], draft, ABSENT)
+    inputs = Inputs(logits, draft)
+    if sampling is not None:
+        if key is None:
+            raise FlyJaxError(
+                "Sampling was asked for without a PRNG key; pass key=jax.random.key(…)."
+            )
+        if draft_logits is not None:
+            draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
+        positions = jnp.broadcast_to(jnp.arange(num_draft + 1), draft.shape)
+        inputs = inputs._replace(
+            sampling=sampling.of_rows(rows),
+            draft_logits=draft_logits,
+            noise=draw_noise(keys_of_rows(key, rows), positions, logits.shape[2]),
         )
-    if draft_logits is not None:
-        draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
-
-    inputs = _Inputs(logits, draft, draft_logits, noise)
-    reduce = functools.partial(
-        _reduce,
-        entropy=entropy,
-        extra=Extra() if extra is None else extra,
-        sampling=sampling,
-        vocab_size=logits.shape[2],
-    )
-    return reduce(inputs, axis_names=()) if layout is None else _sharded(reduce, inputs, layout)
+    return reduced(inputs, needs, layout)
 
 
 class _Noise(NamedTuple):
@@ -231,26 +235,49 @@ class _Noise(NamedTuple):
     gumbel: Float32[Array, "rows positions local"]
 
 
-class _Inputs(NamedTuple):
-    """What `_reduce` reads; on a mesh, one device's rows and its shard of the vocabulary."""
+class Inputs(NamedTuple):
+    """What `reduced` reads; on a mesh, one device's rows and its shard of the vocabulary.
+
+    Attributes:
+      logits: the target's raw logits.
+      draft: the draft tokens, `ABSENT` where nothing was drafted.
+      sampling: with numbers for each row; None for greedy rows alone. The rest is for sampling:
+      draft_logits: what the draft was sampled from, or None.
+      draft_probs: the same as probabilities, already processed, or None.
+      noise: what decides the draws.
+    """
 
     logits: Float[Array, "rows positions local"]
-    draft: Int32[Array, "rows positions"]  # _ABSENT where nothing was drafted
-    draft_logits: Float[Array, "rows positions local"] | None
-    noise: _Noise | None
+    draft: Int32[Array, "rows positions"]
+    sampling: Sampling | None = None
+    draft_logits: Float[Array, "rows positions local"] | None = None
+    draft_probs: Float[Array, "rows positions local"] | None = None
+    noise: _Noise | None = None
 
 
-def _sharded(
-    reduce: Callable[..., TargetEvidence], inputs: _Inputs, layout: Layout
-) -> TargetEvidence:
-    """Runs `reduce` on every device's shard; the result is whole in the vocabulary's axes."""
-    spec = layout.spec(("rows", None, "vocab"), inputs.logits.shape)
-    rows_entry, _, vocab_entry = (*spec, None, None, None)[:3]
-    if vocab_entry is None:
-        axis_names: AxisNames = ()
-    else:
-        axis_names = (vocab_entry,) if isinstance(vocab_entry, str) else tuple(vocab_entry)
-    whole, split = PartitionSpec(rows_entry), PartitionSpec(rows_entry, None, vocab_entry)
+def draw_noise(
+    row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"], vocab_size: int
+) -> _Noise:
+    """The noise of each position of a block, from the key of its row alone."""
+
+    def keys(purpose: int) -> Key[Array, "rows time"]:
+        return position_keys(jax.vmap(jax.random.fold_in, (0, None))(row_keys, purpose), positions)
+
+    return _Noise(
+        jax.vmap(jax.vmap(jax.random.uniform))(keys(_UNIFORM)),
+        gumbel_noise(keys(_GUMBEL), vocab_size),
+    )
+
+
+def reduced(inputs: Inputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:
+    """The evidence; on a mesh every device reduces its own shard, and the result is whole."""
+    reduce = functools.partial(
+        _reduce, needs=Needs() if needs is None else needs, vocab_size=inputs.logits.shape[2]
+    )
+    if layout is None:
+        return reduce(inputs, axis_names=())
+    split, axis_names = vocab_split(layout, inputs.logits.shape)
+    whole = PartitionSpec(split[0])
     noise_spec: PartitionSpec | _Noise = whole
     if inputs.noise is not None:
         # Each device generates its own shard of the noise, the same numbers on every mesh.
@@ -258,23 +285,18 @@ def _sharded(
         gumbel = jax.lax.with_sharding_constraint(inputs.noise.gumbel, sharding)
         inputs = inputs._replace(noise=inputs.noise._replace(gumbel=gumbel))
         noise_spec = _Noise._make((whole, split))
+    specs: tuple[object, ...] = (split, whole, whole, split, split, noise_spec)
     return jax.shard_map(
         functools.partial(reduce, axis_names=axis_names),
         mesh=layout.mesh,
-        in_specs=(_Inputs._make((split, whole, split, noise_spec)),),
+        in_specs=(Inputs._make(specs),),
         out_specs=whole,
         check_vma=False,  # it cannot see that a merge of gathered numbers is the same everywhere
     )(inputs)
 
 
 def _reduce(
-    inputs: _Inputs,
-    *,
-    entropy: Entropy | None,
-    extra: Extra,
-    sampling: Sampling | None,
-    vocab_size: int,
-    axis_names: AxisNames,
+    inputs: Inputs, *, needs: Needs, vocab_size: int, axis_names: AxisNames
 ) -> TargetEvidence:
     """The evidence from this device's shard of the vocabulary and a few numbers of the others'."""
     logits = inputs.logits.astype(jnp.float32)
@@ -285,48 +307,38 @@ def _reduce(
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
     draft_logit = vocab_pick(logits, inputs.draft, -jnp.inf, axis_names)
-    lenient = None
-    if sampling is None or inputs.noise is None:
-        draft_log_prob = draft_logit - largest - log_mass
-        accepted, replacement = inputs.draft == argmax, argmax
-    else:
-        log_probs = processed_log_probs(logits, sampling, axis_names)
-        draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
-        accepted, lenient, replacement = _rejection_sample(
-            inputs, inputs.noise, log_probs, draft_log_prob, sampling, extra.lenience, axis_names
-        )
-    full_entropy = runner_up_logit = None
-    if extra.full_entropy:
+    entropy = full_entropy = runner_up_logit = None
+    if needs.entropy is not None:
+        entropy = _entropy(centred, log_mass, needs.entropy, vocab_size, axis_names)
+    if needs.full_entropy:
         full_entropy = _entropy(centred, log_mass, Entropy("full"), vocab_size, axis_names)
-    if extra.runner_up:
+    if needs.runner_up:
         # A second maximum is one pass; a top-2 would sort.
         is_best = token_ids(logits.shape[-1], axis_names) == argmax[..., None]
         runner_up_logit = vocab_max(jnp.where(is_best, -jnp.inf, logits), axis_names)
-    return TargetEvidence(
+    greedy = TargetEvidence(
         argmax=argmax,
         argmax_logit=argmax_logit,
         draft_logit=draft_logit,
         log_sum_exp=largest + log_mass,
-        entropy=_entropy(centred, log_mass, entropy, vocab_size, axis_names),
-        draft_log_prob=draft_log_prob,
-        accepted=accepted,
-        replacement=replacement,
+        draft_log_prob=draft_logit - largest - log_mass,
+        accepted=inputs.draft == argmax,
+        replacement=argmax,
+        entropy=entropy,
         full_entropy=full_entropy,
         runner_up_logit=runner_up_logit,
-        lenient=lenient,
     )
+    return greedy if inputs.sampling is None else _rejection_sample(inputs, greedy, axis_names)
 
 
 def _entropy(
     logits: Float32[Array, "rows positions local"],
     log_mass: Float32[Array, "rows positions"],
-    entropy: Entropy | None,
+    entropy: Entropy,
     vocab_size: int,
     axis_names: AxisNames,
 ) -> Float32[Array, "rows positions"]:
-    """The entropy asked for, given the logits' log-sum-exp; zeros if none."""
-    if entropy is None:
-        return jnp.zeros_like(log_mass)
+    """The entropy asked for, given the logits' log-sum-exp."""
     if entropy.measure == "top_k":
         best = vocab_top(logits, entropy.top_k, axis_names)
         return jnp.sum(_surprise(best - log_mass[..., None]), axis=-1)
@@ -340,42 +352,40 @@ def _surprise(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def _rejection_sample(
-    inputs: _Inputs,
-    noise: _Noise,
-    log_probs: Float32[Array, "rows positions local"],
-    draft_log_prob: Float32[Array, "rows positions"],
-    sampling: Sampling,
-    lenience: float | None,
-    axis_names: AxisNames,
-) -> tuple[
-    Bool[Array, "rows positions"],
-    Bool[Array, "rows positions"] | None,
-    Int32[Array, "rows positions"],
-]:
-    """Whether each draft token is accepted, strictly and with lenience, and what replaces it.
+    inputs: Inputs, greedy: TargetEvidence, axis_names: AxisNames
+) -> TargetEvidence:
+    """What the draws make of the evidence, in rows that are not decoded greedily.
 
-    arXiv 2211.17192, Algorithm 1 and, for lenience, its appendix: q is multiplied by the lenience
-    before it is compared with p, by the same draw, so that what is accepted strictly is accepted
-    leniently too.
-
-    Where there is no draft token q is zero everywhere, so that the residual is p itself: that is
-    the bonus token.
+    arXiv 2211.17192, Algorithm 1. Where there is no draft token q is zero everywhere, so that the
+    residual is p itself: that is the bonus token.
     """
-    is_draft = inputs.draft[..., None] == token_ids(log_probs.shape[-1], axis_names)
-    if inputs.draft_logits is None:
-        draft_probs = is_draft.astype(jnp.float32)
-    else:
+    sampling, noise = inputs.sampling, inputs.noise
+    assert sampling is not None
+    assert noise is not None
+    log_probs = processed_log_probs(inputs.logits, sampling, axis_names)
+    draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
+    if inputs.draft_probs is not None:
+        draft_probs = inputs.draft_probs.astype(jnp.float32)
+    elif inputs.draft_logits is not None:
         draft_probs = jnp.exp(processed_log_probs(inputs.draft_logits, sampling, axis_names))
-        draft_probs = jnp.where(inputs.draft[..., None] == _ABSENT, 0, draft_probs)
+    else:
+        is_draft = inputs.draft[..., None] == token_ids(log_probs.shape[-1], axis_names)
+        draft_probs = is_draft.astype(jnp.float32)
+    draft_probs = jnp.where(inputs.draft[..., None] == ABSENT, 0, draft_probs)
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
-    draft_prob = vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
-    asked, given = noise.uniform * draft_prob, jnp.exp(draft_log_prob)
-    accepted = asked < given
-    lenient = None if lenience is None else lenience * asked < given
+    asked = noise.uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
+    accepted = asked < jnp.exp(draft_log_prob)
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
     # Where rounding leaves p <= q everywhere the two are equal, and the token is accepted.
     has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
-    return accepted, lenient, gumbel_argmax(weights, noise.gumbel, axis_names)
+    is_row_greedy = is_greedy(sampling, 2)
+    return dataclasses.replace(
+        greedy,
+        draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),
+        accepted=jnp.where(is_row_greedy, greedy.accepted, accepted),
+        replacement=gumbel_argmax(weights, noise.gumbel, inputs.logits, is_row_greedy, axis_names),
+        asked=jnp.where(is_row_greedy, -1, asked),
+    )

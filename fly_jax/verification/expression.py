@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules.registry import RULES
 
 LOSSLESS_RULES = ("autoregressive", "exact", "sampled")
-LOOSENED_RULES = ("fly", "csd", "lossy", "lenience", "typical", "margin")
+LOOSENED_RULES = tuple(RULES)
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,

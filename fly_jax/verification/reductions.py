@@ -7,9 +7,14 @@ Only results, a few numbers per position, ever travel between devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num, Shaped
+
+from fly_jax.sharding.rules import Layout
 
 AxisNames = tuple[str, ...]
 
@@ -77,3 +82,14 @@ def vocab_pick(
 def finite_or_zero(values: Shaped[Array, "*lead"]) -> Shaped[Array, "*lead"]:
     """Zeros for infinities, so that subtracting a maximum of -inf makes no NaN."""
     return jnp.where(jnp.isfinite(values), values, 0)
+
+
+def vocab_split(layout: Layout, shape: Sequence[int]) -> tuple[PartitionSpec, AxisNames]:
+    """How an array of rows first and the vocabulary last lies, and the axes of the vocabulary."""
+    lead = ("rows", *(None,) * len(shape))[: len(shape) - 1]
+    spec = layout.spec((*lead, "vocab"), shape)
+    entries = (*spec, *(None,) * len(shape))[: len(shape)]
+    names = entries[-1]
+    if names is None:
+        return PartitionSpec(*entries), ()
+    return PartitionSpec(*entries), (names,) if isinstance(names, str) else tuple(names)

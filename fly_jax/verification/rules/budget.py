@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules.acceptance import Acceptance, RuleState, Why
-from fly_jax.verification.rules.conditions import Seen
-from fly_jax.verification.rules.loose import Clause, Loose
-from fly_jax.verification.sampling import Sampling
+from fly_jax.parameters import parameter
+from fly_jax.verification.data import Count, Number, column, data_tree
+from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.rules.clause import Block, Clause
+from fly_jax.verification.rules.conditions import asked_for
+from fly_jax.verification.rules.rule import Loose
+from fly_jax.verification.rules.verdict import RuleState
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Budget(Loose):
     """A loosened rule that may lose so much and no more (after ASD, arXiv 2608.03447).
@@ -31,44 +35,41 @@ class Budget(Loose):
 
     Attributes:
       rule: what is limited.
-      total: the budget of each request, in nats.
-      per_token: in nats; None for no such limit.
-      per_block: rescues; None for no such limit.
+      total: the budget of each request, in nats; None for no such limit, as below.
+      per_token: in nats.
+      per_block: rescues.
 
     Raises:
       FlyJaxError: a negative limit, or a budget around a budget.
     """
 
+    is_limited: ClassVar[bool] = True
+
     rule: Loose
-    total: float
-    per_token: float | None = None
-    per_block: int | None = None
+    total: Number | None = parameter(
+        None,
+        "nats that all rescues of a prompt may cost; 0 is lossless",
+        name="risk_budget", kind=float, low=0.0,
+    )  # fmt: skip
+    per_token: Number | None = parameter(
+        None,
+        "nats that a rescue may cost for each draft token from it on",
+        name="risk_per_token", kind=float, low=0.0,
+    )  # fmt: skip
+    per_block: Count | None = parameter(
+        None, "rescues of a round", name="risk_per_block", kind=int, low=0
+    )
 
     def __post_init__(self) -> None:
-        limits = {
-            "risk_budget": self.total,
-            "risk_per_token": self.per_token,
-            "risk_per_block": self.per_block,
-        }
-        for name, value in limits.items():
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise FlyJaxError(
-                    f"{name} is {value}; it must be a number of at least 0: give 0 for lossless "
-                    "decoding, or leave it out."
-                )
-        if not isinstance(self.rule, Loose) or self.rule.budget is not None:
+        super().__post_init__()
+        if not isinstance(self.rule, Loose) or self.rule.is_limited:
             raise FlyJaxError(
                 f"A budget was put around {type(self.rule).__name__}; it goes around one loosened "
                 "rule, or one combination of them."
             )
 
     @property
-    def sampling(self) -> Sampling | None:  # type: ignore[override]
-        """The rule's."""
-        return self.rule.sampling
-
-    @property
-    def budget(self) -> float:
+    def budget(self) -> Number | None:
         """What every request begins with."""
         return self.total
 
@@ -76,30 +77,24 @@ class Budget(Loose):
         """The rule's."""
         return self.rule.clauses()
 
-    def _affordable(
-        self,
-        seen: Seen,
-        mismatch: Bool[Array, "rows draft"],
-        end: Int32[Array, " rows"],
-        state: RuleState | None,
+    def affordable(
+        self, evidence: TargetEvidence, block: Block, state: RuleState | None
     ) -> Bool[Array, "rows draft"]:
-        if state is None or state.budget is None:
-            raise FlyJaxError(
-                "A rule with a budget was given no state of the rows; begin with initial_state and "
-                "go on with RuleState.after."
-            )
+        """Mismatches that none of the limits stands against."""
         # A refused mismatch ends the block, so that at any position that is reached all mismatches
         # before it have been rescued: the regrets of mismatches add up to what was spent.
-        spent = jnp.cumsum(jnp.where(mismatch, seen.gap, 0), axis=1)
-        left = state.budget[:, None]
-        affordable = (spent <= left) & (left > 0)
+        affordable = jnp.ones_like(block.mismatch)
+        if self.total is not None:
+            given = None if state is None else state.budget
+            left = asked_for(
+                given, "the state of its rows' budgets", "state=rule.initial_state(rows), "
+                "and from then on what RuleState.after returns"
+            )[:, None]  # fmt: skip
+            spent = jnp.cumsum(jnp.where(block.mismatch, evidence.gap, 0), axis=1)
+            affordable = (spent <= left) & (left > 0)
         if self.per_token is not None:
-            ahead = end[:, None] - jnp.arange(mismatch.shape[1])
-            affordable &= seen.gap <= self.per_token * ahead
+            ahead = block.end[:, None] - jnp.arange(block.mismatch.shape[1])
+            affordable &= evidence.gap <= column(self.per_token) * ahead
         if self.per_block is not None:
-            affordable &= jnp.cumsum(mismatch, axis=1) <= self.per_block
+            affordable &= jnp.cumsum(block.mismatch, axis=1) <= column(self.per_block)
         return affordable
-
-    def _charged(self, seen: Seen, acceptance: Acceptance) -> Acceptance:
-        regret = jnp.where(acceptance.why == Why.RESCUED.value, seen.gap, 0)
-        return dataclasses.replace(acceptance, regret=regret)

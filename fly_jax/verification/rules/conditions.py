@@ -7,16 +7,16 @@ means the same at every temperature.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, TypeVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import is_remembered
-from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence
-from fly_jax.verification.rules.acceptance import Why
+from fly_jax.verification.data import STATIC, Count, Number, column, data_tree, log
+from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
+from fly_jax.verification.rules.verdict import Why
 
 # Thresholds up to this one switch the gate off, as in FLy's reference code.
 GATE_OFF = 0.01
@@ -25,14 +25,32 @@ _Given = TypeVar("_Given")
 WindowKind = Literal["paper", "reference"]
 
 
-def entropy_gate(evidence: TargetEvidence, threshold: float) -> Bool[Array, "rows positions"]:
+def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "rows positions"]:
     """True where the target is undecided enough for a mismatch to be considered for rescue.
 
     Args:
       evidence: with the entropy that the threshold is meant for.
       threshold: least entropy, in the measure's unit; `GATE_OFF` or less opens the gate everywhere.
+
+    Raises:
+      FlyJaxError: no entropy was measured.
     """
-    return (evidence.entropy >= threshold) | (threshold <= GATE_OFF)
+    threshold = column(threshold)
+    entropy = asked_for(evidence.entropy, "an entropy", "needs=rule.needs to evidence")
+    return (entropy >= threshold) | (threshold <= GATE_OFF)
+
+
+def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
+    """What a rule reads, if it is there.
+
+    Raises:
+      FlyJaxError: it is not, and nothing could be decided without it.
+    """
+    if value is None:
+        raise FlyJaxError(
+            f"This rule needs {name}, which it was not given; pass {remedy}, or call verify."
+        )
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,66 +67,63 @@ class Seen:
     draft_tokens: Int[Array, "rows draft"]
     memory: Int32[Array, "pairs 2"] | None
 
-    @property
-    def log_prob(self) -> Float32[Array, "rows draft"]:
-        """Of the draft token in the target's plain softmax, in nats."""
-        return self.evidence.draft_logit - self.evidence.log_sum_exp
-
-    @property
-    def gap(self) -> Float32[Array, "rows draft"]:
-        """How far the draft token's logit lies below the largest one."""
-        return self.evidence.argmax_logit - self.evidence.draft_logit
-
 
 class Condition:
-    """What must hold at a mismatch, considered on its own; one decision per position."""
+    """What must hold at a mismatch, considered on its own; one decision per position.
+
+    A condition is a frozen dataclass under `data_tree`. Its numbers may be one for each row: they
+    meet [rows, draft] as `column(number)`.
+
+    Attributes:
+      why: what a refusal by it is called.
+      needs: what the evidence must carry.
+      uses_memory: it reads `Seen.memory`.
+    """
 
     why: ClassVar[Why] = Why.REFUSED_GATE
     uses_memory: ClassVar[bool] = False
 
     @property
-    def entropy_measure(self) -> Entropy | None:
-        """The entropy that the evidence must carry."""
-        return None
-
-    @property
-    def extra(self) -> Extra:
-        """What else the evidence must carry."""
-        return Extra()
+    def needs(self) -> Needs:
+        """What every evidence has is enough."""
+        return Needs()
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """True where a mismatch may be rescued as far as this condition goes."""
         raise NotImplementedError
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Undecided(Condition):
     """The target's entropy is at least `threshold`: FLy's gate."""
 
-    threshold: float
-    measure: Entropy
+    threshold: Number
+    measure: Entropy = dataclasses.field(metadata=STATIC)
 
     @property
-    def entropy_measure(self) -> Entropy:
+    def needs(self) -> Needs:
         """Measured with the gate off too, so that an audit can show it."""
-        return self.measure
+        return Needs(entropy=self.measure)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """H >= threshold, or the threshold is as good as 0."""
         return entropy_gate(seen.evidence, self.threshold)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Near(Condition):
     """The draft token's logit is at most `nats` below the largest: p(x) >= exp(-nats) max p."""
 
-    nats: float
+    nats: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """Max z - z(x) <= nats."""
-        return seen.gap <= self.nats
+        return seen.evidence.gap <= column(self.nats)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class RunnerUp(Condition):
     """The draft token is the target's second choice, by logits of a ratio above `ratio`.
@@ -117,67 +132,79 @@ class RunnerUp(Condition):
     positive: nothing is rescued there.
     """
 
-    ratio: float
+    ratio: Number
 
     @property
-    def extra(self) -> Extra:
+    def needs(self) -> Needs:
         """The second choice's logit."""
-        return Extra(runner_up=True)
+        return Needs(runner_up=True)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """Z(x) = z2, z2 > ratio z1 and z1 > 0; with sampling, x may also be the first choice."""
         found = seen.evidence
-        second = _asked_for(found.runner_up_logit, "the runner-up's logit")
+        second = asked_for(
+            found.runner_up_logit, "the runner-up's logit", "needs=rule.needs to evidence"
+        )
         is_second = found.draft_logit >= second
-        is_close = found.draft_logit > self.ratio * found.argmax_logit
+        is_close = found.draft_logit > column(self.ratio) * found.argmax_logit
         return is_second & is_close & (found.argmax_logit > 0)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Probable(Condition):
     """The target gives the draft token a probability of at least `threshold`."""
 
-    threshold: float
+    threshold: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """P(x) >= threshold."""
-        return seen.log_prob >= math.log(self.threshold)
+        return seen.evidence.log_prob >= column(log(self.threshold))
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class TypicalEnough(Condition):
     """P(x) > min(epsilon, delta exp(-H)), with the entropy H of the whole softmax, in nats."""
 
-    epsilon: float
-    delta: float
+    epsilon: Number
+    delta: Number
 
     @property
-    def extra(self) -> Extra:
+    def needs(self) -> Needs:
         """H."""
-        return Extra(full_entropy=True)
+        return Needs(full_entropy=True)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """The comparison is made between logarithms."""
-        entropy = _asked_for(seen.evidence.full_entropy, "the full entropy")
-        return seen.log_prob > jnp.minimum(math.log(self.epsilon), math.log(self.delta) - entropy)
+        entropy = asked_for(
+            seen.evidence.full_entropy, "the full entropy", "needs=rule.needs to evidence"
+        )
+        epsilon, delta = column(log(self.epsilon)), column(log(self.delta))
+        return seen.evidence.log_prob > jnp.minimum(epsilon, delta - entropy)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
-class DrawnLeniently(Condition):
-    """When sampling: the draw that refused the token accepts it at `lenience` times its q."""
+class Lenient(Condition):
+    """The draw that refused the token accepts it at `lenience` times its q.
 
-    lenience: float
+    In rows that are decoded greedily: p(x) >= lenience max p, by the plain softmax.
+    """
 
-    @property
-    def extra(self) -> Extra:
-        """The draw's second verdict."""
-        return Extra(lenience=self.lenience)
+    lenience: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """U < p(x) / (lenience q(x)), with the very u that decided about the token."""
-        return _asked_for(seen.evidence.lenient, "the lenient verdict")
+        found = seen.evidence
+        near = found.gap <= column(-log(self.lenience))
+        if found.asked is None:
+            return near
+        drawn = column(self.lenience) * found.asked < jnp.exp(found.draft_log_prob)
+        return jnp.where(found.asked < 0, near, drawn)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Remembered(Condition):
     """The memory has seen the target put its choice in the draft token's place often enough."""
@@ -187,10 +214,13 @@ class Remembered(Condition):
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """The pair (draft token, argmax) is among the memory's keys."""
-        keys = _asked_for(seen.memory, "the keys of a CorrectionMemory")
+        keys = asked_for(
+            seen.memory, "the keys of a CorrectionMemory", "memory=memory.keys() to accept"
+        )
         return is_remembered(keys, seen.draft_tokens, seen.evidence.argmax)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
 class Window:
     """The deferred window: the lossless rule accepts the next `size` draft tokens as well.
@@ -202,9 +232,9 @@ class Window:
         are joined to this window.
     """
 
-    size: int
-    kind: WindowKind = "paper"
-    mismatches: int = 0
+    size: Count
+    kind: WindowKind = dataclasses.field(default="paper", metadata=STATIC)
+    mismatches: Count = 0
 
     def is_clean(
         self, mismatch: Bool[Array, "rows draft"], allowed: Bool[Array, "rows draft"]
@@ -215,29 +245,22 @@ class Window:
           mismatch: drafted tokens that the lossless rule refuses.
           allowed: positions at which all conditions hold.
         """
-        followers = self.size
+        followers = jnp.asarray(column(self.size))
         if self.kind == "reference":
-            followers = max(followers - 1, 0)
-        followers = min(followers, mismatch.shape[1])
+            followers = jnp.maximum(followers - 1, 0)
+        num_draft = mismatch.shape[1]
+        last = jnp.minimum(jnp.arange(num_draft) + followers, num_draft - 1)
+        last = jnp.broadcast_to(last, mismatch.shape)
 
         def after(found: Bool[Array, "rows draft"]) -> Int[Array, "rows draft"]:
             # The count up to the last follower less that up to here.
             count = jnp.cumsum(found, axis=1)
-            return jnp.pad(count, ((0, 0), (0, followers)), mode="edge")[:, followers:] - count
+            return jnp.take_along_axis(count, last, axis=1) - count
 
-        if self.mismatches == 0:
-            return after(mismatch) == 0
-        return (after(mismatch) <= self.mismatches) & (after(mismatch & ~allowed) == 0)
+        mismatches = column(self.mismatches)
+        excused = (after(mismatch & ~allowed) == 0) | (mismatches == 0)
+        return (after(mismatch) <= mismatches) & excused
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
         """True where the whole window lies within the row's block."""
-        return jnp.arange(1, num_draft + 1) + self.size <= end[:, None]
-
-
-def _asked_for(value: _Given | None, name: str) -> _Given:
-    if value is None:
-        raise FlyJaxError(
-            f"This rule needs {name}, which it was not given; pass what the rule's extra and "
-            "uses_memory ask for."
-        )
-    return value
+        return jnp.arange(1, num_draft + 1) + column(self.size) <= end[:, None]

@@ -1,0 +1,73 @@
+"""Numbers are data, structure is static: what rules and sampling are as arguments of `jit`.
+
+A number is a Python number, a scalar array, or an array with one number for each row. Another
+number, of the same form, is never another program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from fly_jax.parameters import parameters_of
+
+Number: TypeAlias = float | np.ndarray | Float[Array, ""] | Float[Array, " rows"]
+Count: TypeAlias = int | np.ndarray | Int[Array, ""] | Int[Array, " rows"]
+Switch: TypeAlias = bool | np.ndarray | Bool[Array, ""] | Bool[Array, " rows"]
+
+# Metadata of a dataclass field that is structure.
+STATIC = {"static": True}
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def data_tree(declaring: _Class) -> _Class:
+    """Registers a frozen dataclass with JAX: a class decorator, above `dataclass(frozen=True)`.
+
+    Fields with `STATIC` metadata, or declared as `parameter(..., static=True)`, are structure and
+    must be hashable; all others are data, and None, in their place, is structure too: there is no
+    such number. Rebuilding an instance around tracers runs no checks.
+    """
+    fields = dataclasses.fields(declaring)
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    data = tuple(field.name for field in fields if field.name not in static)
+    floats = {one.field for one in parameters_of(declaring) if one.kind is float}
+
+    def value(tree: Any, name: str) -> Any:
+        found = getattr(tree, name)
+        # 1 for 1.0 would otherwise be another type, and so another program.
+        return float(found) if type(found) is int and name in floats else found
+
+    def flatten(tree: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [value(tree, name) for name in data], tuple(getattr(tree, name) for name in static)
+
+    def flatten_with_keys(tree: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        leaves, structure = flatten(tree)
+        return list(zip(map(jax.tree_util.GetAttrKey, data), leaves, strict=True)), structure
+
+    def unflatten(structure: tuple[Any, ...], leaves: Any) -> Any:
+        tree: Any = object.__new__(declaring)
+        for name, found in zip((*data, *static), (*leaves, *structure), strict=True):
+            object.__setattr__(tree, name, found)
+        return tree
+
+    jax.tree_util.register_pytree_with_keys(declaring, flatten_with_keys, unflatten, flatten)
+    return declaring
+
+
+def column(number: Any) -> Any:
+    """A number, ready to meet [rows, positions]."""
+    return number[:, None] if np.ndim(number) == 1 else number
+
+
+def log(number: Any) -> Any:
+    """The natural logarithm, -inf of 0; on the host for what is on the host."""
+    if isinstance(number, int | float):
+        return math.log(number) if number > 0 else -math.inf
+    return jnp.log(number)

@@ -1,0 +1,254 @@
+"""Top-k and top-p: the last logit that is kept, found exactly, on one device or on many.
+
+Both keep a token iff the tokens above it weigh less than a limit: each of them 1, with the limit k,
+or each its probability, with the limit p. So tokens that tie with the last one kept are kept too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int, Int32
+
+from fly_jax.verification.reductions import AxisNames, finite_or_zero, vocab_max, vocab_sum
+
+
+class Truncation(NamedTuple):
+    """What of a distribution is kept.
+
+    Attributes:
+      largest: the largest logit; 0 if that is not finite.
+      last: the smallest logit that is kept; None if all are.
+      mass: sum over the logits kept of exp((logit - largest) / temperature).
+    """
+
+    largest: Float32[Array, "*lead"]
+    last: Float32[Array, "*lead"] | None
+    mass: Float32[Array, "*lead"]
+
+
+def truncate(
+    logits: Float32[Array, "*lead local"],
+    temperature: Float32[Array, "*#lead"],
+    top_k: Int[Array, "*#lead"] | None,
+    top_p: Float32[Array, "*#lead"] | None,
+    axis_names: AxisNames = (),
+) -> Truncation:
+    """Finds what top-k and then top-p keep.
+
+    Over a sharded vocabulary both together take four exchanges and one of them three, of a few
+    numbers for each position.
+
+    Args:
+      logits: raw logits; inside `jax.shard_map`, this device's shard of them.
+      temperature: above 0; it does not change the order, but what the logits weigh.
+      top_k: tokens to keep; 0 for all. None for no such step.
+      top_p: probability to keep; 1 for all. None for no such step.
+      axis_names: mesh axes over which the last dimension is sharded.
+    """
+    if axis_names and (top_k is not None or top_p is not None):
+        return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
+    largest = finite_or_zero(vocab_max(logits, axis_names))
+    mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
+    last = None
+    if top_k is not None:
+        last = _last_kept(logits, jnp.ones_like(logits), _count_limit(top_k))
+        mass = jnp.where(logits >= last[..., None], mass, 0)
+    if top_p is not None:
+        within = _last_kept(logits, mass, _mass_limit(top_p, vocab_sum(mass)))
+        last = within if last is None else jnp.maximum(last, within)
+        mass = jnp.where(logits >= last[..., None], mass, 0)
+    return Truncation(largest, last, vocab_sum(mass, axis_names))
+
+
+def _count_limit(top_k: Int[Array, "*#lead"]) -> Float32[Array, "*#lead"]:
+    return jnp.where(top_k == 0, jnp.inf, top_k.astype(jnp.float32))
+
+
+def _mass_limit(
+    top_p: Float32[Array, "*#lead"], mass: Float32[Array, "*lead"]
+) -> Float32[Array, "*lead"]:
+    # Never 0, so that the most probable token is kept whatever p.
+    limit = jnp.maximum(top_p * mass, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(top_p >= 1, jnp.inf, limit)
+
+
+def _last_kept(
+    logits: Float32[Array, "*lead vocab"],
+    weights: Float32[Array, "*lead vocab"],
+    limit: Float32[Array, "*#lead"],
+) -> Float32[Array, "*lead"]:
+    """The least t such that all logits above t weigh less than `limit`.
+
+    No sort: a float32 has 32 bits, so 32 halvings find t exactly; rounded sums of fewer
+    non-negative terms are never larger, so the search cannot be misled.
+    """
+    ordered = _ordered(logits)
+
+    def halve(
+        _: int, bounds: tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
+    ) -> tuple[Int[Array, "*lead"], Int[Array, "*lead"]]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        above = vocab_sum(jnp.where(ordered > middle[..., None], weights, 0))
+        enough = above < limit
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    shape = logits.shape[:-1]
+    low = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), shape)
+    high = jnp.broadcast_to(_ordered(jnp.float32(jnp.inf)), shape)
+    found = jax.lax.fori_loop(0, 32, halve, (low, high))[1]
+    return jax.lax.bitcast_convert_type(_flipped(found), jnp.float32)
+
+
+def _ordered(values: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Integers in the same order as the floats; both zeros are the same one."""
+    return _flipped(jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32))
+
+
+def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """From a float's bits to an integer in the same order, and back."""
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+class _Shard(NamedTuple):
+    """This device's shard, in falling order, which is the rising order of the negated logits.
+
+    Attributes:
+      rising: the negated logits, sorted.
+      mass: sum of exp((logit - largest) / temperature) over the first 0, 1, .. of them.
+      splitters: of all shards, negated and sorted. Of each shard it has the first, the last, and
+        every `step`-th in between, so that no shard has `step` logits between two neighbours.
+      step: see `splitters`.
+      largest: see `Truncation`.
+      temperature: see `truncate`.
+      axis_names: see `truncate`.
+    """
+
+    rising: Float32[Array, "*lead local"]
+    mass: Float32[Array, "*lead local+1"]
+    splitters: Float32[Array, "*lead splitters"]
+    step: int
+    largest: Float32[Array, "*lead"]
+    temperature: Float32[Array, "*#lead"]
+    axis_names: AxisNames
+
+    def masses(self, negated: Float32[Array, "*lead some"]) -> Float32[Array, "*lead some"]:
+        """What logits weigh for top-p."""
+        return jnp.exp((-negated - self.largest[..., None]) / self.temperature[..., None])
+
+
+def _truncate_sharded(
+    logits: Float32[Array, "*lead local"],
+    temperature: Float32[Array, "*#lead"],
+    top_k: Int[Array, "*#lead"] | None,
+    top_p: Float32[Array, "*#lead"] | None,
+    axis_names: AxisNames,
+) -> Truncation:
+    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters."""
+    # 1) Gather the splitters.
+    local = logits.shape[-1]
+    rising = jnp.sort(-logits, axis=-1)
+    step = math.ceil(math.sqrt(local))
+    own = rising[..., np.unique([*range(0, local, step), local - 1])]
+    lead = logits.ndim - 1
+    splitters = jnp.sort(jax.lax.all_gather(own, axis_names, axis=lead, tiled=True), axis=-1)
+    largest = finite_or_zero(-splitters[..., 0])
+    shard = _Shard(rising, rising, splitters, step, largest, temperature, axis_names)
+    mass = jnp.cumsum(shard.masses(rising), axis=-1)
+    shard = shard._replace(mass=jnp.pad(mass, ((0, 0),) * lead + ((1, 0),)))
+    # 2) Weigh what lies above each of them, and everything.
+    before = _before(rising, splitters, "left")
+    weights = [
+        before.astype(jnp.float32),
+        jnp.take_along_axis(shard.mass, before, axis=-1),
+        shard.mass[..., -1:],
+    ]
+    counted, weighed, total = jnp.split(
+        jax.lax.psum(jnp.concatenate(weights, axis=-1), axis_names),
+        (splitters.shape[-1], 2 * splitters.shape[-1]),
+        axis=-1,
+    )
+    # 3) Top-k, and 4) top-p, each with one look between two neighbouring splitters.
+    last, kept_mass = None, total[..., 0]
+    if top_k is not None:
+        last, kept_mass = _last_between(shard, counted, _count_limit(top_k), by_mass=False)
+    if top_p is not None:
+        limit = _mass_limit(top_p, kept_mass)
+        within, mass_within = _last_between(shard, weighed, limit, by_mass=True)
+        if last is None:
+            last, kept_mass = within, mass_within
+        else:
+            kept_mass = jnp.where(within <= last, mass_within, kept_mass)
+            last = jnp.minimum(last, within)
+    assert last is not None
+    return Truncation(largest, -last, kept_mass)
+
+
+def _last_between(
+    shard: _Shard,
+    above: Float32[Array, "*lead splitters"],
+    limit: Float32[Array, "*#lead"],
+    *,
+    by_mass: bool,
+) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
+    """The last logit kept, negated, and the mass of all that are kept; one exchange.
+
+    Args:
+      shard: this device's.
+      above: weight strictly above each splitter, of all shards.
+      limit: what is above a logit that is kept weighs less.
+      by_mass: the weights are masses, and no counts.
+    """
+    limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
+    is_kept = jnp.cumprod(above < limit, axis=-1, dtype=jnp.int32)
+    index = jnp.sum(is_kept, axis=-1, keepdims=True) - 1
+    upper = jnp.take_along_axis(shard.splitters, index, axis=-1)  # kept, and the next one is not
+    index = jnp.minimum(index + 1, shard.splitters.shape[-1] - 1)
+    lower = jnp.take_along_axis(shard.splitters, index, axis=-1)
+    # This shard's logits between the two, and what it has at the upper one and above.
+    first = _before(shard.rising, upper, "right")
+    at = first + jnp.arange(max(shard.step - 1, 1))
+    between = jnp.take_along_axis(
+        shard.rising, jnp.minimum(at, shard.rising.shape[-1] - 1), axis=-1
+    )
+    is_between = (at < shard.rising.shape[-1]) & (between > upper) & (between < lower)
+    found = jnp.concatenate(
+        [
+            jnp.where(is_between, between, jnp.inf),
+            first.astype(jnp.float32),
+            jnp.take_along_axis(shard.mass, first, axis=-1),
+        ],
+        axis=-1,
+    )
+    found = jax.lax.all_gather(found, shard.axis_names, axis=found.ndim - 1)
+    counted, weighed = (jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1))
+    between = found[..., :-2]
+    between = jnp.sort(between.reshape(*between.shape[:-2], -1), axis=-1)
+    is_between = between < lower  # what merely fills up is not, nor is a logit of -inf
+    masses = jnp.where(is_between, shard.masses(between), 0)
+    weights = masses if by_mass else is_between.astype(jnp.float32)
+    sums = jnp.pad(jnp.cumsum(weights, axis=-1), ((0, 0),) * (weights.ndim - 1) + ((1, 0),))
+    weight_above = jnp.take_along_axis(sums, _before(between, between, "left"), axis=-1)
+    weight_above += weighed if by_mass else counted
+    is_kept_here: Bool[Array, "*lead between"] = is_between & (weight_above < limit)
+    last = jnp.max(jnp.where(is_kept_here, between, upper), axis=-1)
+    kept = jnp.where(between <= last[..., None], masses, 0)
+    return last, weighed[..., 0] + jnp.sum(kept, axis=-1)
+
+
+def _before(
+    rising: Float32[Array, "*lead local"], values: Float32[Array, "*lead some"], side: str
+) -> Int32[Array, "*lead some"]:
+    """How many are before each value: less than it ("left"), or at most it ("right")."""
+
+    def search(rising: Array, values: Array) -> Array:
+        return jnp.searchsorted(rising, values, side=side, method="sort")
+
+    for _ in rising.shape[:-1]:
+        search = jax.vmap(search)
+    return search(rising, values).astype(jnp.int32)

@@ -1,0 +1,203 @@
+"""One call for an engine: given draft tokens and the target's logits, what is kept?"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, Key
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.evidence import (
+    ABSENT,
+    Inputs,
+    TargetEvidence,
+    draw_noise,
+    evidence,
+    reduced,
+)
+from fly_jax.verification.rules.acceptance import accept
+from fly_jax.verification.rules.rule import Rule
+from fly_jax.verification.rules.verdict import RuleState, Verdict
+from fly_jax.verification.sampling import Sampling, keys_of_rows
+
+
+def verify(
+    rule: Rule,
+    logits: Float[Array, "rows positions vocab"],
+    draft_tokens: Int[Array, "rows draft"],
+    *,
+    num_drafted: Int[Array, " rows"] | None = None,
+    draft_logits: Float[Array, "rows draft vocab"] | None = None,
+    sampling: Sampling | None = None,
+    key: Key[Array, "*#rows"] | None = None,
+    protected: Bool[Array, " vocab"] | None = None,
+    memory: Int32[Array, "pairs 2"] | None = None,
+    state: RuleState | None = None,
+    layout: Layout | None = None,
+) -> Verdict:
+    """Decides which draft tokens of each row are kept, and what follows them. Pure; jit it.
+
+    Under `jit` the rule and the sampling are ordinary arguments: their numbers are data, each a
+    scalar or one for each row, and other numbers are no other program. Only `layout` is static.
+
+    Args:
+      rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
+      logits: the target's raw logits; positions = draft + 1.
+      draft_tokens: what was drafted.
+      num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
+      draft_logits: see `evidence`.
+      sampling: see `evidence`.
+      key: see `evidence`.
+      protected: see `accept`.
+      memory: see `accept`.
+      state: see `accept`.
+      layout: see `evidence`.
+
+    Raises:
+      FlyJaxError: if shapes do not fit together, or something that the rule or the sampling needs
+        was not given.
+    """
+    seen = evidence(
+        logits,
+        draft_tokens,
+        needs=rule.needs,
+        sampling=sampling,
+        draft_logits=draft_logits,
+        key=key,
+        num_drafted=num_drafted,
+        layout=layout,
+    )
+    return accept(
+        rule,
+        seen,
+        draft_tokens,
+        protected=protected,
+        num_drafted=num_drafted,
+        memory=memory,
+        state=state,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatVerdict:
+    """What `verify_flat` decides.
+
+    Attributes:
+      tokens: what is emitted, -1 elsewhere. At the positions of the draft tokens, one request after
+        the other: those kept, and the target's in place of the first that is not. A token that
+        follows a block that was kept whole stands at the request's bonus position: with
+        `bonus_tokens` those of all requests come last, one for each; without, each follows its
+        request's draft.
+      verdict: the same, one row for each request.
+    """
+
+    tokens: Int32[Array, " emitted"]
+    verdict: Verdict
+
+
+def verify_flat(
+    rule: Rule,
+    logits: Float[Array, "tokens vocab"],
+    draft_tokens: Int[Array, " tokens"],
+    num_drafted: Int[Array, " requests"],
+    bonus_tokens: Int[Array, " requests"] | None = None,
+    *,
+    max_drafted: int,
+    draft_logits: Float[Array, "tokens vocab"] | None = None,
+    draft_probs: Float[Array, "tokens vocab"] | None = None,
+    sampling: Sampling | None = None,
+    key: Key[Array, "*#requests"] | None = None,
+    protected: Bool[Array, " vocab"] | None = None,
+    memory: Int32[Array, "pairs 2"] | None = None,
+    state: RuleState | None = None,
+    layout: Layout | None = None,
+) -> FlatVerdict:
+    """`verify` for the flat layout of vLLM: the tokens of all requests, one request after another.
+
+    With the same keys it decides and draws as `verify` does. The logits are reduced where they are;
+    only the few numbers of each position are then put into rows. What stands beyond the requests'
+    tokens is padding.
+
+    Args:
+      rule: see `verify`; its numbers are scalars or one for each request.
+      logits: the target's raw logits, at the draft positions: those that predict draft tokens.
+        Without `bonus_tokens` each request has one more, after its last draft token.
+      draft_tokens: at the same positions; the one after a request's last is not read.
+      num_drafted: draft tokens of each request.
+      bonus_tokens: what follows a block that was kept whole, as the engine has drawn it; None if
+        the logits have its positions.
+      max_drafted: at least the largest of `num_drafted`; static.
+      draft_logits: see `evidence`; at the same positions.
+      draft_probs: instead of `draft_logits`, the probabilities that the draft was drawn with.
+      sampling: see `verify`; numbers are scalars or one for each request.
+      key: see `verify`; one, or one for each request.
+      protected: see `verify`.
+      memory: see `verify`.
+      state: see `verify`; of the requests.
+      layout: see `verify`; "rows" are the flat positions.
+
+    Raises:
+      FlyJaxError: see `verify`.
+    """
+    num_tokens, vocab_size = logits.shape
+    num_requests = num_drafted.shape[0]
+    if draft_tokens.shape != (num_tokens,):
+        raise FlyJaxError(
+            f"The target's logits have shape {logits.shape} for draft tokens of shape "
+            f"{draft_tokens.shape}; pass one row of logits for each of them."
+        )
+    # 1) Which request a flat position is of, and its place there.
+    counts = num_drafted + (bonus_tokens is None)
+    ends = jnp.cumsum(counts)
+    starts = ends - counts
+    flat = jnp.arange(num_tokens)
+    request = jnp.minimum(jnp.searchsorted(ends, flat, side="right"), num_requests - 1)
+    place = flat - starts[request]
+    is_draft = place < num_drafted[request]
+    # 2) The evidence, as of rows of one position each.
+    draft = jnp.where(is_draft, draft_tokens.astype(jnp.int32), ABSENT)
+    inputs = Inputs(logits[:, None], draft[:, None])
+    if sampling is not None:
+        if key is None:
+            raise FlyJaxError(
+                "Sampling was asked for without a PRNG key; pass key=jax.random.key(…)."
+            )
+        keys = keys_of_rows(key, num_requests)[request]
+        inputs = inputs._replace(
+            sampling=jax.tree.map(lambda leaf: leaf[request], sampling.of_rows(num_requests)),
+            draft_logits=None if draft_logits is None else draft_logits[:, None],
+            draft_probs=None if draft_probs is None else draft_probs[:, None],
+            noise=draw_noise(keys, place[:, None], vocab_size),
+        )
+    seen = reduced(inputs, rule.needs, layout)
+    # 3) The few numbers of each position, in rows.
+    steps = jnp.arange(max_drafted + 1)
+    index = jnp.minimum(starts[:, None] + steps, num_tokens - 1)
+    rows: TargetEvidence = jax.tree.map(lambda leaf: leaf[index, 0], seen)
+    is_absent = steps >= num_drafted[:, None]
+    rows = dataclasses.replace(rows, accepted=rows.accepted & ~is_absent)
+    if bonus_tokens is not None:
+        replacement = jnp.where(is_absent, bonus_tokens[:, None], rows.replacement)
+        rows = dataclasses.replace(rows, replacement=replacement.astype(jnp.int32))
+    verdict = accept(
+        rule,
+        rows,
+        jnp.where(is_absent, ABSENT, draft[index])[:, :max_drafted],
+        protected=protected,
+        num_drafted=num_drafted,
+        memory=memory,
+        state=state,
+    )
+    # 4) What is emitted, where the engine looks for it.
+    kept, following = verdict.num_accepted[request], verdict.next_token[request]
+    tokens = jnp.select([place < kept, place == kept], [draft, following], -1)
+    tokens = jnp.where(flat < ends[-1], tokens, -1)
+    if bonus_tokens is not None:
+        tokens = jnp.where(is_draft, tokens, -1)
+        is_whole = verdict.num_accepted == num_drafted
+        tokens = jnp.concatenate([tokens, jnp.where(is_whole, verdict.next_token, -1)])
+    return FlatVerdict(tokens.astype(jnp.int32), verdict)

@@ -10,20 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fly_jax.decoding.capacity import capacity_for as capacity_for
     from fly_jax.decoding.decoder import Decoder as Decoder
-    from fly_jax.decoding.decoder import Generation as Generation
-    from fly_jax.decoding.decoder import Settled as Settled
-    from fly_jax.decoding.decoder import capacity_for as capacity_for
+    from fly_jax.decoding.drafters.drafter import Draft as Draft
+    from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
-    from fly_jax.decoding.drafters.model import Draft as Draft
-    from fly_jax.decoding.drafters.model import draft_step as draft_step
+    from fly_jax.decoding.drafters.model import DraftModel as DraftModel
     from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
+    from fly_jax.decoding.generation import Generation as Generation
+    from fly_jax.decoding.generation import Settled as Settled
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
-    from fly_jax.decoding.round import RoundSpec as RoundSpec
     from fly_jax.decoding.round import verify_step as verify_step
+    from fly_jax.decoding.spec import RoundSpec as RoundSpec
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
@@ -71,8 +72,11 @@ if TYPE_CHECKING:
     from fly_jax.verification.verify import verify_flat as verify_flat
 
 _HOMES = {
-    "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
-    "decoding.drafters.model": ("Draft", "draft_step"),
+    "decoding.capacity": ("capacity_for",),
+    "decoding.decoder": ("Decoder",),
+    "decoding.generation": ("Generation", "Settled"),
+    "decoding.drafters.drafter": ("Draft", "Drafter"),
+    "decoding.drafters.model": ("DraftModel",),
     "parameters": ("parameter",),
     "verification.data": ("column", "data_tree"),
     "verification.evidence": ("Entropy", "Needs", "TargetEvidence", "evidence"),
@@ -80,7 +84,8 @@ _HOMES = {
     "verification.correction_memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("Pair", "generate", "load_pair"),
     "decoding.reports": ("TokenReport",),
-    "decoding.round": ("RoundSpec", "verify_step"),
+    "decoding.round": ("verify_step",),
+    "decoding.spec": ("RoundSpec",),
     "verification.rules": (
         "Budget",
         "Clause",

@@ -211,17 +211,11 @@ class DecodeConfig:
         Raises:
           FlyJaxError: a value outside its range, or K that leaves no room for FLy's window.
         """
-        from fly_jax.verification.rules import Budget, Exact, Sampled
-        from fly_jax.verification.sampling import Sampling
+        from fly_jax.verification.rules import Budget, Exact
 
-        sampling = None
-        if self._temperature > 0:
-            sampling = Sampling(self._temperature, self.top_k, self.top_p)
         if not self.is_loosened:
-            if sampling is None:
-                return Exact()
-            return Sampled(self._temperature, self.top_k, self.top_p)
-        rule = combined(self.rule, lambda name: self._loosened(name, sampling))
+            return Exact()
+        rule = combined(self.rule, self._loosened)
         if self.risk_budget is not None:
             rule = Budget(rule, self.risk_budget, self.risk_per_token, self.risk_per_block)
         if self.boundary == "reject":
@@ -251,27 +245,40 @@ class DecodeConfig:
         """The largest K that a round may have, whatever the rule."""
         return max(self.largest_k, self.lossless_speculative_tokens or 0)
 
-    def _loosened(self, name: str, sampling: Sampling | None) -> Loose:
+    def to_sampling(self) -> Sampling | None:
+        """How target and draft are drawn from; None for greedy decoding.
+
+        Raises:
+          FlyJaxError: a value outside its range.
+        """
+        from fly_jax.verification.sampling import Sampling
+
+        if self._temperature == 0:
+            return None
+        return Sampling(
+            self._temperature, self.top_k or None, None if self.top_p == 1 else self.top_p
+        )
+
+    def _loosened(self, name: str) -> Loose:
         """One of the rules that `rule` is made of."""
         from fly_jax.verification.rules import Csd, Fly, Lenience, Lossy, Margin, Typical
 
         if name == "csd":
             return Csd(self.csd_consistency or None, self.csd_memory)
         if name == "lossy":
-            return Lossy(self.lossy_threshold, sampling)
+            return Lossy(self.lossy_threshold)
         if name == "lenience":
-            return Lenience(self.lenience, sampling)
+            return Lenience(self.lenience)
         if name == "typical":
-            return Typical(self.typical_epsilon, self.typical_delta, sampling)
+            return Typical(self.typical_epsilon, self.typical_delta)
         if name == "margin":
-            return Margin(self.margin, self.margin_gap, self.margin_ratio, sampling)
+            return Margin(self.margin, self.margin_gap, self.margin_ratio)
         return Fly(
             self.entropy_threshold,
             self.window_size,
             self.entropy,
             self.entropy_top_k,
             self.window,
-            sampling,
             self.window_mismatches,
         )
 

@@ -181,7 +181,7 @@ class Decoder:
             return
         known = (self.memory, self.memory.version)
         if known != self._known:
-            keys = self._programs.place(self.memory.keys(), (None, None))
+            keys = self._programs.put(self.memory.keys(), (None, None))
             self._inputs = dataclasses.replace(self._inputs, memory=keys)
             self._known = known
 

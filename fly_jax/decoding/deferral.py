@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
 from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.verification.evidence import TargetEvidence
-from fly_jax.verification.rules import Acceptance, Why
+from fly_jax.verification.rules import Verdict, Why
 
 # Mismatches come in clusters, so that a window which lacks few tokens is completed less often than
 # the rate of single tokens promises. Chosen on the embedded pair: benchmarks/deferral.py has what
@@ -90,27 +90,27 @@ class Deferral:
 
 
 def defer(
-    acceptance: Acceptance,
+    verdict: Verdict,
     seen: TargetEvidence,
     pace: Pace,
     room: Int[Array, " rows"],
     num_drafted: Int[Array, " rows"],
     window_size: int,
-) -> tuple[Acceptance, Deferral]:
+) -> tuple[Verdict, Deferral]:
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue: see `pays`.
 
     Args:
-      acceptance: what the rule alone decides.
+      verdict: what the rule alone decides.
       seen: the evidence it decided on.
       pace: the rows' rates.
       room: tokens that each row may still emit.
       num_drafted: draft tokens of each row's block.
       window_size: W.
     """
-    index = acceptance.num_accepted
-    num_draft = acceptance.why.shape[1]
+    index = verdict.num_accepted
+    num_draft = verdict.why.shape[1]
     at = jnp.minimum(index, num_draft - 1)[:, None]
-    why = jnp.take_along_axis(acceptance.why, at, axis=1)[:, 0]
+    why = jnp.take_along_axis(verdict.why, at, axis=1)[:, 0]
     remaining = index + 1 + window_size - num_drafted
     is_new = (why == Why.REFUSED_BOUNDARY) & (index < num_drafted)
     is_new &= pays(pace, num_draft, num_drafted - index, remaining)
@@ -121,17 +121,17 @@ def defer(
     here = (steps == index[:, None]) & is_new[:, None]
     after = (steps > index[:, None]) & (steps < num_drafted[:, None]) & is_new[:, None]
     kept = jnp.where(
-        here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, acceptance.why)
+        here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, verdict.why)
     ).astype(jnp.int8)
     gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
     bonus = jnp.take_along_axis(seen.replacement, num_drafted[:, None], axis=1)[:, 0]
     whole = dataclasses.replace(
-        acceptance,
+        verdict,
         num_accepted=jnp.where(is_new, num_drafted, index),
-        next_token=jnp.where(is_new, bonus, acceptance.next_token),
-        next_why=jnp.where(is_new, Why.BONUS.value, acceptance.next_why).astype(jnp.int8),
+        next_token=jnp.where(is_new, bonus, verdict.next_token),
+        next_why=jnp.where(is_new, Why.BONUS.value, verdict.next_why).astype(jnp.int8),
         why=kept,
-        regret=None if acceptance.regret is None else jnp.where(here, gap, acceptance.regret),
+        regret=None if verdict.regret is None else jnp.where(here, gap, verdict.regret),
     )
     regret = jnp.where(is_new, jnp.take_along_axis(gap, at, axis=1)[:, 0], 0)
     return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)

@@ -6,9 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
-from fly_jax.verification.rules import Acceptance, Why
+from fly_jax.verification.data import Count, column
+from fly_jax.verification.rules import Verdict, Why
 
 # What a round has seen counts half after this many rounds: text changes as it goes on.
 _HALF_LIFE = 16.0
@@ -54,9 +55,9 @@ def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
     )
 
 
-def observe(pace: Pace, acceptance: Acceptance, live: Bool[Array, " rows"]) -> Pace:
+def observe(pace: Pace, verdict: Verdict, live: Bool[Array, " rows"]) -> Pace:
     """Counts what became of a round's draft; a row that is not live stays as it is."""
-    why = acceptance.why
+    why = verdict.why
 
     def count(kept: Bool[Array, "rows draft"], before: Float32[Array, " rows"]) -> Array:
         faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)
@@ -79,7 +80,7 @@ def strict_rate(pace: Pace) -> Float32[Array, " rows"]:
     return pace.matched / (pace.matched + pace.rescued + pace.refused + pace.cut)
 
 
-def expected_tokens(pace: Pace, depth: int, strict_tail: int) -> Float32[Array, " rows"]:
+def expected_tokens(pace: Pace, depth: int, strict_tail: Count) -> Float32[Array, " rows"]:
     """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
@@ -89,26 +90,21 @@ def expected_tokens(pace: Pace, depth: int, strict_tail: int) -> Float32[Array, 
     Args:
       pace: the rows' counts.
       depth: K.
-      strict_tail: last positions of a block in which no mismatch is kept.
+      strict_tail: last positions of a block in which no mismatch is kept, of all rows or of each.
     """
     kept = pace.matched + pace.rescued
     loose = kept / (kept + pace.refused)
     position = jnp.arange(1, depth + 1)
     strict = strict_rate(pace)
-    rate = jnp.where(position <= depth - strict_tail, loose[:, None], strict[:, None])
+    rate = jnp.where(position <= depth - column(strict_tail), loose[:, None], strict[:, None])
     return 1 + jnp.sum(jnp.cumprod(rate, axis=1), axis=1)
 
 
 def choose_depth(
-    pace: Pace, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: int
+    pace: Pace, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
 ) -> Int32[Array, ""]:
     """Index of the depth from which all live rows together expect most tokens a second."""
     totals = jnp.stack(
         [jnp.sum(jnp.where(live, expected_tokens(pace, k, strict_tail), 0)) for k in depths]
     )
     return jnp.argmax(totals / pace.seconds).astype(jnp.int32)
-
-
-def drafted_of(depth: Int[Array, ""], depths: tuple[int, ...]) -> Int32[Array, ""]:
-    """K of the chosen depth."""
-    return jnp.asarray(depths, jnp.int32)[depth]

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from fly_jax.decoding.config import AUTO_DEPTHS, DEFAULT_LEVEL_TOKENS, DecodeConfig
-from fly_jax.decoding.decoder import Decoder, Generation, capacity_for
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
+from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.protection import matching_tokens
-from fly_jax.decoding.round import Boundary, RoundSpec
+from fly_jax.decoding.spec import Boundary, RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import check_checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
@@ -29,6 +30,7 @@ from fly_jax.sharding.processes import together
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly, Rule
+from fly_jax.verification.sampling import Sampling
 
 DEFAULT_SPECULATIVE_TOKENS = 15
 
@@ -67,6 +69,7 @@ class Pair:
         boundary: Boundary = "reject",
         level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
         draft_stop: EntropyStop | None = None,
+        sampling: Sampling | None = None,
     ) -> RoundSpec:
         """The static part of decoding with this pair.
 
@@ -82,6 +85,7 @@ class Pair:
           boundary: see `RoundSpec`.
           level_speculative_tokens: tokens that each draft model but the first proposes at a time.
           draft_stop: see `RoundSpec`.
+          sampling: see `RoundSpec`.
 
         Raises:
           FlyJaxError: K leaves no room for FLy's window, or nothing can be deferred.
@@ -106,6 +110,7 @@ class Pair:
             if num_speculative_tokens
             else (),
             draft_stop=draft_stop if num_speculative_tokens else None,
+            sampling=sampling,
         )
 
     def spec_of(self, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
@@ -123,13 +128,14 @@ class Pair:
             boundary=config.round_boundary,
             level_speculative_tokens=config.level_speculative_tokens,
             draft_stop=config.to_draft_stop(),
+            sampling=config.to_sampling(),
         )
 
     def decoder(
         self,
         spec: RoundSpec,
         *,
-        capacity: int,
+        capacity: int | None = None,
         batch_size: int = 1,
         protect: Sequence[str] = (),
         memory: CorrectionMemory | None = None,
@@ -138,7 +144,7 @@ class Pair:
 
         Args:
           spec: from `spec`.
-          capacity: see `capacity_for`.
+          capacity: see `Decoder`.
           batch_size: rows decoded together.
           protect: regular expressions; tokens in whose text one is found are never rescued, nor
             replaced by a rescue. Control tokens never are.
@@ -277,6 +283,7 @@ def generate(
     level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
     draft_stop: EntropyStop | None = None,
     audits: bool = False,
+    sampling: Sampling | None = None,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
 
@@ -296,6 +303,7 @@ def generate(
       level_speculative_tokens: see `Pair.spec`.
       draft_stop: see `RoundSpec`.
       audits: fills `Generation.reports`.
+      sampling: how target and draft are drawn from; None for greedy decoding.
 
     Raises:
       FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
@@ -306,7 +314,7 @@ def generate(
             "generate needs a list of at least one prompt and a batch_size of at least 1; give "
             "[text] for a single text."
         )
-    if not pair.drafts:
+    if not pair.drafts and lookup is None:
         num_speculative_tokens = 0
         rule = Exact() if rule is None else rule
     spec = pair.spec(
@@ -317,15 +325,14 @@ def generate(
         boundary=boundary,
         level_speculative_tokens=level_speculative_tokens,
         draft_stop=draft_stop,
+        sampling=sampling,
     )
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts
     ]
-    capacity = capacity_for(spec, ids, max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
         spec,
-        capacity=capacity,
         batch_size=min(batch_size, len(ids)),
         protect=protect,
         memory=memory,

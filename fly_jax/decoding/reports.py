@@ -66,7 +66,7 @@ def report(
         choice=seen.argmax,
         draft_log_prob=seen.draft_logit - seen.log_sum_exp,
         choice_log_prob=seen.argmax_logit - seen.log_sum_exp,
-        entropy=seen.entropy,
+        entropy=jnp.zeros_like(seen.log_sum_exp) if seen.entropy is None else seen.entropy,
         verdict=jnp.where(is_bonus, Why.BONUS.value, jnp.pad(verdict, pad)).astype(jnp.int8),
         deferred=None if deferred is None else jnp.pad(deferred, pad),
     )

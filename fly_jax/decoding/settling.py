@@ -16,7 +16,7 @@ from fly_jax.decoding.reports import Reports, report
 from fly_jax.decoding.spec import RoundStructure
 from fly_jax.decoding.state import DecodeState
 from fly_jax.verification.evidence import TargetEvidence
-from fly_jax.verification.rules import Acceptance, Why
+from fly_jax.verification.rules import Verdict, Why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +35,15 @@ def settle_all(
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
-    acceptance: Acceptance,
+    verdict: Verdict,
 ) -> tuple[DecodeState, Emitted]:
     """Appends what was accepted."""
     if state.pace is not None:
-        pace = observe(state.pace, acceptance, ~state.finished)
+        pace = observe(state.pace, verdict, ~state.finished)
         state = dataclasses.replace(state, pace=pace)
-    state, tokens, why, count = append(structure, state, proposal.tokens, acceptance)
-    state = dataclasses.replace(state, rule=state.rule.after(acceptance, count))
-    reports = report(proposal.tokens, seen, acceptance.why, why) if structure.reports else None
+    state, tokens, why, count = append(structure, state, proposal.tokens, verdict)
+    state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
+    reports = report(proposal.tokens, seen, verdict.why, why) if structure.reports else None
     return state, Emitted(tokens, why, count, reports)
 
 
@@ -52,7 +52,7 @@ def settle_deferring(
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
-    acceptance: Acceptance,
+    verdict: Verdict,
 ) -> tuple[DecodeState, Emitted]:
     """`settle_all`, where the end of a row may be provisional."""
     drafted = proposal.num_drafted
@@ -60,20 +60,20 @@ def settle_deferring(
     assert state.window is not None
     live, before, window = ~state.finished, state.length, state.window
     room = state.limit - state.length
-    whole, new = defer(acceptance, seen, state.pace, room, drafted, structure.deferred_window)
+    whole, new = defer(verdict, seen, state.pace, room, drafted, structure.deferred_window)
     pace = observe(state.pace, whole, live)
     state, _, why, count = append(structure, state, proposal.tokens, whole)
     ended = state.finished & live
     broken = is_broken(window, seen, drafted, count)
     reports = None
     if structure.reports:
-        deferred = new.is_new[:, None] & (acceptance.why == Why.REFUSED_BOUNDARY)
-        verdict = jnp.where(deferred, acceptance.why, whole.why)
-        reports = report(proposal.tokens, seen, verdict, why, deferred)
+        deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
+        decided = jnp.where(deferred, verdict.why, whole.why)
+        reports = report(proposal.tokens, seen, decided, why, deferred)
     left = close(
         window,
         new,
-        acceptance.next_token,
+        verdict.next_token,
         state.tokens,
         before,
         (why, reports),
@@ -103,7 +103,7 @@ def append(
     structure: RoundStructure,
     state: DecodeState,
     draft_tokens: Int[Array, "rows draft"],
-    acceptance: Acceptance,
+    verdict: Verdict,
 ) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
     """Appends what was accepted, up to an end of text or the row's limit.
 
@@ -112,18 +112,18 @@ def append(
     """
     drafted = draft_tokens.shape[1]
     steps = jnp.arange(drafted + 1, dtype=jnp.int32)
-    kept = acceptance.num_accepted[:, None]
+    kept = verdict.num_accepted[:, None]
     pad = ((0, 0), (0, 1))
     tokens = jnp.where(
-        steps < kept, jnp.pad(draft_tokens, pad), acceptance.next_token[:, None]
+        steps < kept, jnp.pad(draft_tokens, pad), verdict.next_token[:, None]
     ).astype(jnp.int32)
-    why = jnp.where(
-        steps < kept, jnp.pad(acceptance.why, pad), acceptance.next_why[:, None]
-    ).astype(jnp.int8)
+    why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
+        jnp.int8
+    )
     ends = _is_one_of(tokens, structure.eos_token_ids) & (steps <= kept)
     until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
     room = state.limit - state.length
-    count = jnp.minimum(jnp.minimum(acceptance.num_accepted + 1, until_end), room)
+    count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_end), room)
     count = jnp.where(state.finished, 0, count).astype(jnp.int32)
     ended = jnp.any(ends & (steps < count[:, None]), axis=1)
     text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(

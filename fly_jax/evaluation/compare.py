@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from fly_jax.decoding.decoder import Generation, capacity_for
+from fly_jax.decoding.capacity import capacity_for
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly

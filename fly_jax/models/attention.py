@@ -238,15 +238,15 @@ def _attend(
         causal &= jax.lax.axis_index(lengths) == 0
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.
     first, needed = _shared_heads(heads, num_heads, kv_heads)
-    own = Part(*(_some(one, first, needed, 1) for one in (key, value)), causal)
-    parts = [own]
+    key, value = (_some(one, first, needed, 1) for one in (key, value))
+    parts = [Part(key, value, causal)]
     if read:
         at = (layer, 0, first, 0, 0)
         size = (1, rows, needed, read, head)
-        cached = (jax.lax.dynamic_slice(one, at, size)[0] for one in (keys, values))
+        keys, values = (jax.lax.dynamic_slice(one, at, size)[0] for one in (keys, values))
         positions = first_position + jnp.arange(read, dtype=jnp.int32)
         visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
-        parts.append(Part(*cached, visible))
+        parts.append(Part(keys, values, visible))
     grouped = query.reshape(rows, time, needed, num_heads // needed, head)
     mixed = _mixed(grouped, parts, lengths)
     if scatters and lengths:

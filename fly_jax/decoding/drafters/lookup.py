@@ -1,4 +1,4 @@
-"""Prompt lookup on the device: a drafter that costs no model at all, alone or below a draft model."""
+"""Prompt lookup on the device: a drafter without a model, alone or below a draft model."""
 
 from __future__ import annotations
 

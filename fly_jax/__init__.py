@@ -10,6 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
+    from fly_jax.decoding.config import DecodeConfig as DecodeConfig
+    from fly_jax.decoding.config import load_config as load_config
     from fly_jax.decoding.decoder import Decoder as Decoder
     from fly_jax.decoding.decoder import Generation as Generation
     from fly_jax.decoding.decoder import Settled as Settled
@@ -18,9 +21,11 @@ if TYPE_CHECKING:
     from fly_jax.decoding.drafters.model import Draft as Draft
     from fly_jax.decoding.drafters.model import draft_step as draft_step
     from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
+    from fly_jax.decoding.pair import OpenPair as OpenPair
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
+    from fly_jax.decoding.pair import open_pair as open_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import RoundSpec as RoundSpec
     from fly_jax.decoding.round import verify_step as verify_step
@@ -57,12 +62,14 @@ if TYPE_CHECKING:
     from fly_jax.verification.sampling import Sampling as Sampling
 
 _HOMES = {
+    "compilation_cache": ("enable_compilation_cache",),
+    "decoding.config": ("DecodeConfig", "load_config"),
     "decoding.decoder": ("Decoder", "Generation", "Settled", "capacity_for"),
     "decoding.drafters.model": ("Draft", "draft_step"),
     "verification.evidence": ("Entropy", "Extra", "TargetEvidence", "evidence"),
     "decoding.drafters.lookup": ("Lookup",),
     "verification.correction_memory": ("CorrectionMemory", "load_memory"),
-    "decoding.pair": ("Pair", "generate", "load_pair"),
+    "decoding.pair": ("OpenPair", "Pair", "generate", "load_pair", "open_pair"),
     "decoding.reports": ("TokenReport",),
     "decoding.round": ("RoundSpec", "verify_step"),
     "verification.rules": (

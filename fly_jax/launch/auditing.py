@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
-from fly_jax.launch.flags import Flags
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues
@@ -22,34 +20,16 @@ if TYPE_CHECKING:
     from fly_jax.verification.evidence import Entropy
 
 
-def add_audit_flags(into: Flags) -> None:
-    """Adds the flags of an audit."""
-    group = "Audit"
-    into.string(
-        group, "audit", None,
-        "file for every mismatch that was kept or refused, as JSON lines that the command audit "
-        "sums up",
-    )  # fmt: skip
-    into.switch(
-        group, "audit_exact",
-        "audit: continue each prompt with the target's own text as well, so that the audit knows "
-        "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
-    )  # fmt: skip
-
-
-def check_audit(values: FlagValues) -> None:
+def check_audit(path: Path) -> None:
     """Refuses a file that cannot be written; only process 0 writes one.
 
     Raises:
-      FlyJaxError: it cannot, or there is none for --audit_exact.
+      FlyJaxError: it cannot.
     """
     from fly_jax.sharding.processes import process_id
 
-    if values.audit is None:
-        if values.audit_exact is not None:
-            raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
-    elif process_id() == 0:
-        check_writable(Path(values.audit))
+    if process_id() == 0:
+        check_writable(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +92,10 @@ def auditing(
     decoder: Decoder,
     prompts: Sequence[str],
     ids: Sequence[Sequence[int]],
-) -> Iterator[Auditor | None]:
-    """Opens the audit, if there is to be one."""
+) -> Iterator[Auditor]:
+    """Opens the audit."""
     from fly_jax.sharding.processes import process_id
 
-    if values.audit is None:
-        yield None
-        return
     measure = decoder.spec.entropy_measure
     assert measure is not None
     settings = {**dataclasses.asdict(config), "max_new_tokens": values.max_new_tokens}

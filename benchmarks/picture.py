@@ -14,7 +14,7 @@ from absl import app, logging
 from texts import word_problems
 
 from fly_jax.decoding.pair import generate, load_pair
-from fly_jax.verification.rules import Why
+from fly_jax.verification.rules import Fly, Why
 
 COLOURS = {
     Why.MATCHED: ("#1a7f37", "matched: draft and target agree"),
@@ -61,8 +61,9 @@ def main(argv: Sequence[str]) -> None:
     pair = load_pair()
     prompts = [problem.prompt for problem in word_problems("held_out", 20)]
     # The one of the first few with the most rescues shows best what FLy does.
+    found = generate(pair, prompts, rule=Fly(), protect=(), max_new_tokens=160)
     account, prompt = max(
-        zip(generate(pair, prompts, max_new_tokens=160), prompts, strict=True),
+        zip(found, prompts, strict=True),
         key=lambda both: both[0].num_rescued_tokens,
     )
     texts = pair.tokenizer.piece_texts(account.token_ids)

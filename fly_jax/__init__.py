@@ -10,7 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
     from fly_jax.decoding.capacity import capacity_for as capacity_for
+    from fly_jax.decoding.config import DecodeConfig as DecodeConfig
+    from fly_jax.decoding.config import load_config as load_config
     from fly_jax.decoding.decoder import Decoder as Decoder
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
     from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
     from fly_jax.decoding.generation import Generation as Generation
     from fly_jax.decoding.generation import Settled as Settled
+    from fly_jax.decoding.pair import OpenPair as OpenPair
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
+    from fly_jax.decoding.pair import open_pair as open_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.decoding.spec import RoundSpec as RoundSpec
@@ -80,9 +85,11 @@ _HOMES = {
     "parameters": ("parameter",),
     "verification.data": ("column", "data_tree"),
     "verification.evidence": ("Entropy", "Needs", "TargetEvidence", "evidence"),
+    "compilation_cache": ("enable_compilation_cache",),
+    "decoding.config": ("DecodeConfig", "load_config"),
     "decoding.drafters.lookup": ("Lookup",),
     "verification.correction_memory": ("CorrectionMemory", "load_memory"),
-    "decoding.pair": ("Pair", "generate", "load_pair"),
+    "decoding.pair": ("OpenPair", "Pair", "generate", "load_pair", "open_pair"),
     "decoding.reports": ("TokenReport",),
     "decoding.round": ("verify_step",),
     "decoding.spec": ("RoundSpec",),

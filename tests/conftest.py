@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test: set before any JAX backend exists."""
+"""Eight simulated devices for every test, set before any JAX backend exists; no cache on disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["FLY_JAX_COMPILATION_CACHE"] = "off"  # no test leaves programs in the user's folder
 
 import jax
 import pytest

@@ -333,6 +333,17 @@ class DecodeConfig:
         return *first, *([published] if fits else []), given
 
 
+def default_config(*, is_embedded: bool) -> DecodeConfig:
+    """How a pair is decoded where nobody says how, in Python and on the command line.
+
+    Args:
+      is_embedded: the pair is the one that ships with the package.
+    """
+    if not is_embedded:
+        return DecodeConfig()
+    return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
+
+
 def load_config(path: Path) -> DecodeConfig:
     """Reads a config: TOML with the fields of `DecodeConfig`, or the reference code's JSON.
 

@@ -158,9 +158,17 @@ class Decoder:
         finished: dict[int, Generation] = {}
         for batch in like_lengths(prompts, self.batch_size):
             some, seeds = [prompts[index] for index in batch], [seed + index for index in batch]
-            for settled, generation in self.stream(some, max_new_tokens, seed=seeds):
-                finished[batch[settled.row]] = generation
+            finished |= zip(batch, self.decode(some, max_new_tokens, seed=seeds), strict=True)
         return [finished[index] for index in range(len(prompts))]
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int | Sequence[int]
+    ) -> list[Generation]:
+        """Decodes one batch; see `stream`."""
+        finished: dict[int, Generation] = {}
+        for settled, generation in self.stream(prompts, max_new_tokens, seed=seed):
+            finished[settled.row] = generation
+        return [finished[row] for row in range(len(prompts))]
 
     def warm_up(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> None:
         """Compiles what decoding these prompts needs; the memory learns nothing from it."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fly_jax.decoding.decoder import capacity_for
 from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import process_id, share, together
@@ -57,9 +56,8 @@ def fill_memory(
     run = json.loads(memory.note)["run"] if is_first else None
     spec = pair.spec(Exact(), num_speculative_tokens)
     spec = dataclasses.replace(spec, reports_mismatches=True)
-    capacity = capacity_for(spec, prompts, max_new_tokens, pair.target.config.max_context)
     rows = min(batch_size, len(prompts))
-    decoder = pair.decoder(spec, capacity=capacity, batch_size=rows)
+    decoder = pair.decoder(spec, batch_size=rows)
     saved_at = time.monotonic()
     try:
         with tqdm(total=len(prompts), initial=start, unit="prompt", disable=not is_first) as bar:

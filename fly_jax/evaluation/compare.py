@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from fly_jax.decoding.capacity import capacity_for
+from fly_jax.decoding.capacity import like_lengths
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
@@ -168,7 +168,7 @@ def compare(
 ) -> Comparison:
     """Decodes the same prompts with every rule, in turns, batch by batch.
 
-    Everything is compiled before the first measurement, and all rules have caches of one size.
+    Everything is compiled before the first measurement.
 
     Args:
       pair: from `load_pair`, with a draft model.
@@ -192,13 +192,10 @@ def compare(
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts
     ]
-    context = pair.target.config.max_context
-    capacity = max(capacity_for(spec, ids, max_new_tokens, context) for spec in specs.values())
     rows = min(batch_size, len(ids))
     decoders = {
         name: pair.decoder(
             spec,
-            capacity=capacity,
             batch_size=rows,
             protect=protect.get(name, ()) if isinstance(protect, Mapping) else protect,
             memory=memory.copy() if memory is not None and spec.rule.uses_memory else None,
@@ -206,37 +203,38 @@ def compare(
         for name, spec in specs.items()
     }
     for decoder in decoders.values():
-        decoder.warm_up(ids)  # every prompt, since each length may have its own prefill
-    accounts: dict[str, list[Generation]] = {name: [] for name in decoders}
+        decoder.warm_up(ids, max_new_tokens)
+    generations: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
     seconds = dict.fromkeys(decoders, 0.0)
-    for first in range(0, len(ids), rows):
+    for batch in like_lengths(ids, rows):
+        prompts_of_batch, seeds = [ids[index] for index in batch], [seed + index for index in batch]
         for name, decoder in decoders.items():
-            part = ids[first : first + rows]
-            batch = decoder.generate(part, max_new_tokens, seed=seed + first)
-            accounts[name] += batch
-            seconds[name] += max(account.seconds for account in batch)
+            decoded = decoder.decode(prompts_of_batch, max_new_tokens, seed=seeds)
+            generations[name] |= zip(batch, decoded, strict=True)
+            seconds[name] += max(one.seconds for one in decoded)
+    in_order = {name: [of[index] for index in range(len(ids))] for name, of in generations.items()}
     return Comparison(
-        tuple(_result(pair, name, accounts[name], seconds[name], check) for name in decoders)
+        tuple(_result(pair, name, in_order[name], seconds[name], check) for name in decoders)
     )
 
 
 def _result(
     pair: Pair,
     name: str,
-    accounts: list[Generation],
+    generations: list[Generation],
     seconds: float,
     check: Callable[[int, str], bool | None] | None,
 ) -> RuleResult:
-    texts = tuple(pair.tokenizer.decode(account.token_ids) for account in accounts)
+    texts = tuple(pair.tokenizer.decode(one.token_ids) for one in generations)
     verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
     return RuleResult(
         name=name,
-        num_tokens=sum(len(account.token_ids) for account in accounts),
+        num_tokens=sum(len(one.token_ids) for one in generations),
         seconds=seconds,
-        num_rounds=sum(account.num_rounds for account in accounts),
-        num_draft_tokens=sum(account.num_draft_tokens for account in accounts),
-        num_accepted_tokens=sum(account.num_accepted_tokens for account in accounts),
-        num_rescued_tokens=sum(account.num_rescued_tokens for account in accounts),
+        num_rounds=sum(one.num_rounds for one in generations),
+        num_draft_tokens=sum(one.num_draft_tokens for one in generations),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in generations),
+        num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
         num_checked=sum(verdict is not None for verdict in verdicts),
         num_correct=sum(verdict is True for verdict in verdicts),
         texts=texts,

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.decoding.decoder import Decoder, capacity_for
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
@@ -153,10 +153,8 @@ def find_gate(
         def decoder_of(one: Rule) -> Decoder:
             spec = pair.spec_of(dataclasses.replace(config, window_size=windows[0]))
             spec = dataclasses.replace(spec, rule=one, reports_evidence=True)
-            context = pair.target.config.max_context
-            capacity = capacity_for(spec, prompts, max_new_tokens, context)
             rows = min(batch_size, len(search))
-            return pair.decoder(spec, capacity=capacity, batch_size=rows, protect=config.protect)
+            return pair.decoder(spec, batch_size=rows, protect=config.protect)
 
         bar.set_description("exact decoding")
         lossless = decoder_of(Budget(rule, 0.0))  # which has the rule's evidence

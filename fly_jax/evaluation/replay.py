@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
+from fly_jax.decoding.capacity import like_lengths
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.verification.evidence import TargetEvidence
@@ -88,26 +89,28 @@ def record(
       bar: is moved on by one for each prompt.
     """
     parts: list[dict[str, Any]] = []
-    for first in range(0, len(prompts), decoder.batch_size):
-        batch = prompts[first : first + decoder.batch_size]
+    for batch in like_lengths(prompts, decoder.batch_size):
+        some = [prompts[index] for index in batch]
         heard: list[RoundOutput] = []
         decoder.listener = heard.append
-        decoder.generate(batch, max_new_tokens)
-        left = [min(max_new_tokens, decoder.max_context - len(prompt)) for prompt in batch]
-        parts.append(_of_batch(heard, first, np.array(left)))
+        decoder.decode(some, max_new_tokens, seed=0)
+        left = [min(max_new_tokens, decoder.max_context - len(prompt)) for prompt in some]
+        parts.append(_of_batch(heard, np.array(batch), np.array(left)))
         bar.update(len(batch))
     decoder.listener = None
     return Rounds(**_joined(parts), num_prompts=len(prompts))
 
 
 def _of_batch(
-    heard: Sequence[RoundOutput], first: int, left: Int[np.ndarray, " rows"]
+    heard: Sequence[RoundOutput],
+    batch: Int[np.ndarray, " rows"],
+    left: Int[np.ndarray, " rows"],
 ) -> dict[str, Any]:
     """The fields of `Rounds` for one batch.
 
     Args:
       heard: its dispatches.
-      first: index of its first prompt.
+      batch: index of each row's prompt.
       left: tokens that each prompt may become longer by.
     """
     rows = len(left)
@@ -116,7 +119,7 @@ def _of_batch(
     live = found["num_drafted"][:, :rows] > 0
     settled = found["count"][:, :rows]
     found["room"] = left - (np.cumsum(settled, axis=0) - settled)
-    found["prompt"] = np.broadcast_to(first + np.arange(rows), live.shape)
+    found["prompt"] = np.broadcast_to(batch, live.shape)
     return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[:, :rows][live], found))
 
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         status = _status(list(arguments))
     finally:
-        crash_handler.leave(status)
+        crash_handler.shutdown(status)
     return status
 
 

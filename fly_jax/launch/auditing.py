@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+import numpy as np
+
 from fly_jax.decoding.config import DecodeConfig
-from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
-from fly_jax.launch.flags import Flags
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues
@@ -22,34 +22,16 @@ if TYPE_CHECKING:
     from fly_jax.verification.evidence import Entropy
 
 
-def add_audit_flags(into: Flags) -> None:
-    """Adds the flags of an audit."""
-    group = "Audit"
-    into.string(
-        group, "audit", None,
-        "file for every mismatch that was kept or refused, as JSON lines that the command audit "
-        "sums up",
-    )  # fmt: skip
-    into.switch(
-        group, "audit_exact",
-        "audit: continue each prompt with the target's own text as well, so that the audit knows "
-        "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
-    )  # fmt: skip
-
-
-def check_audit(values: FlagValues) -> None:
+def check_audit(path: Path) -> None:
     """Refuses a file that cannot be written; only process 0 writes one.
 
     Raises:
-      FlyJaxError: it cannot, or there is none for --audit_exact.
+      FlyJaxError: it cannot.
     """
     from fly_jax.sharding.processes import process_id
 
-    if values.audit is None:
-        if values.audit_exact is not None:
-            raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
-    elif process_id() == 0:
-        check_writable(Path(values.audit))
+    if process_id() == 0:
+        check_writable(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +58,29 @@ class Auditor:
     ids: Sequence[Sequence[int]]
     max_new_tokens: int
 
-    def add(self, first: int, finished: Mapping[int, Generation]) -> None:
+    def add(self, batch: Sequence[int], finished: Mapping[int, Generation]) -> None:
         """Writes a batch.
 
         Args:
-          first: index of its first prompt.
-          finished: what became of each of its rows.
+          batch: index of each row's prompt.
+          finished: what became of each row.
         """
         exact: Sequence[Generation | None] = [None] * len(finished)
         if self.exact is not None:
-            batch = self.ids[first : first + len(finished)]
-            exact = self.exact.generate(batch, self.max_new_tokens)
+            prompts = [self.ids[index] for index in batch]
+            exact = self.exact.generate(prompts, self.max_new_tokens)
         if self.file is None:
             return
         rule = self.decoder.spec.rule
         for row in sorted(finished):
             mismatches, continuation = audited(
-                first + row,
-                self.prompts[first + row],
+                batch[row],
+                self.prompts[batch[row]],
                 finished[row],
                 self.pair.tokenizer,
                 self.run,
-                has_window=rule.strict_tail > 0,
-                budget=rule.budget,
+                has_window=rule.longest_window > 0,
+                budget=None if rule.budget is None else float(np.max(rule.budget)),
                 exact=exact[row],
             )
             write_prompt(self.file, mismatches, continuation)
@@ -112,24 +94,17 @@ def auditing(
     decoder: Decoder,
     prompts: Sequence[str],
     ids: Sequence[Sequence[int]],
-) -> Iterator[Auditor | None]:
-    """Opens the audit, if there is to be one."""
+) -> Iterator[Auditor]:
+    """Opens the audit."""
     from fly_jax.sharding.processes import process_id
 
-    if values.audit is None:
-        yield None
-        return
-    measure = decoder.spec.entropy_measure
+    measure = decoder.spec.needs.entropy
     assert measure is not None
     settings = {**dataclasses.asdict(config), "max_new_tokens": values.max_new_tokens}
     run = Run(FORMAT, VERSION, config.rule, _name(measure), settings)
     exact = None
-    if (
-        config.is_loosened
-        and decoder.spec.rule.sampling is None
-        and values.audit_exact is not False
-    ):
-        exact = _lossless(values, config, pair, decoder, ids)
+    if config.is_loosened and decoder.spec.sampling is None and values.audit_exact is not False:
+        exact = _lossless(config, pair, decoder)
     with contextlib.ExitStack() as stack:
         file = None
         if process_id() == 0:
@@ -138,19 +113,10 @@ def auditing(
         yield Auditor(file, run, pair, decoder, exact, prompts, ids, values.max_new_tokens)
 
 
-def _lossless(
-    values: FlagValues,
-    config: DecodeConfig,
-    pair: Pair,
-    decoder: Decoder,
-    ids: Sequence[Sequence[int]],
-) -> Decoder:
+def _lossless(config: DecodeConfig, pair: Pair, decoder: Decoder) -> Decoder:
     """What gives the target's own text: exact speculation, which is faster than doing without."""
-    from fly_jax.decoding.decoder import capacity_for
-
     spec = pair.spec_of(config.side_by_side()[1])
-    capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
-    return pair.decoder(spec, capacity=capacity, batch_size=decoder.batch_size)
+    return pair.decoder(spec, batch_size=decoder.batch_size)
 
 
 def _name(entropy: Entropy) -> str:

@@ -20,10 +20,16 @@ from fly_jax.evaluation.strictness import (
     windows_of,
     write_config,
 )
-from fly_jax.launch.distributed_session import add_process_flags, joined
-from fly_jax.launch.flags import Flags, add_model_flags, add_prompt_flags, decoding_overrides
-from fly_jax.launch.prompts import Prompt
-from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
+from fly_jax.launch.distributed_session import distributed_session
+from fly_jax.launch.flags import (
+    Flags,
+    add_model_flags,
+    add_process_flags,
+    add_prompt_flags,
+    config_from_flags,
+    decoding_overrides,
+)
+from fly_jax.launch.inputs import Inputs, Prompt, load_models, open_inputs, read_prompts, say
 
 if TYPE_CHECKING:  # JAX is imported only when the flags and the prompts are good
     from absl.flags import FlagValues
@@ -74,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     command = shlex.join(["python", "-m", "fly_jax.launch", "calibrate", *arguments])
     try:
-        with joined(values):
+        with distributed_session(values):
             _run(values, command)
     except KeyboardInterrupt as interrupt:
         what = "Go on where it was" if values.memory else "Nothing was written; begin again"
@@ -154,14 +160,14 @@ def _run(values: FlagValues, command: str) -> None:
             return config, []
         if values.gate is not None:
             check_new(Path(values.gate))
-        return config, prompts_of_file(values)
+        return config, read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
 
     config, prompts = together(begin)
-    reading = read(values, config, prompts)
+    inputs = open_inputs(values, config, prompts)
     if values.gate is None:
-        _fill(values, config, reading)
+        _fill(values, config, inputs)
     else:
-        _find(values, config, reading, command)
+        _find(values, config, inputs, command)
 
 
 def _config(values: FlagValues) -> DecodeConfig:
@@ -169,7 +175,7 @@ def _config(values: FlagValues) -> DecodeConfig:
     if values.gate is None:
         exact = DecodeConfig(rule="exact")
         return dataclasses.replace(exact, **decoding_overrides(values) | {"memory": None})
-    config = dataclasses.replace(base_config(values), **decoding_overrides(values))
+    config = config_from_flags(values)
     _bound(values), strictness_of(config), windows_of(config, values.window_size)
     config.to_lookup()
     return config
@@ -181,14 +187,14 @@ def _bound(values: FlagValues) -> Bound:
     return Bound("regret", values.max_regret)
 
 
-def _find(values: FlagValues, config: DecodeConfig, reading: Reading, command: str) -> None:
+def _find(values: FlagValues, config: DecodeConfig, inputs: Inputs, command: str) -> None:
     from fly_jax.evaluation.gate import check_prompts, find_gate
     from fly_jax.sharding.processes import process_id
 
-    check_prompts(reading.ids)
+    check_prompts(inputs.ids)
     gate = find_gate(
-        load(values, config, reading),
-        reading.ids,
+        load_models(values, config, inputs),
+        inputs.ids,
         config,
         _bound(values),
         window_size=values.window_size,
@@ -202,28 +208,26 @@ def _find(values: FlagValues, config: DecodeConfig, reading: Reading, command: s
     say(f"{values.gate} says so; decode with --config {values.gate}.")
 
 
-def _fill(values: FlagValues, config: DecodeConfig, reading: Reading) -> None:
-    from fly_jax.decoding.pair import default_dtype
+def _fill(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.identity import identity
-    from fly_jax.models.checkpoints.locate import embedded_pair, resolve
     from fly_jax.sharding.processes import process_id, share, together
 
-    def models() -> str:
+    def which_models() -> str:
         if process_id() != 0:
             return ""
         # What the draft models below the first one are does not change a token.
-        draft = resolve(values.draft[0]) if values.draft else embedded_pair()[1]
-        dtype = values.dtype or default_dtype(values.target)
-        return " ".join([identity(reading.target), identity(draft), dtype])
+        models = inputs.models
+        dtype = values.dtype or models.default_dtype
+        return " ".join([identity(models.target.folder), identity(models.drafts[0].folder), dtype])
 
-    path, which = Path(values.memory), share(together(models))
+    path, which = Path(values.memory), share(together(which_models))
     sizes = (config.most_drafted, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.
-    begin_memory(path, reading.tokenizer.digest, reading.ids, *sizes, which)
+    begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
     memory = fill_memory(
-        load(values, config, reading),
-        reading.ids,
+        load_models(values, config, inputs),
+        inputs.ids,
         path,
         num_speculative_tokens=config.most_drafted,
         max_new_tokens=values.max_new_tokens,

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> None:
     from fly_jax.models.checkpoints.locate import resolve
 
     try:
-        convert(resolve(values.target), Path(values.output), _SAME.get(values.dtype, values.dtype))
+        source = resolve(values.target, values.revision)
+        convert(source, Path(values.output), _SAME.get(values.dtype, values.dtype))
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "convert", *arguments])
         raise KeyboardInterrupt(f"Go on where it stopped with: {again}") from interrupt
@@ -61,6 +62,7 @@ def _flags() -> Flags:
     flags = Flags("convert")
     group = "Conversion"
     flags.string(group, "target", None, "folder or hub id of the model to convert")
+    flags.string(group, "revision", None, "branch, tag or commit of the hub id")
     flags.string(group, "output", None, "folder to write; new, or of an interrupted conversion")
     flags.choice(
         group, "dtype", "bfloat16", ("bfloat16", "bf16", "float32", "int8"),

@@ -1,4 +1,4 @@
-"""What a process of several says last: one sentence, where JAX's runtime would print a stack trace.
+"""The end of a process of several: one sentence, where JAX's runtime would print a stack trace.
 
 When another process dies, this one may hang in a collective for ever. JAX's coordination service
 notices (missing heartbeats, or a closed connection to process 0) and ends the process from a thread
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:  # this module is there before JAX
-    from fly_jax.sharding.processes import Place
+    from fly_jax.sharding.processes import ProcessInfo
 
 _EXIT_LOST = 1
 _EXIT_WRONG_INPUT = 2
@@ -35,30 +35,30 @@ _SERVICE_LOST = re.compile(
 )
 
 
-class LastWords:
-    """Takes over the process's output and its way to end, once several processes are meant.
+class CrashHandler:
+    """Takes over a process's output and its way to end, where it is one of several.
 
     Standard output is process 0's alone. Libraries in C++ write to a file from now on: the
     collectives announce themselves on standard output, where only results belong.
     """
 
-    def __init__(self, place: Place, timeout: int) -> None:
-        """The words for the time until the processes have met; they know what to say from then.
+    def __init__(self, process: ProcessInfo, timeout: int) -> None:
+        """Begins before the processes have met; `connected` tells it when they have.
 
         Args:
-          place: of this process.
+          process: this one.
           timeout: seconds in which they are to meet.
         """
-        self._place = place
+        self._process = process
         self._timeout = timeout
         self._hosts: Sequence[str] = ()
-        self._leaving: int | None = None
-        file, name = tempfile.mkstemp(prefix=f"fly_jax-{place.process_id}-", suffix=".log")
+        self._exit_status: int | None = None
+        file, name = tempfile.mkstemp(prefix=f"fly_jax-{process.process_id}-", suffix=".log")
         self._native = Path(name)
         sys.stdout.flush()
         sys.stderr.flush()
         self._error = os.dup(2)
-        sys.stdout = _as(sys.stdout, os.dup(1) if place.process_id == 0 else _nowhere())
+        sys.stdout = _as(sys.stdout, os.dup(1) if process.process_id == 0 else _nowhere())
         sys.stderr = _as(sys.stderr, os.dup(2))
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
@@ -68,15 +68,15 @@ class LastWords:
         libc.signal.argtypes = [ctypes.c_int, _Handler]
         libc.signal(signal.SIGABRT, self._handler)
 
-    def met(self, hosts: Sequence[str]) -> None:
+    def connected(self, hosts: Sequence[str]) -> None:
         """All processes are there, on these hosts."""
         self._hosts = hosts
 
-    def leave(self, status: int) -> None:
-        """See `leave`."""
+    def shutdown(self, status: int) -> None:
+        """See `shutdown`."""
         import jax
 
-        self._leaving = status
+        self._exit_status = status
         with contextlib.suppress(OSError, ValueError):  # a reader that has gone away
             sys.stdout.flush()
             sys.stderr.flush()
@@ -87,18 +87,19 @@ class LastWords:
 
     def _aborted(self, _: int) -> None:
         """Runs in whichever thread called `abort()`."""
-        if self._leaving is not None:
+        if self._exit_status is not None:
             self._native.unlink(missing_ok=True)
-            os._exit(self._leaving)
-        sentence, status = self._lost() if self._hosts else self._not_met()
+            os._exit(self._exit_status)
+        sentence, status = self._lost() if self._hosts else self._not_connected()
         os.write(self._error, f"{sentence}\n".encode(errors="replace"))
         os._exit(status)
 
-    def _not_met(self) -> tuple[str, int]:
-        place = self._place
+    def _not_connected(self) -> tuple[str, int]:
+        process = self._process
         return (
-            f"The {place.num_processes} processes have not all met at {place.coordinator_address} "
-            f"within {self._timeout} seconds (this is process {place.process_id}); start the same "
+            f"The {process.num_processes} processes have not all met at "
+            f"{process.coordinator_address} within {self._timeout} seconds (this is process "
+            f"{process.process_id}); start the same "
             "command on every host, process 0 on the one with this address, and keep its port "
             f"open and unused ({self._native} has what JAX says)."
         ), _EXIT_WRONG_INPUT
@@ -109,12 +110,12 @@ class LastWords:
         except OSError:
             text = ""
         lost = lost_processes(text)
-        others = sorted(lost - {self._place.process_id})
+        others = sorted(lost - {self._process.process_id})
         who = " and ".join(f"process {index} ({self._hosts[index]})" for index in others)
         gone = f"{who or 'another process'} {'are' if len(others) > 1 else 'is'} gone"
         reason = "it was out of touch with the others" if lost and not others else gone
         return (
-            f"Process {self._place.process_id} of {len(self._hosts)} stops, since {reason} and "
+            f"Process {self._process.process_id} of {len(self._hosts)} stops, since {reason} and "
             "they go on together or not at all; see what the others said last and start all of "
             f"them again ({self._native} has what JAX says)."
         ), _EXIT_LOST
@@ -131,24 +132,24 @@ def lost_processes(native: str) -> set[int]:
     return {0} if _SERVICE_LOST.search(native) else set()
 
 
-_words: LastWords | None = None
+_installed: CrashHandler | None = None
 
 
-def speak_for(place: Place, timeout: int) -> LastWords:
-    """The last words of this process from now on, which must be one of several."""
-    global _words
-    _words = LastWords(place, timeout)
-    return _words
+def install(process: ProcessInfo, timeout: int) -> CrashHandler:
+    """Handles the end of this process from now on, which must be one of several."""
+    global _installed
+    _installed = CrashHandler(process, timeout)
+    return _installed
 
 
-def leave(status: int) -> None:
+def shutdown(status: int) -> None:
     """Ends this process's part in the job, if it has one; does not return where it has failed.
 
     The others are given a few seconds to end as well. Those that do not are stopped by the service,
     so that they do not wait for this one.
     """
-    if _words is not None:
-        _words.leave(status)
+    if _installed is not None:
+        _installed.shutdown(status)
 
 
 def _nowhere() -> int:

@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodeConfig, default_config, load_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.expression import LOOSENED_RULES, LOSSLESS_RULES
 
@@ -176,6 +177,11 @@ def add_model_flags(into: Flags) -> None:
         "proposing to the target and each other one to the one before it",
     )  # fmt: skip
     into.string(
+        group, "revision", None,
+        "branch, tag or commit of the target's hub id; that of any model can follow its id, as in "
+        "org/name@revision",
+    )  # fmt: skip
+    into.string(
         group, "mesh", "1x1",
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
     )  # fmt: skip
@@ -183,6 +189,11 @@ def add_model_flags(into: Flags) -> None:
         group, "dtype", None, ("float32", "bfloat16", "int8"),
         "type of weights and caches; if not given, float32 for the pair that ships with the "
         "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
+    )  # fmt: skip
+    into.string(
+        group, "compilation_cache", None,
+        "folder that keeps compiled programs for the next start, or off; if not given, that of the "
+        "environment variable FLY_JAX_COMPILATION_CACHE, else one of the user's own",
     )  # fmt: skip
 
 
@@ -350,6 +361,54 @@ def _add_rule_flags(into: Flags, default: DecodeConfig) -> None:
         r"never rescue tokens in whose text this regular expression is found, such as '\d'; may be "
         "given several times",
     )  # fmt: skip
+
+
+def add_audit_flags(into: Flags) -> None:
+    """Adds the flags of an audit."""
+    group = "Audit"
+    into.string(
+        group, "audit", None,
+        "file for every mismatch that was kept or refused, as JSON lines that the command audit "
+        "sums up",
+    )  # fmt: skip
+    into.switch(
+        group, "audit_exact",
+        "audit: continue each prompt with the target's own text as well, so that the audit knows "
+        "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
+    )  # fmt: skip
+
+
+def add_process_flags(into: Flags) -> None:
+    """Adds the flags that say where the processes meet."""
+    group = "Processes"
+    into.string(
+        group, "coordinator_address", None,
+        "host and port of process 0, such as 10.0.0.1:8476; only needed where no cluster says so "
+        "(TPU pods, GKE, Slurm and Open MPI do)",
+    )  # fmt: skip
+    into.integer(
+        group, "num_processes", None,
+        "processes that run this command, usually one on each host; 1 for this one alone, "
+        "whatever the cluster says",
+        lower_bound=1,
+    )  # fmt: skip
+    into.integer(group, "process_id", None, "which of them this is, from 0", lower_bound=0)
+    into.integer(
+        group, "coordinator_timeout", 300, "seconds to wait for the others", lower_bound=1
+    )  # fmt: skip
+
+
+def config_from_flags(values: flags.FlagValues) -> DecodeConfig:
+    """The flags laid over the file that is named, or over what suits the pair.
+
+    Raises:
+      FlyJaxError: a file that cannot be read, or a value of no use.
+    """
+    if values.config:
+        config = load_config(Path(values.config))
+    else:
+        config = default_config(is_embedded=values.target is None and not values.draft)
+    return dataclasses.replace(config, **decoding_overrides(values))
 
 
 def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fly_jax.decoding.config import DecodeConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.auditing import Auditor, add_audit_flags, auditing, check_audit
-from fly_jax.launch.distributed_session import add_process_flags, joined
+from fly_jax.launch.distributed_session import distributed_session
 from fly_jax.launch.flags import (
     Flags,
+    add_audit_flags,
     add_decoding_flags,
     add_model_flags,
+    add_process_flags,
     add_prompt_flags,
-    decoding_overrides,
+    config_from_flags,
 )
-from fly_jax.launch.prompts import Prompt, built_in_prompts, prompts_from_flags
-from fly_jax.launch.reading import Reading, base_config, load, prompts_of_file, read, say
+from fly_jax.launch.inputs import (
+    Inputs,
+    Prompt,
+    built_in_prompts,
+    load_models,
+    open_inputs,
+    prompts_from_flags,
+    read_prompts,
+    say,
+)
 
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.decoder import Decoder, Generation, Settled
+    from fly_jax.decoding.config import DecodeConfig
+    from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
     from fly_jax.verification.correction_memory import CorrectionMemory
@@ -61,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    with joined(values):
+    with distributed_session(values):
         _run(values)
 
 
@@ -70,18 +78,23 @@ def _run(values: FlagValues) -> None:
     from fly_jax.sharding.processes import together
 
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    together(lambda: check_audit(values))
     config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
-    reading = read(values, config, prompts)
-    memory = _shared(together(lambda: _memory(values, config, reading.tokenizer)))
-    pair = load(values, config, reading)
-    _generate(values, config, pair, memory, reading)
+    inputs = open_inputs(values, config, prompts)
+    memory = _shared(together(lambda: _memory(values, config, inputs.models.target.tokenizer)))
+    pair = load_models(values, config, inputs)
+    _decode(values, config, pair, memory, inputs)
     if compares:
-        _compare(values, config, pair, memory, reading)
+        _compare(values, config, pair, memory, inputs)
 
 
 def _config(values: FlagValues, compares: bool) -> DecodeConfig:
-    config = dataclasses.replace(base_config(values), **decoding_overrides(values))
+    if values.audit is None and values.audit_exact is not None:
+        raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
+    if values.audit is not None:
+        from fly_jax.launch.auditing import check_audit
+
+        check_audit(Path(values.audit))
+    config = config_from_flags(values)
     if not _has_draft(values) and (config.num_drafted or compares):
         wanted = "--compare" if compares else f"the rule {config.rule}"
         raise FlyJaxError(
@@ -152,7 +165,7 @@ def _prompts(values: FlagValues) -> list[Prompt]:
         return built_in_prompts()
     prompts = prompts_from_flags(values.prompt)
     if values.prompts_file is not None:
-        prompts += prompts_of_file(values)
+        prompts += read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
     return prompts
 
 
@@ -186,33 +199,60 @@ def _shared(memory: CorrectionMemory | None) -> CorrectionMemory | None:
     return memory
 
 
-def _generate(
+def _decode(
     values: FlagValues,
     config: DecodeConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
-    reading: Reading,
+    inputs: Inputs,
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
-    from fly_jax.decoding.decoder import capacity_for
+    from fly_jax.decoding.capacity import like_lengths
+    from fly_jax.launch.view import TextView
 
-    ids = reading.ids
+    texts, ids = [prompt.text for prompt in inputs.prompts], inputs.ids
     spec = pair.spec_of(config, audits=values.audit is not None)
-    capacity = capacity_for(spec, ids, values.max_new_tokens, pair.target.config.max_context)
     decoder = pair.decoder(
         spec,
-        capacity=capacity,
         batch_size=min(values.batch_size, len(ids)),
         protect=config.protect,
         memory=None if memory is None else memory.copy(),
     )
-    decoder.warm_up(ids[:1])  # so that no prompt's speed has the compilation in it
-    texts = [prompt.text for prompt in reading.prompts]
-    with (
-        _learning(values, config, decoder),
-        auditing(values, config, pair, decoder, texts, ids) as auditor,
-    ):
-        _show(values, config, pair, decoder, reading, auditor)
+    # So that no prompt's speed has the compilation in it.
+    decoder.warm_up(ids, values.max_new_tokens)
+    view = None if values.json else TextView(sys.stdout, pair.tokenizer)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_learning(values, config, decoder))
+        audit = None
+        if values.audit is not None:
+            from fly_jax.launch.auditing import auditing
+
+            audit = stack.enter_context(auditing(values, config, pair, decoder, texts, ids))
+        finished: dict[int, Generation] = {}
+        num_printed = 0
+        for batch in like_lengths(ids, decoder.batch_size):
+            if view is not None:
+                view.begin([texts[index] for index in batch])
+            for settled, generation in decoder.stream(
+                [ids[index] for index in batch],
+                values.max_new_tokens,
+                seed=[values.seed + index for index in batch],
+            ):
+                done = bool(settled.finish_reason)
+                if done:
+                    finished[batch[settled.row]] = generation
+                if view is not None:
+                    view.push(settled.row, settled.token_ids, settled.why, done=done)
+                    continue
+                while num_printed in finished:  # in order, each as soon as those before it are done
+                    one = finished[num_printed]
+                    print(json.dumps(_record(pair, config, texts[num_printed], one)), flush=True)
+                    num_printed += 1
+            if audit is not None:
+                audit.add(batch, {row: finished[index] for row, index in enumerate(batch)})
+            if view is not None:
+                for index in batch:
+                    say(_summary(index + 1, len(ids), finished[index]))
 
 
 @contextlib.contextmanager
@@ -227,99 +267,36 @@ def _learning(values: FlagValues, config: DecodeConfig, decoder: Decoder) -> Ite
             decoder.memory.save(Path(config.memory))
 
 
-def _show(
-    values: FlagValues,
-    config: DecodeConfig,
-    pair: Pair,
-    decoder: Decoder,
-    reading: Reading,
-    auditor: Auditor | None,
-) -> None:
-    """Writes every continuation."""
-    from fly_jax.launch.view import TextView, legend, wants_colour
-
-    texts, ids = [prompt.text for prompt in reading.prompts], reading.ids
-    if values.json:
-        for index, account in enumerate(_in_order(values, decoder, ids, auditor)):
-            print(json.dumps(_record(pair, config, texts[index], account)), flush=True)
-        return
-    if wants_colour(sys.stdout):
-        print(legend(), end="\n\n")
-    view = TextView(sys.stdout, pair.tokenizer)
-    for first in range(0, len(ids), decoder.batch_size):
-        view.begin(texts[first : first + decoder.batch_size])
-        finished: dict[int, Generation] = {}
-        for settled, account in _stream(values, decoder, ids, first, auditor):
-            done = bool(settled.finish_reason)
-            view.push(settled.row, settled.token_ids, settled.why, done=done)
-            if done:
-                finished[settled.row] = account
-        for row in sorted(finished):
-            say(_summary(first + row + 1, len(ids), finished[row]))
-
-
-def _stream(
-    values: FlagValues,
-    decoder: Decoder,
-    ids: list[list[int]],
-    first: int,
-    auditor: Auditor | None,
-) -> Iterator[tuple[Settled, Generation]]:
-    """The tokens of the batch that begins at `first`; once all are there they are audited."""
-    batch = ids[first : first + decoder.batch_size]
-    finished: dict[int, Generation] = {}
-    for settled, account in decoder.stream(batch, values.max_new_tokens, seed=values.seed + first):
-        if settled.finish_reason:
-            finished[settled.row] = account
-        yield settled, account
-    if auditor is not None:
-        auditor.add(first, finished)
-
-
-def _in_order(
-    values: FlagValues, decoder: Decoder, ids: list[list[int]], auditor: Auditor | None
-) -> Iterator[Generation]:
-    """Each prompt's account as soon as it and those before it are done."""
-    for first in range(0, len(ids), decoder.batch_size):
-        finished: dict[int, Generation] = {}
-        given = 0
-        for settled, account in _stream(values, decoder, ids, first, auditor):
-            if settled.finish_reason:
-                finished[settled.row] = account
-            while given in finished:
-                yield finished[given]
-                given += 1
-
-
 def _record(
-    pair: Pair, config: DecodeConfig, prompt: str, account: Generation
+    pair: Pair, config: DecodeConfig, prompt: str, generation: Generation
 ) -> dict[str, object]:
-    risk = {} if account.regret is None else {"regret": account.regret}
+    risk = {} if generation.regret is None else {"regret": generation.regret}
     return {
         "prompt": prompt,
-        "prompt_token_ids": list(account.prompt_token_ids),
-        "token_ids": account.token_ids,
-        "text": pair.tokenizer.decode(account.token_ids),
-        "finish_reason": account.finish_reason,
+        "prompt_token_ids": list(generation.prompt_token_ids),
+        "token_ids": generation.token_ids,
+        "text": pair.tokenizer.decode(generation.token_ids),
+        "finish_reason": generation.finish_reason,
         "rule": config.rule,
-        "num_rounds": account.num_rounds,
-        "mean_accepted_tokens": account.mean_accepted_tokens,
-        "num_draft_tokens": account.num_draft_tokens,
-        "num_accepted_tokens": account.num_accepted_tokens,
-        "num_rescued_tokens": account.num_rescued_tokens,
-        "num_rollbacks": account.num_rollbacks,
-        "tokens_per_second": account.tokens_per_second,
-        "why": "".join(why.letter for why in account.why),
+        "num_rounds": generation.num_rounds,
+        "mean_accepted_tokens": generation.mean_accepted_tokens,
+        "num_draft_tokens": generation.num_draft_tokens,
+        "num_accepted_tokens": generation.num_accepted_tokens,
+        "num_rescued_tokens": generation.num_rescued_tokens,
+        "num_rollbacks": generation.num_rollbacks,
+        "tokens_per_second": generation.tokens_per_second,
+        "why": "".join(why.letter for why in generation.why),
         **risk,
     }
 
 
-def _summary(number: int, total: int, account: Generation) -> str:
-    risk = "" if account.regret is None else f", regret {account.regret:.2f} nats"
+def _summary(number: int, total: int, generation: Generation) -> str:
+    risk = "" if generation.regret is None else f", regret {generation.regret:.2f} nats"
     return (
-        f"[{number}/{total}] {len(account.token_ids)} tokens in {account.num_rounds} rounds "
-        f"({account.finish_reason}): {account.mean_accepted_tokens:.2f} mean accepted tokens, "
-        f"{account.num_rescued_tokens} rescued{risk}, {account.tokens_per_second:.0f} tokens/s"
+        f"[{number}/{total}] {len(generation.token_ids)} tokens in {generation.num_rounds} rounds "
+        f"({generation.finish_reason}): {generation.mean_accepted_tokens:.2f} mean accepted "
+        f"tokens, {generation.num_rescued_tokens} rescued{risk}, "
+        f"{generation.tokens_per_second:.0f} tokens/s"
     )
 
 
@@ -328,22 +305,22 @@ def _compare(
     config: DecodeConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
-    reading: Reading,
+    inputs: Inputs,
 ) -> None:
     """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare
     from fly_jax.training.problems import is_correct
 
     def check(index: int, text: str) -> bool | None:
-        problem = reading.prompts[index].problem
+        problem = inputs.prompts[index].problem
         # Other models know nothing of how a problem of ours is to be answered.
         return None if problem is None or values.target else is_correct(problem, text)
 
-    say(f"Comparing the rules on {len(reading.ids)} prompts, {values.batch_size} at a time ...")
+    say(f"Comparing the rules on {len(inputs.ids)} prompts, {values.batch_size} at a time ...")
     rules = {f"{one.rule} (K = {one.num_drafted})": one for one in config.side_by_side()}
     comparison = compare(
         pair,
-        reading.ids,
+        inputs.ids,
         {name: pair.spec_of(one) for name, one in rules.items()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,

@@ -59,11 +59,13 @@ class TextView:
     """Writes the rows of a batch one after the other, the first unfinished one as it grows."""
 
     def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
-        """Takes where to write: in colour on a terminal, and untouched everywhere else."""
+        """Takes where to write: in colour, with a legend, on a terminal; untouched elsewhere."""
         self._out, self._tokenizer = out, tokenizer
         self._terminal, self._colour = out.isatty(), wants_colour(out)
         self._rows: list[_Row] = []
         self._current = 0
+        if self._colour:
+            self._write(legend() + "\n\n")
 
     def begin(self, prompts: Sequence[str]) -> None:
         """Starts a batch."""

@@ -37,7 +37,7 @@ _turns = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Which process this is, and where all of them meet.
 
     Attributes:
@@ -57,14 +57,14 @@ class JointError(FlyJaxError):
     """An error that every process of the job raises, whichever it happened on."""
 
 
-def find_place(
+def detect_process(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
     timeout: int = 300,
-) -> Place | None:
-    """This process's place among others; None where it is alone.
+) -> ProcessInfo | None:
+    """Which of several processes this one is; None where it is alone.
 
     What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI.
 
@@ -116,7 +116,7 @@ def find_place(
             f"--coordinator_address is '{address}'; it needs process 0's host and a free port: "
             "write such as 10.0.0.1:8476."
         )
-    return Place(address, count, index, None if devices is None else tuple(devices))
+    return ProcessInfo(address, count, index, None if devices is None else tuple(devices))
 
 
 def _cluster_size() -> int:
@@ -133,13 +133,13 @@ def _cluster_size() -> int:
     return 1
 
 
-def join(place: Place, *, timeout: int) -> tuple[str, ...]:
+def initialize(process: ProcessInfo, *, timeout: int) -> tuple[str, ...]:
     """Meets the other processes. Call it before anything touches a JAX backend.
 
     Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.crash_handler`.
 
     Args:
-      place: of this process.
+      process: this one.
       timeout: seconds to wait for the others.
 
     Returns:
@@ -149,10 +149,10 @@ def join(place: Place, *, timeout: int) -> tuple[str, ...]:
     with contextlib.suppress(AttributeError):  # a JAX without that service
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
-        coordinator_address=place.coordinator_address,
-        num_processes=place.num_processes,
-        process_id=place.process_id,
-        local_device_ids=place.local_device_ids,
+        coordinator_address=process.coordinator_address,
+        num_processes=process.num_processes,
+        process_id=process.process_id,
+        local_device_ids=process.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=timeout,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -266,7 +266,7 @@ def _next_key() -> str:
     No process is a thousand turns behind: the programs between them need all processes.
     """
     turn = next(_turns)
-    block, place = divmod(turn, _BLOCK)
-    if place == 0 and block > 1 and process_id() == 0:
+    block, index = divmod(turn, _BLOCK)
+    if index == 0 and block > 1 and process_id() == 0:
         _client().key_value_delete(f"fly_jax/{block - 2}")
     return f"fly_jax/{block}/{turn}"

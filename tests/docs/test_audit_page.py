@@ -14,7 +14,7 @@ from fly_jax.evaluation.audit import Mismatch
 from fly_jax.evaluation.audit_summary import CLASSES
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
-from fly_jax.launch.prompts import built_in_prompts
+from fly_jax.launch.inputs import built_in_prompts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

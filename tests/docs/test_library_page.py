@@ -40,7 +40,15 @@ def test_the_rules_differ_as_the_page_says(page: dict[str, Any]) -> None:
 
 def test_streamed_text_is_that_of_generate(page: dict[str, Any]) -> None:
     pair = page["pair"]
-    whole = fly_jax.generate(pair, page["prompts"], max_new_tokens=64, batch_size=2)
+    whole = fly_jax.generate(
+        pair,
+        page["prompts"],
+        rule=fly_jax.Fly(),
+        num_speculative_tokens=15,
+        protect=(),
+        max_new_tokens=64,
+        batch_size=2,
+    )
     assert page["written"] == [pair.tokenizer.decode(one.token_ids) for one in whole]
     assert all(page["written"])
 
@@ -54,6 +62,7 @@ def test_a_foreign_loop_gives_the_tokens_of_generate(page: dict[str, Any], name:
         page["ids"][:1],
         rule=rule,
         num_speculative_tokens=count,
+        protect=(),
         max_new_tokens=48,
     )
     assert page[name] == expected.token_ids
@@ -77,7 +86,9 @@ def test_steps_give_the_tokens_of_generate(page: dict[str, Any]) -> None:
     (expected,) = fly_jax.generate(
         page["pair"],
         page["ids"][:1],
+        rule=fly_jax.Fly(),
         num_speculative_tokens=page["K"],
+        protect=(),
         max_new_tokens=len(page["stepwise"]),
     )
     settled = len(expected.token_ids)  # the steps of the page go on after an end of text

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from fly_jax.decoding.pair import Pair, generate, load_pair
-from fly_jax.sharding.processes import find_place, join
+from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 
 RULES = {"autoregressive": (Exact(), 0), "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
@@ -39,10 +39,10 @@ def main() -> None:
     parser.add_argument("--process_id", type=int)
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
-    place = find_place(given.coordinator_address, given.num_processes, given.process_id)
-    join(place, timeout=240)
+    process = detect_process(given.coordinator_address, given.num_processes, given.process_id)
+    initialize(process, timeout=240)
     pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
-    (given.folder / f"results_{place.process_id}.json").write_text(json.dumps(results(pair)))
+    (given.folder / f"results_{process.process_id}.json").write_text(json.dumps(results(pair)))
 
 
 if __name__ == "__main__":

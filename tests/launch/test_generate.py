@@ -12,7 +12,7 @@ import pytest
 
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
-from fly_jax.launch.prompts import Prompt
+from fly_jax.launch.inputs import Prompt
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 from fly_jax.training.problems import Problem
 
@@ -119,7 +119,6 @@ def test_without_prompts_and_models(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The built-in pair continues built-in prompts, and the table says how many were right."""
-    monkeypatch.setattr("fly_jax.models.checkpoints.locate.embedded_pair", lambda: tiny_pair)
     monkeypatch.setattr("fly_jax.decoding.pair.embedded_pair", lambda: tiny_pair)
     problem = Problem("Boris", " buys 3.\nAnswer: 3", "3")
     prompts = [Prompt(problem.prompt, "A built-in prompt", problem), Prompt("Ada", "Another")]

@@ -7,13 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fly_jax.errors import FlyJaxError
-from fly_jax.launch.prompts import built_in_prompts, read_prompts
+from fly_jax.launch.inputs import built_in_prompts, read_prompts
 from fly_jax.training.problems import is_correct, split_of
-
-
-def fail(error: FlyJaxError) -> None:
-    raise error
 
 
 @pytest.mark.parametrize(
@@ -28,23 +23,25 @@ def fail(error: FlyJaxError) -> None:
 def test_files(tmp_path: Path, content: bytes, texts: list[str]) -> None:
     file = tmp_path / "prompts"
     file.write_bytes(content)
-    assert [prompt.text for prompt in read_prompts(str(file), fail)] == texts
+    assert [prompt.text for prompt in read_prompts(str(file), skip_bad=False)] == texts
 
 
-def test_the_name_tells_that_lines_are_json(tmp_path: Path) -> None:
+def test_the_name_tells_that_lines_are_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('plain\n{"prompt": "x"}\n')
-    seen: list[FlyJaxError] = []
-    prompts = read_prompts(str(file), seen.append)
+    prompts = read_prompts(str(file), skip_bad=True)
     assert [prompt.source for prompt in prompts] == [f"{file}, line 2"]
-    assert "line 1" in str(seen[0])
+    assert "line 1" in capsys.readouterr().err
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\n\xff\n")))
-    seen: list[FlyJaxError] = []
-    assert [prompt.text for prompt in read_prompts("-", seen.append)] == ["one"]
-    assert "Standard input, line 2" in str(seen[0])
+    assert [prompt.text for prompt in read_prompts("-", skip_bad=True)] == ["one"]
+    assert "Standard input, line 2" in capsys.readouterr().err
 
 
 def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:

@@ -29,6 +29,9 @@ def tokenizer(tiny_pair: tuple[Path, Path]) -> Tokenizer:
 def test_colours_tell_why(tokenizer: Tokenizer) -> None:
     out = Terminal()
     view = TextView(out, tokenizer)
+    assert out.getvalue() == f"{legend()}\n\n"
+    out.seek(0)
+    out.truncate()
     view.begin(["x"])
     ids = tokenizer.encode("0123", add_bos=False)
     assert len(ids) == 4

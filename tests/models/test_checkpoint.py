@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.checkpoints.groups import Group
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
-from fly_jax.models.checkpoints.load import check_checkpoint, load_llama, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -79,7 +79,7 @@ def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> N
     model = saved(tmp_path, tiny(tied=tied))
     loaded = load_llama(tmp_path, dtype=dtype)
     assert_same(loaded, model, dtype)
-    assert loaded.config == model.config == check_checkpoint(tmp_path)
+    assert loaded.config == model.config == open_weights(tmp_path).config
     assert ("unembedding" in loaded.parameters()) is not tied
     for parameter in loaded.parameters().values():
         assert parameter.devices() == {jax.devices()[0]}

@@ -23,7 +23,7 @@ from fly_jax.models.checkpoints import convert as module
 from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.groups import Group
-from fly_jax.models.checkpoints.load import check_checkpoint, load_llama
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -83,7 +83,7 @@ def test_what_is_carried_over(source: Path, tmp_path: Path) -> None:
     convert(source, output, "float32")
     assert (output / "tokenizer.model").read_bytes() == b"pieces"
     assert not list(output.glob("*.safetensors*"))
-    assert check_checkpoint(output).eos_token_ids == (2, 7)
+    assert open_weights(output).config.eos_token_ids == (2, 7)
     assert_same(load_llama(output), load_llama(source))
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     convert(source, output, "float32")  # is finished: nothing is written again
@@ -105,7 +105,7 @@ def test_goes_on_where_it_stopped(
     monkeypatch.setattr(module, "write_group", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, output, "int8")
-    assert "was not finished" in sentence(lambda: check_checkpoint(output))
+    assert "was not finished" in sentence(lambda: open_weights(output))
     done = len(written) - 1
     convert(source, output, "int8")
     assert len(written) == len(set(written)) + 1
@@ -184,7 +184,7 @@ def test_a_damaged_file_is_named(converted: dict[str, Path], tmp_path: Path, wha
     file = max((folder / "orbax" / "layer_002").rglob("*"), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     file.unlink() if what == "missing" else file.write_bytes(content[:-1])
-    text = sentence(lambda: check_checkpoint(folder))
+    text = sentence(lambda: open_weights(folder))
     assert sentence(lambda: convert(converted["source"], folder, "int8")) == text
     assert str(file) in text
     assert ("does not exist" if what == "missing" else f"{len(content)}") in text
@@ -202,7 +202,7 @@ def test_a_scale_that_is_not_finite(tmp_path: Path, source: Path) -> None:
     output = tmp_path / "output"
     convert(source, output, "int8")
     group = Group("layer_001", 1)
-    config = check_checkpoint(output)
+    config = open_weights(output).config
     parts = {
         name: jnp.full(spec.shape, jnp.nan if name == "up_scale" else 1, spec.dtype or jnp.float32)
         for name, spec in group.specs(config, int8=True).items()
@@ -219,7 +219,7 @@ def test_a_config_of_another_model(converted: dict[str, Path], tmp_path: Path) -
     folder = damaged(converted, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
-    text = sentence(lambda: check_checkpoint(folder))
+    text = sentence(lambda: open_weights(folder))
     assert f"The parameter gate in {folder / 'orbax'} is [3, 20, 48]" in text
     assert "asks for [3, 20, 24]" in text
 
@@ -228,4 +228,4 @@ def test_a_config_of_another_model(converted: dict[str, Path], tmp_path: Path) -
 def test_a_damaged_record(converted: dict[str, Path], tmp_path: Path, content: str) -> None:
     folder = damaged(converted, tmp_path)
     (folder / "conversion.json").write_text(content)
-    assert f"{folder / 'conversion.json'} is damaged" in sentence(lambda: check_checkpoint(folder))
+    assert f"{folder / 'conversion.json'} is damaged" in sentence(lambda: open_weights(folder))

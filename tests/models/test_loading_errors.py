@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
+from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
-from fly_jax.models.checkpoints.load import check_checkpoint, load_llama, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
@@ -44,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     weight_map = dict.fromkeys(tensors, "a.safetensors") | {UP: "b.safetensors"}
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert check_checkpoint(path) == CONFIG
+    assert open_weights(path).config == CONFIG
     return path
 
 
@@ -66,7 +69,7 @@ def complaint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         raise AssertionError("weights were read")
 
     monkeypatch.setattr(HuggingFaceSource, "read", read)
-    text = sentence(lambda: check_checkpoint(folder))
+    text = sentence(lambda: open_weights(folder))
     assert sentence(lambda: load_llama(folder)) == text
     return text
 
@@ -136,6 +139,19 @@ DAMAGED = {
     "offsets in words": _header({"a": {"dtype": "F32", "shape": [0], "data_offsets": ["a", "b"]}}),
     "offsets that turn back": _header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
     "bytes too few": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+    "no brace": _header(b' {"a": 1}'),
+    "ranges that overlap": _header(
+        {
+            "a": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
+            "b": {"dtype": "I8", "shape": [4], "data_offsets": [3, 7]},
+        }
+    ),
+    "one range for two": _header(
+        {
+            "a": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
+            "b": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
+        }
+    ),
     "a type that is none": _header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
 }
 
@@ -145,6 +161,28 @@ def test_a_damaged_header(folder: Path, monkeypatch: pytest.MonkeyPatch, content
     (folder / "b.safetensors").write_bytes(content)
     text = complaint(folder, monkeypatch)
     assert f"header of {folder / 'b.safetensors'} is damaged" in text
+
+
+def test_a_header_is_not_read_beyond_its_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of 8 TB that says all of it is header: no memory is asked for."""
+    file = folder / "b.safetensors"
+    for length in (100_000_001, 2**43):
+        with file.open("wb") as stream:
+            stream.write(length.to_bytes(8, "little") + b"{")
+            stream.truncate(8 + length)
+        tracemalloc.start()
+        text = complaint(folder, monkeypatch)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+        tracemalloc.stop()
+        assert f"header of {file} is damaged (its length is {length} bytes" in text
+        assert "100000000 are the most" in text
+
+
+def test_tensors_that_overlap_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "b.safetensors").write_bytes(DAMAGED["ranges that overlap"])
+    assert "the tensors a and b overlap" in complaint(folder, monkeypatch)
 
 
 def test_the_index_names_an_absent_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +233,7 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
         return values
 
     replace_tensor(folder, spoil)
-    check_checkpoint(folder)
+    open_weights(folder)
     layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"]) if mesh else None
     text = sentence(lambda: load_llama(folder, layout=layout, dtype=jnp.bfloat16))
     assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
@@ -230,18 +268,64 @@ def test_the_weights_for_their_folder(folder: Path) -> None:
     assert text.endswith(f"give '{folder}'.")
 
 
-def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+REPOSITORY = [
+    "README.md", "config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
+    "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors", "model.fp16.safetensors", "pytorch_model.bin",
+    "consolidated.safetensors", "consolidated.00.pth", "onnx/config.json",
+    "onnx/model.onnx", "original/params.json", "original/consolidated.00.pth",
+    "original/tokenizer.model", "tf_model.h5", "model.gguf", "params.json",
+]  # fmt: skip
+NEEDED = REPOSITORY[1:10]
 
-    def download(repository: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append(repository)
-        assert {"*.json", "*.safetensors", "*.model"} <= set(allow_patterns)
-        assert "*.bin" in ignore_patterns
+
+@pytest.fixture
+def downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, str | None, list[str]]]:
+    """What is asked of a hub whose repositories have the files above."""
+    asked: list[tuple[str, str | None, list[str]]] = []
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        files = filter_repo_objects(REPOSITORY, allow_patterns=allow_patterns)
+        asked.append((repository, revision, list(files)))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve("meta-llama/Llama-3.1-8B") == tmp_path
-    assert asked == ["meta-llama/Llama-3.1-8B"]
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "revision"),
+    [
+        ("meta-llama/Llama-3.1-8B", None, None),
+        ("meta-llama/Llama-3.1-8B", "v1.0", "v1.0"),
+        ("meta-llama/Llama-3.1-8B@refs/pr/7", None, "refs/pr/7"),
+    ],
+)
+def test_a_hub_id_is_downloaded(
+    tmp_path: Path,
+    downloads: list[tuple[str, str | None, list[str]]],
+    name: str,
+    given: str | None,
+    revision: str | None,
+) -> None:
+    """And of its files only those that are needed."""
+    assert resolve(name, given) == tmp_path
+    assert downloads == [("meta-llama/Llama-3.1-8B", revision, NEEDED)]
+
+
+def test_a_revision_that_cannot_be_meant(
+    tmp_path: Path, downloads: list[tuple[str, str | None, list[str]]]
+) -> None:
+    assert "names a revision, and 'v1' was given as well" in sentence(
+        lambda: resolve("org/name@main", "v1")
+    )
+    assert "only hub ids have revisions" in sentence(lambda: resolve(str(tmp_path), "v1"))
+    assert "neither a folder that exists nor a hub id" in sentence(lambda: resolve("org/name@"))
+    assert "given without a target" in sentence(lambda: open_pair(revision="v1"))
+    assert downloads == []
 
 
 @pytest.mark.parametrize("name", ["org/name", "org/na--me", "org/na..me"])
@@ -257,6 +341,7 @@ def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     [
         (errors.GatedRepoError, "needs its licence accepted"),
         (errors.RepositoryNotFoundError, "nor a model on the hub"),
+        (errors.RevisionNotFoundError, "has no revision 'v9'"),
     ],
 )
 def test_a_hub_that_refuses(
@@ -266,7 +351,7 @@ def test_a_hub_that_refuses(
         raise error.__new__(error)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    text = sentence(lambda: resolve("org/name"))
+    text = sentence(lambda: resolve("org/name", "v9"))
     assert "'org/name'" in text
     assert advice in text
 

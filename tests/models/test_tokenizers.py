@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,30 @@ def test_begin_of_text_as_the_folder_says(tmp_path: Path) -> None:
     assert load_tokenizer(folder).encode("x") == load_tokenizer(folder).encode("x", add_bos=False)
 
 
-def test_control_tokens_spelt_out_in_a_text(tmp_path: Path) -> None:
-    read = load_tokenizer(fill(tmp_path / "read", "llama3"))
-    kept = load_tokenizer(fill(tmp_path / "kept", "llama3", split_special_tokens=True))
-    assert read.encode("x</s>", add_bos=False)[-1] == 2
-    assert 2 not in kept.encode("x</s>", add_bos=False)
-    assert kept.decode(kept.encode("x</s>")) == "x</s>"
+def test_control_tokens_spelt_out_in_a_text_are_text(case: Case) -> None:
+    """Whatever the tokenizer's files say of them, and whatever was rendered before."""
+    tokenizer = case.tokenizer
+    spelt = "x</s> <s>y<|eot|>"
+    ids = tokenizer.encode(spelt, add_bos=False)
+    assert not set(ids) & set(tokenizer.control_token_ids)
+    assert tokenizer.decode(ids) == spelt
+    rendered = tokenizer.vocabulary.encode(spelt, parse_controls=True)
+    names = [tokenizer.vocabulary.names[index] for index in rendered]
+    assert [name for name in names if name in ("<s>", "</s>", "<|eot|>")] == [
+        "</s>", "<s>", "<|eot|>",
+    ]  # fmt: skip
+    assert tokenizer.encode(spelt, add_bos=False) == ids
+
+
+def test_threads_share_a_vocabulary(case: Case) -> None:
+    """One renders conversations while another encodes prompts."""
+    encode = case.tokenizer.vocabulary.encode
+    expected = {parsed: encode("x</s>", parse_controls=parsed) for parsed in (False, True)}
+    assert expected[False] != expected[True]
+    with ThreadPoolExecutor(4) as pool:
+        choices = [index % 2 == 0 for index in range(400)]
+        found = list(pool.map(lambda parsed: encode("x</s>", parse_controls=parsed), choices))
+    assert found == [expected[parsed] for parsed in choices]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,4 +1,4 @@
-"""Where a process finds its place; what several of them do is tested in tests/launch."""
+"""Which of several processes this is; what several of them do is tested in tests/launch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.processes import Place, decide, find_place, gather, share, together
+from fly_jax.sharding.processes import ProcessInfo, decide, detect_process, gather, share, together
 
 SLURM = {
     "SLURM_JOB_ID": "4096",
@@ -32,8 +32,8 @@ def in_slurm(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 
 
 def test_alone() -> None:
-    assert find_place() is None
-    assert find_place(num_processes=1) is None
+    assert detect_process() is None
+    assert detect_process(num_processes=1) is None
     assert share({"a": 1}) == {"a": 1}
     assert gather("b") == ["b"]
     assert decide(True) is True
@@ -50,8 +50,8 @@ def test_alone_an_error_is_its_own() -> None:
 
 
 def test_what_is_typed() -> None:
-    assert find_place("host-a:8476", 4, 3) == Place("host-a:8476", 4, 3)
-    assert find_place("[::1]:8476", 2, 0) == Place("[::1]:8476", 2, 0)
+    assert detect_process("host-a:8476", 4, 3) == ProcessInfo("host-a:8476", 4, 3)
+    assert detect_process("[::1]:8476", 2, 0) == ProcessInfo("[::1]:8476", 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_is_typed() -> None:
 )
 def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], words: list[str]):
     with pytest.raises(FlyJaxError) as error:
-        find_place(*given)
+        detect_process(*given)
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
@@ -78,19 +78,19 @@ def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], wor
 
 def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slurm(monkeypatch)
-    place = find_place()
-    assert place is not None
-    host, _, port = place.coordinator_address.partition(":")
+    process = detect_process()
+    assert process is not None
+    host, _, port = process.coordinator_address.partition(":")
     assert host == "gpu03"
     assert 0 < int(port) < 2**16
-    assert place == Place(place.coordinator_address, 16, 9, (1,))
-    assert find_place("other:8476") == Place("other:8476", 16, 9, (1,))
-    assert find_place(num_processes=1) is None
+    assert process == ProcessInfo(process.coordinator_address, 16, 9, (1,))
+    assert detect_process("other:8476") == ProcessInfo("other:8476", 16, 9, (1,))
+    assert detect_process(num_processes=1) is None
 
 
 def test_one_slurm_task_keeps_all_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slurm(monkeypatch, SLURM_NTASKS="1", SLURM_PROCID="0")
-    assert find_place() is None
+    assert detect_process() is None
 
 
 def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,17 +103,17 @@ def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
     # One slice; what is not in the environment would be asked of a metadata server.
     for name, value in {"NUM_SLICES": "1", "SLICE_ID": "0", "COORDINATOR_ADDRESS": ""}.items():
         monkeypatch.setenv(f"MEGASCALE_{name}", value)
-    place = find_place()
-    assert place is not None
-    assert place.coordinator_address.startswith("localhost:")
-    assert (place.num_processes, place.process_id, place.local_device_ids) == (16, 7, None)
+    process = detect_process()
+    assert process is not None
+    assert process.coordinator_address.startswith("localhost:")
+    assert (process.num_processes, process.process_id, process.local_device_ids) == (16, 7, None)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "somewhere-that-has-no-address")
-    assert find_place() is None
+    assert detect_process() is None
 
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence where nothing is typed means alone; what is typed needs the rest of the answer."""
     in_slurm(monkeypatch, SLURM_NTASKS="many")
-    assert find_place() is None
+    assert detect_process() is None
     with pytest.raises(FlyJaxError, match="--num_processes=1 for this process alone"):
-        find_place("host-a:8476")
+        detect_process("host-a:8476")

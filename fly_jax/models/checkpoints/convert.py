@@ -21,7 +21,7 @@ from fly_jax.models.checkpoints.converted import (
     write_group,
 )
 from fly_jax.models.checkpoints.groups import Group, groups
-from fly_jax.models.checkpoints.load import open_checkpoint, read_group
+from fly_jax.models.checkpoints.load import open_weights, read_group
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
 
@@ -44,13 +44,13 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
       FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
         something else, is damaged or has too little room.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_weights(source)
     if checkpoint.int8:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
     if _begin(output, Record(checkpoint.config.to_hf(), _fingerprint(source), dtype)):
-        open_checkpoint(output)  # is not damaged
+        open_weights(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
     sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable
@@ -29,7 +30,48 @@ from fly_jax.models.checkpoints.source import Source, placed
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
+from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fly_jax.sharding.rules import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has been opened: all of it was checked but the weights' own values.
+
+    Attributes:
+      folder: where it lies.
+      source: gives the weights.
+      tokenizer: its tokenizer.
+    """
+
+    folder: Path
+    source: Source
+    tokenizer: Tokenizer
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model's configuration."""
+        return self.source.config
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Opens the folder of a model and its tokenizer, without reading a weight.
+
+    Raises:
+      FlyJaxError: what `open_weights` and `load_tokenizer` raise.
+    """
+    source = open_weights(folder)
+    return Checkpoint(folder, source, load_tokenizer(folder, source.config))
+
+
+def open_weights(folder: Path) -> Source:
+    """Checks a folder of weights without reading one.
+
+    Raises:
+      FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
+        tensor has a shape or type that the configuration does not ask for.
+    """
+    return ConvertedSource(folder) if is_converted(folder) else HuggingFaceSource(folder)
 
 
 def save_hf(model: Llama, folder: Path) -> None:
@@ -53,43 +95,29 @@ def save_hf(model: Llama, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-def check_checkpoint(folder: Path) -> LlamaConfig:
-    """Checks a folder of weights without reading one: its configuration.
-
-    Raises:
-      FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
-        tensor has a shape or type that the configuration does not ask for.
-    """
-    return open_checkpoint(folder).config
-
-
-def open_checkpoint(folder: Path) -> Source:
-    """A folder of weights, checked as `check_checkpoint` does."""
-    return ConvertedSource(folder) if is_converted(folder) else HuggingFaceSource(folder)
-
-
 def load_llama(
-    folder: Path,
+    checkpoint: Path | Checkpoint,
     *,
     layout: Layout | None = None,
     dtype: DTypeLike = jnp.float32,
     int8: bool = False,
 ) -> Llama:
-    """Loads a folder of weights straight into its place.
+    """Loads weights straight into their place.
 
     Beyond its devices' parts of the model, a process needs memory for its parts of one group: a
     layer, or the embedding, a few times over.
 
     Args:
-      folder: a Hugging Face checkpoint with safetensors, or what `convert` has written.
+      checkpoint: the folder of a Hugging Face checkpoint with safetensors, or of what `convert`
+        has written; or what `open_checkpoint` gives, which is not opened again.
       layout: how parameters are split over a mesh; None puts them on the first device.
       dtype: of the parameters, whatever the stored type; int8 matrices stay int8.
       int8: the matrices become int8 as they are read.
 
     Raises:
-      FlyJaxError: what `check_checkpoint` raises, or a weight is NaN or infinite.
+      FlyJaxError: what `open_weights` raises, or a weight is NaN or infinite.
     """
-    source = open_checkpoint(folder)
+    source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
     config = source.config
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}

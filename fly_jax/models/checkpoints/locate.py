@@ -10,18 +10,31 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
-_NOT_FROM_HUB = ["original/*", "*.bin", "*.pth"]
+# What decoding reads; a repository often has its weights in other formats, too.
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+]
 
 
-def resolve(name_or_path: str) -> Path:
+def resolve(name_or_path: str, revision: str | None = None) -> Path:
     """The folder of a checkpoint: a local one, else that of a hub id, downloaded if need be.
 
     Args:
-      name_or_path: such as `./my-llama` or `meta-llama/Llama-3.1-8B-Instruct`.
+      name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
+        revision, `meta-llama/Llama-3.1-8B-Instruct@main`.
+      revision: branch, tag or commit of a hub id that names none itself.
 
     Raises:
-      FlyJaxError: it is neither, or the hub is out of reach or refuses.
+      FlyJaxError: it is neither, it has two revisions or is local and has one, or the hub is out of
+        reach or refuses.
     """
     try:
         path = Path(name_or_path).expanduser()
@@ -31,18 +44,29 @@ def resolve(name_or_path: str) -> Path:
             f"'{name_or_path}' cannot be looked up ({error}); give the folder of a checkpoint."
         ) from error
     if is_folder:
+        if revision is not None:
+            raise FlyJaxError(
+                f"The revision '{revision}' was given for the folder '{name_or_path}'; only hub "
+                "ids have revisions: leave it out, or give a hub id."
+            )
         return path
     if is_file:
         raise FlyJaxError(
             f"'{name_or_path}' is a file; fly_jax needs the folder of a checkpoint: give "
             f"'{path.parent}'."
         )
-    if not _HUB_ID.fullmatch(name_or_path):
+    repository, _, own = name_or_path.partition("@")
+    if own and revision is not None:
+        raise FlyJaxError(
+            f"'{name_or_path}' names a revision, and '{revision}' was given as well; give one of "
+            "the two."
+        )
+    if not _HUB_ID.fullmatch(repository) or name_or_path.endswith("@"):
         raise FlyJaxError(
             f"'{name_or_path}' is neither a folder that exists nor a hub id; give the folder of a "
             "Llama checkpoint, or an id such as meta-llama/Llama-3.1-8B-Instruct."
         )
-    return _download(name_or_path)
+    return _download(repository, own or revision)
 
 
 def embedded_pair() -> tuple[Path, Path]:
@@ -64,18 +88,23 @@ def check_pair(target: LlamaConfig, draft: LlamaConfig) -> None:
         )
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, revision: str | None) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_FROM_HUB
+            repository, revision=revision, allow_patterns=_HUB_FILES
         )
     except errors.GatedRepoError as error:
         raise FlyJaxError(
             f"The hub model '{repository}' needs its licence accepted; do so on its page and log "
             "in with `hf auth login`."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FlyJaxError(
+            f"The hub model '{repository}' has no revision '{revision}'; give a branch, a tag or a "
+            "commit that its page lists."
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise FlyJaxError(

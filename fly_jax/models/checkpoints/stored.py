@@ -7,6 +7,7 @@ of each tensor), and the tensors' bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -19,6 +20,7 @@ from fly_jax.errors import FlyJaxError
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 _LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
 
 
@@ -98,8 +100,13 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if length > size - _LENGTH_BYTES:
-                raise ValueError(f"its length is {length} bytes in a file of {size}")
+            if length > min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+                raise ValueError(
+                    f"its length is {length} bytes in a file of {size}; {_MOST_HEADER_BYTES} are "
+                    "the most"
+                )
+            if stream.peek(1)[:1] != b"{":
+                raise ValueError("it does not begin with {")
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {
@@ -107,6 +114,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
         }
         ends = {name: _checked_end(tensors[name], header[name]) for name in header}
+        _check_overlap({name: tuple(header[name]["data_offsets"]) for name in header})
     except OSError as error:
         raise FlyJaxError(f"{file} cannot be read ({_reason(error)}); {_AGAIN}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -134,6 +142,14 @@ def _checked_end(tensor: StoredTensor, entry: dict[str, Any]) -> int:
         if end - start != bytes_needed:
             raise ValueError(f"{end - start} bytes for shape {list(tensor.shape)}")
     return int(end)
+
+
+def _check_overlap(ranges: dict[str, tuple[int, int]]) -> None:
+    """Refuses tensors of which two have a byte in common."""
+    found = sorted((start, end, name) for name, (start, end) in ranges.items() if start < end)
+    for (_, end, name), (start, _, other) in itertools.pairwise(found):
+        if start < end:
+            raise ValueError(f"the tensors {name} and {other} overlap")
 
 
 def _reason(error: Exception) -> str:

@@ -31,7 +31,6 @@ class Tokenizer:
         sorted: never rescued, and left out of decoded text.
       chat_template: the Jinja template of a conversation, if any.
       special_tokens: the tokens a template may name, such as `{"bos_token": "<s>"}`.
-      parse_controls: `encode` reads "<s>" spelt out in a text as the control token.
     """
 
     vocabulary: Vocabulary
@@ -40,7 +39,6 @@ class Tokenizer:
     control_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: Mapping[str, str]
-    parse_controls: bool
 
     @property
     def vocab_size(self) -> int:
@@ -57,8 +55,12 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """The text's tokens, after the token that begins a text if the model has one."""
-        ids = self.vocabulary.encode(text, self.parse_controls)
+        """The text's tokens, after the token that begins a text if the model has one.
+
+        A control token spelt out in the text, such as "</s>", is text like any other: only
+        `apply_chat_template` makes control tokens, so that no prompt can end its own turn.
+        """
+        ids = self.vocabulary.encode(text, parse_controls=False)
         return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -127,18 +129,23 @@ class TextStream:
         return self._decoder.decode(b"", final=True)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer:
     """Reads a checkpoint folder's tokenizer.
 
     `tokenizer.json` is preferred to `tokenizer.model`; `tokenizer_config.json`, `config.json` and
     `generation_config.json` add what they say about the ends of texts, if they are there.
+
+    Args:
+      folder: the checkpoint's.
+      config: of its model, where that has been read already.
 
     Raises:
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
     """
     vocabulary = _load_vocabulary(folder)
     settings = _read_settings(folder / "tokenizer_config.json")
-    config = LlamaConfig.from_folder(folder) if (folder / "config.json").exists() else None
+    if config is None and (folder / "config.json").exists():
+        config = LlamaConfig.from_folder(folder)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     special = {
         key: _spelling(value)
@@ -158,7 +165,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         control_token_ids=tuple(sorted(vocabulary.control_ids | named | set(eos_ids))),
         chat_template=_chat_template(folder, settings),
         special_tokens=special,
-        parse_controls=not settings.get("split_special_tokens", False),
     )
 
 

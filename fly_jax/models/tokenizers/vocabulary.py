@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +58,7 @@ class JsonVocabulary:
                 f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
                 "download the file again."
             ) from error
+        self._lock = threading.Lock()
         added = self._tokenizer.get_added_tokens_decoder()
         self.control_ids = frozenset(index for index, token in added.items() if token.special)
         self._added = frozenset(added)
@@ -69,8 +71,9 @@ class JsonVocabulary:
 
     def encode(self, text: str, parse_controls: bool) -> list[int]:
         """See `Vocabulary`."""
-        self._tokenizer.encode_special_tokens = not parse_controls
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._lock:  # the choice is the library object's, which threads share
+            self._tokenizer.encode_special_tokens = not parse_controls
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
         """See `Vocabulary`."""

@@ -1,0 +1,274 @@
+"""What the commands that decode begin with: prompts and models, each read and checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.training.problems import Problem, problems
+
+if TYPE_CHECKING:  # JAX is imported only when the flags are good
+    from absl.flags import FlagValues
+
+    from fly_jax.decoding.config import DecodeConfig
+    from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.sharding.mesh import MeshSpec
+
+_BUILT_IN_PROBLEMS = 8
+_BUILT_IN_SEED = 2511
+_BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What to continue.
+
+    Attributes:
+      text: the prompt.
+      source: where it comes from, as an error names it.
+      problem: what the continuation can be checked against, if anything.
+    """
+
+    text: str
+    source: str
+    problem: Problem | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What is known before the weights are read, the same in all processes.
+
+    Attributes:
+      models: the target and its drafts, opened.
+      mesh: where they will lie.
+      prompts: those that fit the context; in processes other than 0 without their problems.
+      ids: their tokens.
+    """
+
+    models: OpenPair
+    mesh: MeshSpec
+    prompts: list[Prompt]
+    ids: list[list[int]]
+
+
+def say(line: str) -> None:
+    """Writes to standard error, where whatever is not a result goes, once for all processes."""
+    from fly_jax.sharding.processes import process_id
+
+    if process_id() == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt]) -> Inputs:
+    """Opens the models, checks the sizes, and encodes the prompts.
+
+    Args:
+      values: with the flags of models and prompts.
+      config: how prompts will be decoded.
+      prompts: in process 0, whose prompts all processes go on with.
+
+    Raises:
+      FlyJaxError: on every process, whatever is wrong on any of them.
+    """
+    from fly_jax.compilation_cache import enable_compilation_cache
+    from fly_jax.sharding.mesh import parse_mesh, prepare_devices
+    from fly_jax.sharding.processes import check_same, process_id, share, together
+
+    # What a file said may differ although the command is the same.
+    check_same(json.loads(json.dumps(dataclasses.asdict(config))))
+    mesh = parse_mesh(values.mesh)
+    prepare_devices(mesh)  # before anything below can start a JAX backend
+    try:
+        enable_compilation_cache(values.compilation_cache)
+    except FlyJaxError as error:
+        say(str(error))
+
+    from fly_jax.decoding.pair import open_pair
+
+    def begin() -> Inputs:
+        models = open_pair(values.target, values.draft, revision=values.revision)
+        _check_sizes(config, models.target.config.max_context)
+        encoded = _encode(values, prompts, models) if process_id() == 0 else ([], [])
+        return Inputs(models, mesh, *encoded)
+
+    inputs = together(begin)
+    texts, ids = share([[(one.text, one.source) for one in inputs.prompts], inputs.ids])
+    if process_id() == 0:
+        return inputs
+    return dataclasses.replace(inputs, prompts=[Prompt(*one) for one in texts], ids=ids)
+
+
+def load_models(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> Pair:
+    """Reads the weights, laid out for what is to be decoded, and says where they lie."""
+    from fly_jax.decoding.capacity import CAPACITY_STEP
+    from fly_jax.decoding.pair import load_pair
+    from fly_jax.models.layouts import Workload
+    from fly_jax.sharding.mesh import create_mesh, describe
+
+    mesh = create_mesh(inputs.mesh)
+    if mesh.size > 1:
+        say(describe(mesh))
+    longest = max(map(len, inputs.ids)) + values.max_new_tokens
+    longest = min(longest, inputs.models.target.config.max_context)
+    workload = Workload(
+        rows=min(values.batch_size, len(inputs.ids)),
+        capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
+        num_speculative_tokens=config.most_drafted,
+    )
+    pair = load_pair(inputs.models, mesh=mesh, dtype=values.dtype, workload=workload)
+    for line in pair.replicated:
+        say(line)
+    return pair
+
+
+def _check_sizes(config: DecodeConfig, context: int) -> None:
+    sizes = {
+        "num_speculative_tokens": config.most_drafted,
+        "level_speculative_tokens": config.level_speculative_tokens,
+        "prompt_lookup_max": config.prompt_lookup_max,
+        "prompt_lookup_tokens": config.prompt_lookup_tokens,
+    }
+    for name, size in sizes.items():
+        if size >= context:
+            raise FlyJaxError(
+                f"{name} is {size} and the model's context is {context}; give a smaller number."
+            )
+
+
+def _encode(
+    values: FlagValues, prompts: list[Prompt], models: OpenPair
+) -> tuple[list[Prompt], list[list[int]]]:
+    """The prompts that fit the context, and their tokens."""
+    from fly_jax.decoding.decoder import check_prompt
+
+    fitting: list[tuple[Prompt, list[int]]] = []
+    for prompt in prompts:
+        ids = models.target.tokenizer.encode(prompt.text)
+        try:
+            check_prompt(ids, models.target.config, name=prompt.source)
+        except FlyJaxError as error:
+            _refuse(error, skip=values.skip_bad_prompts)
+        else:
+            fitting.append((prompt, ids))
+    if not fitting:
+        raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
+    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
+
+
+def _refuse(error: FlyJaxError, *, skip: bool) -> None:
+    """Raises the error, or only says it where bad prompts are to be skipped."""
+    if not skip:
+        raise error
+    say(f"Skipped: {error}")
+
+
+def built_in_prompts() -> list[Prompt]:
+    """Word problems that no model of the embedded pair was trained on, and a bit of code."""
+    drawn = itertools.islice(problems(_BUILT_IN_SEED, "held_out"), _BUILT_IN_PROBLEMS)
+    worded = [Prompt(problem.prompt, "A built-in prompt", problem) for problem in drawn]
+    return [*worded, Prompt(_BUILT_IN_TEXT, "A built-in prompt")]
+
+
+def prompts_from_flags(texts: list[str]) -> list[Prompt]:
+    """The prompts of --prompt.
+
+    Raises:
+      FlyJaxError: one is empty or not UTF-8.
+    """
+    named = [Prompt(text, f"Prompt {index}") for index, text in enumerate(texts, 1)]
+    for prompt in named:
+        _check_text(prompt.text, prompt.source)
+    return named
+
+
+def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
+    """The prompts of a file: an object with `prompt` on each line, or plain text line by line.
+
+    A file has JSON lines if its name ends in .jsonl or .json, or its first line begins with "{".
+    Lines of nothing but white space are passed over.
+
+    Args:
+      path: the file; "-" is standard input.
+      skip_bad: a line that is no prompt is only told of.
+
+    Raises:
+      FlyJaxError: the file cannot be read, has no prompt, or has a line that is none.
+    """
+    name = "Standard input" if path == "-" else path
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise FlyJaxError(
+            f"The prompts file {path} cannot be read ({error.strerror}); correct the path."
+        ) from error
+    is_json = path.endswith((".jsonl", ".json")) or _unmarked(data).lstrip().startswith(b"{")
+    found: list[Prompt] = []
+    for source, line in _lines(name, data):
+        try:
+            text = _prompt_of(line, source) if is_json else _decoded(line, source)
+            _check_text(text, source)
+        except FlyJaxError as error:
+            _refuse(error, skip=skip_bad)
+        else:
+            found.append(Prompt(text, source))
+    if not found:
+        raise FlyJaxError(
+            f"{name} has no prompt; write one on each line, as plain text or as a JSON object such "
+            'as {"prompt": "Once upon a time"}.'
+        )
+    return found
+
+
+def _unmarked(data: bytes) -> bytes:
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _lines(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    """The lines that are not blank, each with the name of its place."""
+    for number, line in enumerate(_unmarked(data).split(b"\n"), 1):
+        if line.strip():
+            yield f"{name}, line {number}", line.removesuffix(b"\r")
+
+
+def _decoded(line: bytes, source: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FlyJaxError(
+            f"{source}: byte {error.start + 1} is not valid UTF-8; save the file as UTF-8, or give "
+            "--skip_bad_prompts."
+        ) from error
+
+
+def _prompt_of(line: bytes, source: str) -> str:
+    text = _decoded(line, source)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "too deep, or too long a number")
+        raise FlyJaxError(
+            f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
+        ) from error
+    if not (isinstance(value, dict) and isinstance(value.get("prompt"), str)):
+        raise FlyJaxError(
+            f"{source} is not a JSON object with a text named prompt; write such as "
+            '{"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
+        )
+    return str(value["prompt"])
+
+
+def _check_text(text: str, source: str) -> None:
+    if not text:
+        raise FlyJaxError(f"{source} is empty; decoding needs at least one token: give some text.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # bytes of the command line, or half of a pair in JSON
+        raise FlyJaxError(
+            f"{source} holds a character that is not valid Unicode; give it as UTF-8."
+        ) from error

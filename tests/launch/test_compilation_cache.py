@@ -1,0 +1,119 @@
+"""The second start of a command compiles nothing; and where its programs are kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from fly_jax.compilation_cache import enable_compilation_cache
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.__main__ import main
+
+SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=4", "--window_size=2", "--json"]
+# Runs a command and writes how many programs it compiled, and how many it found.
+COUNTING = """
+import collections, sys
+from jax import monitoring
+from fly_jax.launch.__main__ import main
+counts = collections.Counter()
+monitoring.register_event_listener(lambda event, **_: counts.update([event.rpartition("/")[2]]))
+status = main(sys.argv[1:])
+print(counts["cache_hits"], counts["cache_misses"], counts["compile_requests_use_cache"])
+sys.exit(status)
+"""
+
+
+OPTIONS = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """JAX's options are as they were when a test is done."""
+    monkeypatch.delenv("FLY_JAX_COMPILATION_CACHE")
+    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def counts(arguments: list[str], **environment: str) -> tuple[int, int, int]:
+    finished = subprocess.run(
+        [sys.executable, "-c", COUNTING, *arguments],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    hits, misses, requests = map(int, finished.stdout.splitlines()[-1].split())
+    return hits, misses, requests
+
+
+def test_the_second_start_compiles_nothing(models: list[str], tmp_path: Path) -> None:
+    arguments = [*models, "--prompt=Ada has 3 apples", *SIZES]
+    first = counts(arguments, XDG_CACHE_HOME=str(tmp_path))
+    assert first[1] > 5
+    assert list((tmp_path / "fly_jax" / "xla").glob(f"jax-{jax.__version__}-*/*-cache"))
+    # The same folder, named in the other two ways.
+    folder = str(tmp_path / "fly_jax" / "xla")
+    hits, misses, requests = counts([*arguments, f"--compilation_cache={folder}"])
+    assert misses == 0
+    assert hits == requests > 5
+    assert counts(arguments, FLY_JAX_COMPILATION_CACHE=folder) == (hits, 0, requests)
+
+
+def test_the_flag_goes_before_the_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLY_JAX_COMPILATION_CACHE", str(tmp_path / "variable"))
+    flagged = enable_compilation_cache(tmp_path / "flag")
+    assert flagged is not None
+    assert flagged.parent == tmp_path / "flag"
+    assert flagged.stat().st_mode & 0o777 == 0o700
+    assert jax.config.jax_compilation_cache_dir == str(flagged)
+    named = enable_compilation_cache()
+    assert named is not None
+    assert named.parent == tmp_path / "variable"
+
+
+def test_a_folder_that_jax_was_told_stays(tmp_path: Path) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # as its variable does
+    assert enable_compilation_cache() == tmp_path
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["off", "none", "Off"])
+def test_no_cache(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLY_JAX_COMPILATION_CACHE", str(tmp_path / "variable"))
+    assert enable_compilation_cache(word) is None
+    assert not jax.config.jax_enable_compilation_cache
+    assert not (tmp_path / "variable").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_only_told_of(
+    models: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(FlyJaxError, match="Not a directory"):
+        enable_compilation_cache(file / "cache")
+    assert main([*models, "--prompt=Ada", *SIZES, f"--compilation_cache={file}"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    assert captured.err.startswith(f"Compiled programs cannot be kept in {file}")
+    assert captured.err.count("\n") == 1

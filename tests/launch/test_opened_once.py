@@ -1,0 +1,126 @@
+"""The command opens and reads each thing once: checkpoints, tokenizers, the mesh, the prompts."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fly_jax.decoding.pair import generate, load_pair, open_pair
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.__main__ import main
+from fly_jax.models.checkpoints import load
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.tokenizers import tokenizer
+from fly_jax.sharding import mesh
+from fly_jax.verification.rules import Exact
+
+SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """How often what is opened, read, parsed or checked is: by its name and first argument."""
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[f"{name} {args[0]}"] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for owner, name in (
+        (load, "HuggingFaceSource"),
+        (load, "load_tokenizer"),
+        (tokenizer, "SentencePieceVocabulary"),
+        (tokenizer, "_read_settings"),
+        (LlamaConfig, "from_folder"),
+        (mesh, "parse_mesh"),
+        (mesh, "create_mesh"),
+    ):
+        count(owner, name)
+    return counts
+
+
+@pytest.mark.parametrize("command", ["generate", "calibrate"])
+def test_everything_is_opened_once(
+    counted: collections.Counter[str],
+    models: list[str],
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    command: str,
+) -> None:
+    arguments = [*models, "--mesh=2x2"]
+    if command == "generate":
+        arguments += ["--prompt=Ada has 3 apples", "--compare", *SIZES]
+    else:
+        (tmp_path / "prompts.txt").write_text("Ada has 3 apples\n")
+        arguments = ["calibrate", *arguments, f"--prompts_file={tmp_path / 'prompts.txt'}"]
+        arguments += [f"--memory={tmp_path / 'memory.npz'}", *SIZES[:2]]
+    assert main(arguments) == 0
+    expected = {"parse_mesh 2x2", "create_mesh 2x2"}
+    for folder in tiny_pair:
+        expected |= {
+            f"HuggingFaceSource {folder}",
+            f"load_tokenizer {folder}",
+            f"SentencePieceVocabulary {folder / 'tokenizer.model'}",
+            f"_read_settings {folder / 'tokenizer_config.json'}",
+        }
+    # A method of a class, whose first argument is not the class.
+    expected |= {f"from_folder {folder}" for folder in tiny_pair}
+    assert dict(counted) == dict.fromkeys(expected, 1)
+
+
+def test_each_prompt_is_encoded_and_checked_once(
+    models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The decoder's own check is for those who call it; the command says which prompt it was."""
+    encoded: list[str] = []
+    original = tokenizer.Tokenizer.encode
+
+    def encode(self: tokenizer.Tokenizer, text: str, add_bos: bool = True) -> list[int]:
+        encoded.append(text)
+        return original(self, text, add_bos)
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", encode)
+    assert main([*models, "--prompt=Ada", "--prompt=Boris", *SIZES]) == 0
+    assert encoded == ["Ada", "Boris"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == encoded
+
+
+def test_the_library_and_the_command_decode_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the embedded pair and nothing else said, and with a rule alone."""
+    pair = load_pair()
+    prompt = "Problem: Mia has 12 shells and finds 9 more. How many has she?\nSolution:"
+    for flags, given in (([], {}), (["--rule=exact"], {"rule": Exact()})):
+        assert main([f"--prompt={prompt}", "--max_new_tokens=24", "--json", *flags]) == 0
+        record = json.loads(capsys.readouterr().out)
+        (one,) = generate(pair, [prompt], max_new_tokens=24, **given)
+        assert record["token_ids"] == one.token_ids
+        assert record["why"] == "".join(why.letter for why in one.why)
+        assert record["num_draft_tokens"] == one.num_draft_tokens
+
+
+def test_what_is_open_decodes_as_its_folders_do(
+    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(load_pair(*tiny_pair, dtype="float32"), ["Ada"], max_new_tokens=8)
+    opened = open_pair(*tiny_pair)
+
+    def again(*_: object) -> None:
+        raise AssertionError("a checkpoint was opened twice")
+
+    monkeypatch.setattr(load, "HuggingFaceSource", again)
+    monkeypatch.setattr(load, "load_tokenizer", again)
+    found = generate(load_pair(opened, dtype="float32"), ["Ada"], max_new_tokens=8)
+    assert found[0].token_ids == expected[0].token_ids
+    with pytest.raises(FlyJaxError, match="drafts of its own"):
+        load_pair(opened, tiny_pair[1])

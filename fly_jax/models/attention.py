@@ -67,7 +67,7 @@ def attend_cached(
     if layout is None:
         return _attend(
             query, key, value, cache.keys, cache.values, layer, cache.length,
-            heads=here, attended=cache.attended,
+            heads=here, attended=cache.attended, joins=jax.default_backend() == "cpu",
         )  # fmt: skip
     query_spec = _evenly_shared(layout, query.shape, here.group)
     cache_spec = layout.spec(CACHE_AXES, cache.keys.shape)
@@ -226,8 +226,13 @@ def _attend(
     attended: int | None,
     lengths: MeshAxes = (),
     scatters: bool = False,
+    joins: bool = False,
 ) -> Queries:
-    """`attend_cached` with what is on one device; `scatters` leaves it the heads it came with."""
+    """`attend_cached` with what is on one device.
+
+    `scatters` leaves it the heads it came with. `joins` puts the pass's own keys behind the cached
+    ones: a CPU copies what it reads of the cache anyhow, and then has one product instead of two.
+    """
     rows, time, num_heads, head = query.shape
     kv_heads, capacity = keys.shape[2:4]
     read = capacity if attended is None or lengths else min(attended, capacity)
@@ -247,6 +252,8 @@ def _attend(
         positions = first_position + jnp.arange(read, dtype=jnp.int32)
         visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
         parts.append(Part(keys, values, visible))
+    if joins:
+        parts = [Part(*(jnp.concatenate(some, axis=2) for some in zip(*parts, strict=True)))]
     grouped = query.reshape(rows, time, needed, num_heads // needed, head)
     mixed = _mixed(grouped, parts, lengths)
     if scatters and lengths:

@@ -35,9 +35,9 @@ from absl import app, flags
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from fly_jax.models.checkpoints.groups import groups
 from fly_jax.models.checkpoints.hugging_face import tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.source import groups
 from fly_jax.models.config import LlamaConfig
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

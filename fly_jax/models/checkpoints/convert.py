@@ -20,8 +20,8 @@ from fly_jax.models.checkpoints.converted import (
     stored_files,
     write_group,
 )
-from fly_jax.models.checkpoints.groups import Group, groups
 from fly_jax.models.checkpoints.load import open_weights, read_group
+from fly_jax.models.checkpoints.source import Group, groups
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
 

@@ -19,8 +19,7 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.groups import Group
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, placed
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, parameter_sharding
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import ParameterSpec, parameter_specs
 from fly_jax.sharding.rules import Layout
@@ -131,11 +130,11 @@ class ConvertedSource:
         self._check_shapes(LlamaConfig.from_hf(record.config, str(folder / _RECORD)))
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
-        """The group's arrays, placed as they stay."""
+        """The group's arrays, each where it stays."""
         own = group_folder(self._folder, group)
         abstract = {
             name: jax.ShapeDtypeStruct(
-                spec.shape, spec.dtype or self._width, sharding=placed(layout, spec)
+                spec.shape, spec.dtype or self._width, sharding=parameter_sharding(layout, spec)
             )
             for name, spec in group.specs(self.config, int8=self.int8).items()
         }
@@ -153,7 +152,7 @@ class ConvertedSource:
         """The array itself: it is stored as it is used."""
         return stored
 
-    def place(self, group: Group, name: str) -> str:
+    def describe(self, group: Group, name: str) -> str:
         """The array and its checkpoint."""
         return f"The array {name} in {group_folder(self._folder, group)}"
 

@@ -11,8 +11,7 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.groups import Group, groups
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, groups
 from fly_jax.models.checkpoints.stored import DTYPES, StoredTensor, stored_tensors
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import ParameterSpec
@@ -106,7 +105,7 @@ class HuggingFaceSource:
         """The tensor as [in, out], with heads as an axis of their own."""
         return (stored.T if is_transposed(name) else stored).reshape(spec.shape)
 
-    def place(self, group: Group, name: str) -> str:
+    def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
         tensor = tensor_name(group, name)
         return f"The tensor {tensor} in {self._stored[tensor].file}"

@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
-from fly_jax.models.checkpoints.groups import Group, groups
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     is_transposed,
@@ -26,7 +25,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.quantise import quantised
-from fly_jax.models.checkpoints.source import Source, placed
+from fly_jax.models.checkpoints.source import Group, Source, groups, parameter_sharding
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
@@ -153,8 +152,8 @@ def read_group(
         _arranged,
         static_argnames=("arranged", "specs", "quantise", "dtype"),
         out_shardings=(
-            {name: placed(layout, spec) for name, spec in wanted.items()},
-            placed(layout, ParameterSpec((), ())),
+            {name: parameter_sharding(layout, spec) for name, spec in wanted.items()},
+            parameter_sharding(layout, ParameterSpec((), ())),
         ),
     )
     parts, finite = arrange(
@@ -167,8 +166,8 @@ def read_group(
     for name, is_finite in jax.device_get(finite).items():
         if not is_finite:
             raise FlyJaxError(
-                f"{source.place(group, name)} holds NaN or infinite weights; they must be finite: "
-                "download the file again or train the model anew."
+                f"{source.describe(group, name)} holds NaN or infinite weights; they must be "
+                "finite: download the file again or train the model anew."
             )
     return parts
 
@@ -198,7 +197,7 @@ def _empty_stacks(
 ) -> dict[str, Array]:
     """Zeros for the parts of all layers."""
     specs = parameter_specs(config, int8=True)  # also names those of a model that is not int8
-    shardings = {name: placed(layout, specs[name]) for name in parts}
+    shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
     zeros = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
     return jax.jit(
         lambda: {name: jnp.zeros(*what) for name, what in zeros.items()}, out_shardings=shardings

@@ -42,6 +42,7 @@ def is_remembered(
       draft_tokens: first token of each pair.
       target_tokens: second one.
     """
+    keys = jnp.asarray(keys)
     low = jnp.zeros(draft_tokens.shape, jnp.int32)
     high = jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)
     for _ in range(keys.shape[0].bit_length()):

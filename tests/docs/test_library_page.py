@@ -22,7 +22,7 @@ def page() -> dict[str, Any]:
     text = _PAGE.read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     blocks = list(_BLOCK.finditer(text))
-    assert len(blocks) == text.count("```") / 2 == 8, "a block is not python, or new: test it here"
+    assert len(blocks) == text.count("```") / 2 == 10, "a block is not python, or new: test it here"
     for block in blocks:
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], _PAGE, "exec"), names)
@@ -70,15 +70,22 @@ def test_a_foreign_loop_gives_the_tokens_of_generate(page: dict[str, Any], name:
     assert (expected.num_rescued_tokens > 0) == (name == "loop_fly")
 
 
-def test_the_loop_meets_undecided_positions(page: dict[str, Any]) -> None:
-    assert 0 < page["undecided"] <= len(page["loop_fly"])
+def test_a_rule_of_ones_own_rescues(page: dict[str, Any]) -> None:
+    assert len(page["loop_doubt"]) > 10
+    assert page["loop_doubt"] != page["loop_exact"]
+
+
+def test_each_row_of_a_batch_has_its_own_rule(page: dict[str, Any]) -> None:
+    assert page["mixed"].num_accepted.shape == (3,)
 
 
 def test_the_foreign_loop_fits_on_the_page() -> None:
     text = _PAGE.read_text(encoding="utf-8")
     loop = next(block[1] for block in _BLOCK.finditer(text) if "def decode(" in block[1])
     body = loop.split("def decode(")[1]
-    assert len(body.splitlines()) <= 20
+    assert len(body.splitlines()) <= 12
+    rule = next(block[1] for block in _BLOCK.finditer(text) if "class Doubt" in block[1])
+    assert len([line for line in rule.splitlines() if line]) <= 21, "twenty, and the loop"
     assert "pair" not in body, "a foreign engine has no pair"
 
 

@@ -49,7 +49,12 @@ def greedy_evidence(logits: np.ndarray, draft: int | None, measure: str, top_k: 
 
 
 def processed_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Temperature, then top-k, then top-p on the renormalised rest; ties at the end are kept."""
+    """Temperature, then top-k, then top-p on the renormalised rest; ties at the end are kept.
+
+    Temperature 0 is greedy: all on the lowest id of the largest logit.
+    """
+    if temperature == 0:
+        return np.eye(len(logits))[int(np.argmax(logits))]
     scaled = [float(value) / temperature for value in logits]
     largest = max(scaled)
     mass = [math.exp(value - largest) for value in scaled]
@@ -96,7 +101,7 @@ def accept_row(
 
 
 def lossless_row(accepted: list[bool], num_drafted: int) -> Row:
-    """`Exact` and `Sampled`."""
+    """`Exact`, whatever accepted the tokens."""
     return accept_row(accepted, ["REFUSED"] * len(accepted), num_drafted)
 
 

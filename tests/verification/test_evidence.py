@@ -18,14 +18,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout, ShardingRules
-from fly_jax.verification.evidence import Entropy, Extra, TargetEvidence, evidence
+from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
 from fly_jax.verification.rules import Fly, accept
 from fly_jax.verification.sampling import Sampling, sample
 
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]
 
-compiled = jax.jit(evidence, static_argnames=("entropy", "sampling", "layout", "extra"))
+compiled = jax.jit(evidence, static_argnames=("needs", "layout"))
 
 
 def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_greedy_evidence_is_the_oracles(seed: int, num_draft: int, entropy: Entr
         rng.integers(VOCAB, size=(ROWS, num_draft)),
     )
     num_drafted = rng.integers(num_draft + 1, size=ROWS)
-    seen = compiled(logits, draft, entropy=entropy, num_drafted=num_drafted)
+    seen = compiled(logits, draft, needs=Needs(entropy), num_drafted=num_drafted)
     seen = jax.tree.map(np.asarray, seen)
     for row in range(ROWS):
         for position in range(num_draft + 1):
@@ -82,28 +82,28 @@ def test_top_k_entropy_of_a_flat_distribution_is_the_reference_codes(
     likely: int, expected: float
 ) -> None:
     logits = jnp.where(jnp.arange(64) < likely, 0.0, -jnp.inf)[None, None]
-    seen = evidence(logits, jnp.zeros((1, 0), jnp.int32), entropy=Entropy())
+    seen = evidence(logits, jnp.zeros((1, 0), jnp.int32), needs=Needs(Entropy()))
     assert float(seen.entropy[0, 0]) == pytest.approx(expected, abs=6e-4)
 
 
 def test_normalized_entropy_is_between_0_and_1() -> None:
     logits = jnp.stack([jnp.zeros(50), jnp.where(jnp.arange(50) == 3, 0, -jnp.inf)])[None]
-    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), entropy=Entropy("normalized"))
+    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), needs=Needs(Entropy("normalized")))
     np.testing.assert_allclose(seen.entropy, [[1, 0]], atol=1e-6)
-    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), entropy=Entropy("full"))
+    seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), needs=Needs(Entropy("full")))
     np.testing.assert_allclose(seen.entropy, [[math.log(50), 0]], rtol=1e-6, atol=1e-6)
 
 
-def test_no_measure_gives_zeros() -> None:
+def test_what_was_not_asked_for_is_not_there() -> None:
     seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
-    np.testing.assert_array_equal(seen.entropy, np.zeros((2, 3)))
+    assert seen.entropy is seen.full_entropy is seen.runner_up_logit is seen.asked is None
 
 
 def test_numbers_are_float32_for_bfloat16_logits() -> None:
     logits = jnp.asarray(logits_of(1, (2, 4, 300)), jnp.bfloat16)
     draft = jnp.zeros((2, 3), jnp.int32)
-    low = evidence(logits, draft, entropy=Entropy("full"))
-    high = evidence(logits.astype(jnp.float32), draft, entropy=Entropy("full"))
+    low = evidence(logits, draft, needs=Needs(Entropy("full")))
+    high = evidence(logits.astype(jnp.float32), draft, needs=Needs(Entropy("full")))
     for one, other in zip(jax.tree.leaves(low), jax.tree.leaves(high), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
@@ -140,10 +140,10 @@ LAYOUTS = {
     "rows only": (("y",), ()),
     "nothing sharded": ((), ()),
 }
-WIDE, DRAFTED, SHARDED_ROWS = 512, 5, 4
+WIDE, DRAFTED, SHARDED_ROWS = 4096, 5, 4
 CASES = {
     "greedy, top-k": (Entropy("top_k"), None),
-    "greedy, more than a shard": (Entropy("top_k", 100), None),
+    "greedy, more than a shard": (Entropy("top_k", 600), None),
     "greedy, full": (Entropy("full"), None),
     "sampled": (Entropy("normalized"), Sampling(0.9)),
     "sampled, top-k and top-p": (Entropy("top_k"), Sampling(0.7, top_k=50, top_p=0.83)),
@@ -160,7 +160,7 @@ def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     logits = logits_of(0, (SHARDED_ROWS, DRAFTED + 1, WIDE))
     logits[0, 0] = 0.0  # ties between all shards
-    logits[0, 1, [70, 200, 450]] = 50.0  # ties between some
+    logits[0, 1, [70, 1200, 3450]] = 50.0  # ties between some
     draft_logits = logits[:, :-1] + rng.normal(size=(SHARDED_ROWS, DRAFTED, WIDE)).astype("f")
     draft = rng.integers(WIDE, size=(SHARDED_ROWS, DRAFTED))
     draft[:, ::2] = logits[:, :-1:2].argmax(-1)
@@ -183,16 +183,16 @@ def collective_operands(hlo: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "extra"),
+    ("name", "case", "more"),
     [
-        *(("vocabulary over x and y", case, None) for case in CASES),
-        *((name, "sampled, top-k and top-p", None) for name in list(LAYOUTS)[1:]),
-        ("vocabulary over x and y", "greedy, top-k", Extra(full_entropy=True, runner_up=True)),
-        ("vocabulary over x and y", "sampled, top-k and top-p", Extra(True, True, 0.3)),
+        *(("vocabulary over x and y", case, False) for case in CASES),
+        *((name, "sampled, top-k and top-p", False) for name in list(LAYOUTS)[1:]),
+        ("vocabulary over x and y", "greedy, top-k", True),
+        ("vocabulary over x and y", "sampled, top-k and top-p", True),
     ],
 )
 def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
-    name: str, case: str, extra: Extra | None
+    name: str, case: str, more: bool
 ) -> None:
     entropy, sampling = CASES[case]
     layout = layout_of(name)
@@ -200,8 +200,8 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     place = functools.partial(
         jax.device_put, device=layout.sharding(("rows", None, "vocab"), logits.shape)
     )
-    keywords = {"num_drafted": num_drafted, "key": jax.random.key(4)}
-    statics = {"entropy": entropy, "sampling": sampling, "extra": extra}
+    keywords = {"num_drafted": num_drafted, "key": jax.random.key(4), "sampling": sampling}
+    statics = {"needs": Needs(entropy, full_entropy=more, runner_up=more)}
     expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
     lowered = compiled.lower(
         place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics
@@ -222,11 +222,12 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
     if shards > 1:
         assert collectives, "a sharded vocabulary must be merged somehow"
-    if extra is not None:
-        assert (expected.lenient is not None) == (sampling is not None)
+    assert (expected.asked is not None) == (sampling is not None)
     positions = SHARDED_ROWS * (DRAFTED + 1)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
     numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1
+    if sampling is not None and sampling.top_k is not None:
+        numbers = WIDE // 8 - 1  # the splitters of the shards, twice
     assert all(size <= positions * numbers for _, size in collectives), collectives
     if numbers < WIDE // 8:
         assert all(size < positions * WIDE // 8 for _, size in collectives), collectives
@@ -261,8 +262,7 @@ def test_evidence_and_acceptance_are_one_program() -> None:
 
     @jax.jit
     def verify(logits: jax.Array, draft: jax.Array) -> jax.Array:
-        seen = evidence(logits, draft, entropy=rule.entropy_measure)
-        return accept(rule, seen, draft).num_accepted
+        return accept(rule, evidence(logits, draft, needs=rule.needs), draft).num_accepted
 
     logits = jnp.log(jnp.array([[[0.6, 0.4], [0.9, 0.1], [0.5, 0.5]]]))
     assert verify(logits, jnp.array([[1, 0]])).tolist() == [2]

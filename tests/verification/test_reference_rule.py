@@ -13,10 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Exact, Fly, Rule, accept
+from fly_jax.verification.rules import Exact, Fly, Rule
+from fly_jax.verification.verify import verify
 
 STORED = np.load(Path(__file__).parents[1] / "fixtures" / "reference_rule.npz")
+
+decide = jax.jit(verify)
 
 SETTINGS: dict[str, Rule] = {
     "default": Fly(window="reference"),
@@ -35,19 +37,13 @@ def test_decides_as_the_reference_code_does(setting: str, num_draft: int) -> Non
     logits = STORED[f"logits_{num_draft}"] * np.float32(STORED["scale"])
     draft = STORED[f"draft_{num_draft}"].astype(np.int32)
 
-    @jax.jit
-    def decide(logits: jax.Array, draft: jax.Array) -> tuple[jax.Array, jax.Array]:
-        seen = evidence(logits, draft, entropy=rule.entropy_measure)
-        decision = accept(rule, seen, draft)
-        return decision.num_accepted, decision.next_token
-
-    kept, following = decide(logits, draft)
-    np.testing.assert_array_equal(kept, STORED[f"accepted_{num_draft}_{setting}"])
-    np.testing.assert_array_equal(following, STORED[f"next_{num_draft}_{setting}"])
+    verdict = decide(rule, logits, draft)
+    np.testing.assert_array_equal(verdict.num_accepted, STORED[f"accepted_{num_draft}_{setting}"])
+    np.testing.assert_array_equal(verdict.next_token, STORED[f"next_{num_draft}_{setting}"])
 
 
 def test_the_stored_cases_tell_the_two_windows_apart() -> None:
     logits = STORED["logits_15"] * np.float32(STORED["scale"])
     draft = STORED["draft_15"].astype(np.int32)
-    kept = accept(Fly(), evidence(logits, draft, entropy=Fly().entropy_measure), draft).num_accepted
+    kept = decide(Fly(), logits, draft).num_accepted
     assert np.any(np.asarray(kept) != STORED["accepted_15_default"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import jax
@@ -14,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.evidence import Entropy, TargetEvidence, evidence
+from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
 from fly_jax.verification.rules import (
-    Acceptance,
     Exact,
     Fly,
     Rule,
-    Sampled,
+    Verdict,
     Why,
     accept,
     entropy_gate,
@@ -30,7 +28,7 @@ from fly_jax.verification.sampling import Sampling
 LETTER = {"m": True, "x": False}  # one letter per position of a block: match or mismatch
 UNDECIDED, SURE = 0.5, 0.1
 
-decide = jax.jit(accept, static_argnums=0)
+decide = jax.jit(accept)
 
 
 def seen(
@@ -58,24 +56,24 @@ def seen(
     )
 
 
-def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Acceptance:
+def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Verdict:
     """The decision on a block such as "mmxmm"."""
     accepted = np.array([[LETTER[letter] for letter in block]])
     tokens = jnp.full(accepted.shape, 2)
     return decide(rule, seen(accepted, **keywords), tokens)
 
 
-def whys(result: Acceptance, row: int = 0) -> list[str]:
+def whys(result: Verdict, row: int = 0) -> list[str]:
     return [Why(int(why)).name for why in result.why[row]]
 
 
-def text(result: Acceptance, row: int = 0) -> str:
+def text(result: Verdict, row: int = 0) -> str:
     """What is emitted, one letter per token."""
     kept = result.why[row, : int(result.num_accepted[row])]
     return "".join(Why(int(why)).letter for why in [*kept, result.next_why[row]])
 
 
-def assert_same(result: Acceptance, row: int, expected: oracle.Row, message: str = "") -> None:
+def assert_same(result: Verdict, row: int, expected: oracle.Row, message: str = "") -> None:
     result = jax.tree.map(np.asarray, result)
     assert int(result.num_accepted[row]) == expected.num_accepted, message
     assert int(result.num_rescued[row]) == expected.num_rescued, message
@@ -131,11 +129,11 @@ def test_reference_window_keeps_what_the_reference_code_keeps(
     assert result.num_accepted.tolist() == expected
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit
 def verify(
     rule: Rule, logits: jax.Array, draft: jax.Array, num_drafted: jax.Array, protected: jax.Array
-) -> tuple[TargetEvidence, Acceptance]:
-    found = evidence(logits, draft, entropy=rule.entropy_measure, num_drafted=num_drafted)
+) -> tuple[TargetEvidence, Verdict]:
+    found = evidence(logits, draft, needs=rule.needs, num_drafted=num_drafted)
     result = accept(rule, found, draft, protected=protected, num_drafted=num_drafted)
     return found, result
 
@@ -173,7 +171,7 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
     found, result = verify(rule, logits, draft, num_drafted, protected)
     result = jax.tree.map(np.asarray, result)
     # The entropies are not recomputed: one at the threshold could go either way by rounding.
-    entropy = np.asarray(found.entropy)
+    entropy = np.zeros(draft.shape) if found.entropy is None else np.asarray(found.entropy)
     for row in range(rows):
         last = int(num_drafted[row])
         loops = [
@@ -239,7 +237,6 @@ def test_refusals_say_why(block: str, reason: str) -> None:
     expected = ["MATCHED"] * at + [reason] + ["DROPPED"] * (len(block) - at - 1)
     assert whys(one_row(Fly(window_size=2), block)) == expected
     assert whys(one_row(Exact(), block))[at] == "REFUSED"
-    assert whys(one_row(Sampled(), block))[at] == "REFUSED"
 
 
 def test_the_gate_refuses_where_the_target_is_sure() -> None:
@@ -300,11 +297,15 @@ def test_a_token_that_top_k_removed_is_never_rescued() -> None:
     draft_logits = jnp.broadcast_to(jnp.array([0.0, 0.0, 60.0]), (rows, 1, 3))
     draft = jnp.full((rows, 1), 2)
     for top_k, expected in [(2, "REFUSED"), (3, "RESCUED")]:
-        rule = Fly(0.0, window_size=0, sampling=Sampling(top_k=top_k))
-        gather = jax.jit(
-            functools.partial(evidence, entropy=rule.entropy_measure, sampling=rule.sampling)
+        rule = Fly(0.0, window_size=0)
+        found = evidence(
+            logits,
+            draft,
+            needs=rule.needs,
+            sampling=Sampling(top_k=top_k),
+            draft_logits=draft_logits,
+            key=jax.random.key(0),
         )
-        found = gather(logits, draft, draft_logits=draft_logits, key=jax.random.key(0))
         result = decide(rule, found, draft)
         refused = ~np.asarray(found.accepted)[:, 0]
         assert refused.any()
@@ -344,12 +345,9 @@ def test_entropy_gate_is_true_where_undecided() -> None:
 
 
 def test_rules_are_hashable_and_say_what_they_need() -> None:
-    assert len({Exact(), Exact(), Fly(), Fly(), Fly(0.2), Sampled(), Sampled(0.5)}) == 5
-    assert (Exact().sampling, Exact().entropy_measure) == (None, None)
-    assert Sampled(0.5, 4, 0.9).sampling == Sampling(0.5, 4, 0.9)
-    assert Sampled().entropy_measure is None
-    assert Fly().sampling is None
-    assert Fly(entropy="full").entropy_measure == Entropy("full")
+    assert len({Exact(), Exact(), Fly(), Fly(), Fly(0.2)}) == 3
+    assert Exact().needs == Needs()
+    assert Fly(entropy="full").needs == Needs(entropy=Entropy("full"))
     assert [why.letter for why in Why] == ["m", "r", *"------", "c", "b", "-"]
 
 
@@ -359,9 +357,9 @@ def test_rules_are_hashable_and_say_what_they_need() -> None:
         ({"entropy_threshold": -0.1}, "entropy_threshold"),
         ({"entropy_threshold": float("nan")}, "entropy_threshold"),
         ({"window_size": -1}, "window_size"),
-        ({"entropy": "top"}, "measure"),
+        ({"entropy": "top"}, "entropy is 'top'"),
         ({"entropy_top_k": 0}, "top_k"),
-        ({"window": "code"}, "window"),
+        ({"window": "code"}, "window is 'code'"),
     ],
 )
 def test_values_out_of_range_are_refused(keywords: dict[str, float | str], word: str) -> None:
@@ -370,6 +368,6 @@ def test_values_out_of_range_are_refused(keywords: dict[str, float | str], word:
 
 
 def test_evidence_of_another_draft_is_refused() -> None:
-    for rule in (Exact(), Sampled(), Fly()):
+    for rule in (Exact(), Fly()):
         with pytest.raises(FlyJaxError, match=r"\(1, 4\)"):
             accept(rule, seen(np.ones((1, 4), bool)), jnp.zeros((1, 3), jnp.int32))

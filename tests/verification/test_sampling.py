@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Exact, Fly, Sampled, Why, accept
-from fly_jax.verification.sampling import Sampling, processed_log_probs, sample
+from fly_jax.verification.rules import Exact, Fly, Why, accept
+from fly_jax.verification.sampling import Sampling, processed_log_probs, sample, sample_at
 
 SETTINGS = [
     Sampling(),
-    Sampling(0.5),
+    Sampling(0.5, 0, 1.0),
     Sampling(2.0, top_k=3),
     Sampling(1.0, top_p=0.83),
     Sampling(0.7, top_k=4, top_p=0.61),
@@ -29,10 +29,18 @@ ROWS = 8
 VOCAB = 11
 TRIALS = 20_000
 
-processed = jax.jit(processed_log_probs, static_argnums=1)
-drawn = jax.jit(sample, static_argnums=1)
-decided = jax.jit(accept, static_argnums=0)
-verified = jax.jit(evidence, static_argnames=("entropy", "sampling"))
+processed = jax.jit(processed_log_probs)
+decided = jax.jit(accept)
+verified = jax.jit(evidence, static_argnames="needs")
+
+
+@jax.jit
+def drawn(logits: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+    """A draw at every position, each with a key of its own."""
+    keys = jax.random.split(key, logits.shape[0])
+    if logits.ndim == 3:
+        return sample_at(logits, sampling, keys, jnp.zeros(logits.shape[:2], jnp.int32))
+    return sample(logits, sampling, keys)
 
 
 def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -45,15 +53,17 @@ def logits_of(seed: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.where(ruled_out, -np.inf, logits).astype(np.float32)
 
 
+def numbers_of(sampling: Sampling) -> tuple[float, int, float]:
+    return sampling.temperature, sampling.top_k or 0, sampling.top_p or 1.0
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sampling=st.sampled_from(SETTINGS))
 def test_processed_distribution_is_the_oracles(seed: int, sampling: Sampling) -> None:
     logits = logits_of(seed, (ROWS, VOCAB))
     probs = np.exp(processed(logits, sampling))
     for row in range(ROWS):
-        expected = oracle.processed_probs(
-            logits[row], sampling.temperature, sampling.top_k, sampling.top_p
-        )
+        expected = oracle.processed_probs(logits[row], *numbers_of(sampling))
         np.testing.assert_array_equal(probs[row] > 1e-30, expected > 1e-30)
         np.testing.assert_allclose(probs[row], expected, rtol=2e-5, atol=1e-30)
 
@@ -92,13 +102,13 @@ def test_small_temperature_is_greedy_and_finite() -> None:
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
     logits = jnp.array([[0.0, 2.0, 2.0], [-jnp.inf, -jnp.inf, 1.0]], jnp.bfloat16)
-    assert sample(logits, None).tolist() == [1, 2]
+    assert sample(logits).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("keywords", "word"),
     [
-        ({"temperature": 0.0}, "greedily"),
+        ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
@@ -108,8 +118,6 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
 def test_values_out_of_range_are_refused(keywords: dict[str, float], word: str) -> None:
     with pytest.raises(FlyJaxError, match=word):
         Sampling(**keywords)
-    with pytest.raises(FlyJaxError, match=word):
-        Sampled(**keywords)
 
 
 def test_a_key_is_needed() -> None:
@@ -139,10 +147,10 @@ def assert_fits(tokens: np.ndarray, probs: np.ndarray) -> None:
 
 
 def probs_of(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    return oracle.processed_probs(logits, sampling.temperature, sampling.top_k, sampling.top_p)
+    return oracle.processed_probs(logits, *numbers_of(sampling))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=1)
 def draft_and_verify(
     sampling: Sampling, is_sampled: bool, num_drafted: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -150,18 +158,17 @@ def draft_and_verify(
     target = jnp.broadcast_to(jnp.stack([TARGET, DRAFT]), (TRIALS, 2, len(TARGET)))
     draft = jnp.broadcast_to(DRAFT, (TRIALS, 1, len(DRAFT)))
     draw_key, verify_key = jax.random.split(jax.random.key(7))
-    tokens = sample(draft, sampling if is_sampled else None, draw_key)
+    tokens = drawn(draft, sampling, draw_key) if is_sampled else sample(draft)
     drafted = jnp.full((TRIALS,), num_drafted)
-    rule = Sampled(sampling.temperature, sampling.top_k, sampling.top_p)
     seen = evidence(
         target,
         tokens,
-        sampling=rule.sampling,
+        sampling=sampling,
         draft_logits=draft if is_sampled else None,
         key=verify_key,
         num_drafted=drafted,
     )
-    result = accept(rule, seen, tokens, num_drafted=drafted)
+    result = accept(Exact(), seen, tokens, num_drafted=drafted)
     first = jnp.where(result.num_accepted > 0, tokens[:, 0], result.next_token)
     return first, result.next_token, result.next_why
 
@@ -232,17 +239,17 @@ def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
     draft = target[:, :-1] + 0.7
     draft = draft.at[:, :, 0].add(1.0)
     tokens = drawn(draft, sampling, jax.random.key(1))
-    rule = Fly(entropy_threshold=0.2, window_size=1, sampling=sampling)
+    rule = Fly(entropy_threshold=0.2, window_size=1)
     seen = verified(
         target,
         tokens,
-        entropy=rule.entropy_measure,
+        needs=rule.needs,
         sampling=sampling,
         draft_logits=draft,
         key=jax.random.key(2),
     )
     loose = decided(rule, seen, tokens)
-    strict = decided(Sampled(0.8), seen, tokens)
+    strict = decided(Exact(), seen, tokens)
     rescued = np.asarray(loose.num_rescued)
     assert rescued.sum() > 0
     assert (np.asarray(loose.num_accepted) >= np.asarray(strict.num_accepted)).all()
@@ -251,6 +258,5 @@ def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
         assert same[rescued == 0].all()
     kept = np.asarray(loose.why) == Why.RESCUED
     assert not (kept & np.asarray(seen.accepted)[:, :-1]).any()
-    untempered = verified(target, tokens, entropy=rule.entropy_measure)
+    untempered = verified(target, tokens, needs=rule.needs)
     np.testing.assert_allclose(seen.entropy, untempered.entropy)
-    assert Exact().sampling is None

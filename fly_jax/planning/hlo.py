@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fly_jax.planning.program import Computation, Instruction, Program, frames, parse
 
-_KINDS = (
+EXCHANGES = (
     "all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
@@ -63,7 +63,7 @@ def _within(program: Program, computation: Computation) -> Iterator[tuple[str, I
     spread: set[tuple[str, str]] = set()
     for one in computation.instructions.values():
         kind = one.opcode.removesuffix("-start")
-        if kind in _KINDS:
+        if kind in EXCHANGES:
             yield kind, one
         elif one.opcode == "fusion":
             for name in one.called:

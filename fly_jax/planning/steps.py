@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,11 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.decoding.round import RoundSpec, verify_step
 from fly_jax.decoding.state import DecodeState
-from fly_jax.models.cache import KVCache
+from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters, parameter_specs
 from fly_jax.planning.hlo import Exchange, exchanges
@@ -148,6 +151,46 @@ def _left_by(lowered: Lowered, compiled: Compiled) -> DecodeState:
         lowered.out_info,
         compiled.output_shardings,
     )
+
+
+def abstract_state(
+    decoder: Decoder, layouts: Sequence[Layout | None], prompt_length: int
+) -> DecodeState:
+    """The state that prefilling leaves, without compiling it: caches lie as their models do.
+
+    Args:
+      decoder: of abstract models.
+      layouts: of the target and the drafts.
+      prompt_length: tokens of the prompts.
+    """
+    state = _with_pace(decoder, cast(DecodeState, decoder.lower_prefill(prompt_length).out_info))
+    if layouts[0] is None:
+        return state
+    caches = [
+        jax.tree.map(functools.partial(_placed, layout, CACHE_AXES), cache)
+        for layout, cache in zip(layouts, (state.target, *state.drafts), strict=True)
+    ]
+    whole = jax.tree.map(functools.partial(_placed, layouts[0], ()), state)
+    return dataclasses.replace(whole, target=caches[0], drafts=tuple(caches[1:]))
+
+
+def _placed(
+    layout: Layout, axes: Sequence[str], leaf: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    """An abstract array with these axes, or whole on every device where it has others."""
+    names = axes if leaf.ndim == len(axes) else (None,) * leaf.ndim
+    sharding = layout.sharding(names, leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _with_pace(decoder: Decoder, state: DecodeState) -> DecodeState:
+    """Adds what a K is chosen from: figures that only a running decoder has."""
+    depths = decoder.spec.depths
+    if not depths or state.pace is not None:
+        return state
+    seconds = jax.ShapeDtypeStruct((len(depths),), np.float32)
+    pace = jax.eval_shape(functools.partial(initial_pace, decoder.batch_size), seconds)
+    return dataclasses.replace(state, pace=pace)
 
 
 def _lower_draft(draft: Llama, state: DecodeState, num_drafted: int) -> Lowered:

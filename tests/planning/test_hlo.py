@@ -32,6 +32,7 @@ def test_an_exchange_counts_as_often_as_the_loops_around_it_run() -> None:
         return jax.lax.fori_loop(0, PASSES, one_pass, x)
 
     hlo = program.lower(jnp.ones((4, 5))).compile().as_text()
+    assert hlo is not None
     found = exchanges(hlo, 8)
     assert sorted((one.kind, one.group_size, one.count) for one in found) == [
         ("all-reduce", 4, PASSES),

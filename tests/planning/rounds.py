@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from fly_jax.decoding.decoder import CAPACITY_STEP, Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.models.llama import Llama, Parameters, parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.steps import abstract_state
+from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, Sampled
 
@@ -44,6 +46,7 @@ def _rule(rule: Rule, **options: object) -> Callable[[int], RoundSpec]:
 
 _FLY = Fly(window_size=2)
 KINDS = {
+    "autoregressive": Kind(lambda _: RoundSpec(Exact(), 0, eos_token_ids=EOS), num_drafts=0),
     "exact": Kind(_rule(Exact())),
     "fly": Kind(_rule(_FLY)),
     "fly | margin": Kind(_rule(_FLY | Margin())),
@@ -63,9 +66,20 @@ KINDS = {
 }
 
 
+def on_mesh(config: LlamaConfig, layout: Layout, dtype: jnp.dtype) -> Llama:
+    """An abstract model on the devices of a mesh, which need not be there."""
+    parameters = {
+        name: jax.ShapeDtypeStruct(
+            spec.shape, dtype, sharding=layout.sharding(spec.axes, spec.shape)
+        )
+        for name, spec in parameter_specs(config).items()
+    }
+    return Llama(config, parameters, layout)
+
+
 def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
-    parameters = {}
+    parameters: Parameters = {}
     for name, spec in parameter_specs(config).items():
         if spec.axes[0] == "layers":
             layer = jax.ShapeDtypeStruct(spec.shape[1:], dtype)
@@ -97,7 +111,11 @@ def round_hlo(
     if memory is not None:
         decoder._refresh()
     state = abstract_state(decoder, [model.layout for model in models], prompt)
-    hlo = decoder.lower_rounds(state).compile().as_text()
+    mesh = None if models[0].layout is None else models[0].layout.mesh
+    # What LLVM makes of a program is not looked at.
+    is_cpu = not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "cpu"
+    options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"} if is_cpu else {}
+    hlo = decoder.lower_rounds(state).compile(compiler_options=options).as_text()
     assert hlo is not None
     return hlo, capacity
 

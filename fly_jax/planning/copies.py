@@ -57,9 +57,7 @@ class Copy:
         return self.in_loop or self.in_branch
 
 
-def copies(
-    hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1
-) -> list[Copy]:
+def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1) -> list[Copy]:
     """Every copy of an array that has one of these shapes, in whatever order it lies.
 
     Dimensions of 1 do not count, nor does the order of the others (of which a transposed copy has
@@ -100,7 +98,9 @@ def large_shapes(
       rows: of the cache.
       capacity: its positions.
     """
-    arrays = [(CACHE_AXES, cache_shape(config, rows, capacity))]
+    arrays: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
+        (CACHE_AXES, cache_shape(config, rows, capacity))
+    ]
     arrays += [
         (spec.axes, spec.shape)
         for spec in parameter_specs(config).values()

@@ -164,13 +164,14 @@ def abstract_state(
       prompt_length: tokens of the prompts.
     """
     state = _with_pace(decoder, cast(DecodeState, decoder.lower_prefill(prompt_length).out_info))
-    if layouts[0] is None:
+    placed = [layout for layout in layouts if layout is not None]
+    if not placed:
         return state
     caches = [
         jax.tree.map(functools.partial(_placed, layout, CACHE_AXES), cache)
-        for layout, cache in zip(layouts, (state.target, *state.drafts), strict=True)
+        for layout, cache in zip(placed, (state.target, *state.drafts), strict=True)
     ]
-    whole = jax.tree.map(functools.partial(_placed, layouts[0], ()), state)
+    whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
     return dataclasses.replace(whole, target=caches[0], drafts=tuple(caches[1:]))
 
 

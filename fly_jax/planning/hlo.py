@@ -29,6 +29,7 @@ class Exchange:
       num_bytes: of the results on one device.
       group_size: devices that take part together.
       count: how often it runs.
+      axes: of the mesh, along which a group lies; empty where only the group's size is known.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Exchange:
     num_bytes: int
     group_size: int
     count: int
+    axes: tuple[str, ...] = ()
 
 
 def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exchange]:

@@ -230,16 +230,18 @@ def _work(request: Request, layouts: Layouts, name: str) -> Work:
     workload, k = request.workload, request.num_speculative_tokens
     target = (layouts.target, request.target, workload)
     draft = (layouts.draft, request.draft, workload)
+    fast = request.chip.vector_memory
     if name == "prefill":
         passes = [
-            pass_work(*model, tokens, logits=False)
+            pass_work(*model, tokens, logits=False, vector_memory=fast)
             for tokens in request.prefill_pieces
             for model in (target, draft)
         ]
         return functools.reduce(operator.add, passes)
     if name == "autoregressive":
-        return pass_work(*target, 1)
-    verified, drafted = pass_work(*target, k + 1), draft_work(*draft)
+        return pass_work(*target, 1, vector_memory=fast)
+    verified = pass_work(*target, k + 1, vector_memory=fast)
+    drafted = draft_work(*draft, vector_memory=fast)
     return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
 
 

@@ -7,13 +7,12 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.decoding.decoder import CAPACITY_STEP, capacity_for
-from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.locate import check_pair
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
+from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate, prefill_piece
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
 from fly_jax.sharding.chips import Chip
@@ -73,8 +72,9 @@ class Request:
     @property
     def prefill_pieces(self) -> tuple[int, ...]:
         """Tokens of each pass in which the prompt is taken in."""
-        whole, rest = divmod(self.prefilled, PREFILL_PIECE)
-        return (PREFILL_PIECE,) * whole + (rest,) * (rest > 0)
+        piece = prefill_piece(self.rows)
+        whole, rest = divmod(self.prefilled, piece)
+        return (piece,) * whole + (rest,) * (rest > 0)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
 from fly_jax.models.llama import parameter_specs
 from fly_jax.planning.alternatives import alternatives
+from fly_jax.planning.copies import Copy
 from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
 from fly_jax.planning.hlo import Exchange
 from fly_jax.planning.request import Request
@@ -36,6 +37,7 @@ class Step:
       argument_bytes: parameters, caches and the like.
       temporary_bytes: made on the way.
       exchanges: between chips.
+      copies: of caches and stacks of matrices; None where no compiler was asked.
       work: operations and memory traffic, from shapes.
       seconds: its roofline time.
       compile_seconds: that the compiler took; None where it was not asked.
@@ -47,6 +49,7 @@ class Step:
     argument_bytes: int
     temporary_bytes: int
     exchanges: tuple[Exchange, ...]
+    copies: tuple[Copy, ...] | None
     work: Work
     seconds: float
     compile_seconds: float | None
@@ -61,6 +64,22 @@ class Step:
         return [
             {"kind": kind, "count": count, "bytes": num_bytes}
             for kind, (count, num_bytes) in sorted(kinds.items())
+        ]
+
+    def copied(self) -> list[dict[str, object]] | None:
+        """What is copied, how often, and whether a loop or a branch does it."""
+        if self.copies is None:
+            return None
+        return [
+            {
+                "operation": one.operation,
+                "shape": list(one.shape),
+                "bytes": one.num_bytes,
+                "count": one.count,
+                "in_loop": one.in_loop,
+                "in_branch": one.in_branch,
+            }
+            for one in self.copies
         ]
 
 
@@ -182,6 +201,7 @@ class Plan:
                     "argument_bytes_per_chip": step.argument_bytes,
                     "temporary_bytes_per_chip": step.temporary_bytes,
                     "collectives": step.collectives(),
+                    "copies": step.copied(),
                     "flops": step.work.flops,
                     "bytes_accessed": step.work.num_bytes,
                     "roofline_seconds": step.seconds,
@@ -250,9 +270,9 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
     for found in compiled_steps(
         Model(request.target, layouts.target, request.int8),
         Model(request.draft, layouts.draft, request.int8),
+        request.spec,
         rows=request.rows,
         capacity=request.workload.capacity,
-        num_speculative_tokens=request.num_speculative_tokens,
         prompt_length=request.prefilled,
     ):
         work = _work(request, layouts, found.name)
@@ -267,6 +287,7 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
             argument_bytes=found.argument_bytes,
             temporary_bytes=found.temporary_bytes,
             exchanges=exchanged,
+            copies=found.copies,
             work=work,
             seconds=roofline_seconds(work, exchanged, chip, dict(request.mesh.axes)),
             compile_seconds=found.seconds,
@@ -283,6 +304,7 @@ def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
             argument_bytes=found.argument_bytes,
             temporary_bytes=found.temporary_bytes,
             exchanges=found.exchanges,
+            copies=None,
             work=work,
             seconds=roofline_seconds(work, found.exchanges, request.chip, dict(request.mesh.axes)),
             compile_seconds=None,

@@ -21,7 +21,7 @@ def table(plan: Plan) -> str:
     for name, num_bytes in plan.memory().items():
         label = name.removesuffix("_bytes").replace("_", " ")
         lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
-    lines += ["", *_steps(plan), "", *_exchanges(plan), "", *_speed(plan)]
+    lines += ["", *_steps(plan), "", *_exchanges(plan), *_copies(plan), "", *_speed(plan)]
     lines += [
         f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
         f"{plan.largest_context} (by shapes, corrected by the plan above)",
@@ -55,6 +55,23 @@ def _exchanges(plan: Plan) -> list[str]:
                 f"  {step.name:<16}{one['kind']:<20}{one['count']:>8}{one['bytes'] / 1e6:12.2f}"  # type: ignore[operator]
             )
     return lines if len(lines) > 2 else ["Nothing travels between chips"]
+
+
+def _copies(plan: Plan) -> list[str]:
+    """One line for each step that copies a cache or a stack of matrices again and again."""
+    found = [(step, step.copies) for step in plan.steps if step.copies is not None]
+    if not found:
+        return []
+    label, lines = "Copies of a cache or a stack of matrices", []
+    for step, made in found:
+        repeated = [one for one in made if one.is_repeated]
+        if repeated:
+            count = sum(one.count for one in repeated)
+            num_bytes = sum(one.count * one.num_bytes for one in repeated)
+            lines.append(f"  {step.name:<16}{count} in loops or branches, {num_bytes / 1e9:.2f} GB")
+    once = sum(one.num_bytes for _, made in found for one in made if not one.is_repeated)
+    lines = [f"{label}:", *lines] if lines else [f"{label} in a loop or a branch: none"]
+    return [*lines, f"{label} once a step: {once / 1e9:.2f} GB"] if once else lines
 
 
 def _speed(plan: Plan) -> list[str]:

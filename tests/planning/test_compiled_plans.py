@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
 from fly_jax.planning import plan as plan_module
 from fly_jax.planning.plan import Plan, make_plan
-from fly_jax.planning.request import Request
+from fly_jax.planning.request import Request, default_round
 from fly_jax.planning.steps import CompiledStep, Model, compiled_steps
 from fly_jax.planning.topology import slice_mesh
 from fly_jax.sharding.chips import CHIPS
@@ -41,8 +42,8 @@ def planned() -> tuple[Plan, Steps]:
     """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context."""
     steps: Steps = {}
 
-    def recorded(*models: Model, **sizes: int) -> Iterator[CompiledStep]:
-        for step in compiled_steps(*models, **sizes):
+    def recorded(*given: Any, **sizes: Any) -> Iterator[CompiledStep]:
+        for step in compiled_steps(*given, **sizes):
             steps[step.name] = step
             yield step
 
@@ -67,9 +68,9 @@ def prefill_and_round(
     steps = compiled_steps(
         Model(LARGE if large else MIDDLE, target, int8),
         Model(SMALL, draft, int8),
+        default_round(K),
         rows=rows,
         capacity=CAPACITY,
-        num_speculative_tokens=K,
         prompt_length=CONTEXT - 1,
     )
     return {step.name: step for step in (next(steps), next(steps))}

@@ -12,6 +12,7 @@ from fly_jax.models.llama import parameter_specs
 from fly_jax.planning.alternatives import alternatives
 from fly_jax.planning.copies import Copy
 from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
+from fly_jax.planning.drafters import Drafters, weigh_drafters
 from fly_jax.planning.hlo import Exchange
 from fly_jax.planning.request import Request
 from fly_jax.planning.speed import (
@@ -151,6 +152,23 @@ class Plan:
             "best_speed_up": best_speed_up,
         }
 
+    def drafters(self) -> Drafters | None:
+        """What layouts and types of the draft, and smaller ones, take; None where it does not fit.
+
+        Counted from shapes, whatever the steps come from.
+        """
+        verify = self.step("verify")
+        if not self.fits or verify is None:
+            return None
+        memory = self.memory()
+        return weigh_drafters(
+            self.request,
+            self.layouts.draft_rules,
+            memory["parameter_bytes"] + memory["cache_bytes"],
+            verify.seconds,
+            self.mean_accepted,
+        )
+
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""
         request, layouts = self.request, self.layouts
@@ -181,7 +199,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """The JSON object of the command."""
-        request = self.request
+        request, drafters = self.request, self.drafters()
         return {
             "fits": self.fits,
             "chip": request.chip.name,
@@ -210,6 +228,7 @@ class Plan:
                 for step in self.steps
             },
             "speed": self.speed(),
+            "drafters": None if drafters is None else dataclasses.asdict(drafters),
             "largest_batch_size": self.largest_batch,
             "largest_context": self.largest_context,
             "remedies": list(self.remedies),

@@ -18,6 +18,7 @@ from fly_jax.planning import plan as plan_module
 from fly_jax.planning.plan import Plan, make_plan
 from fly_jax.planning.request import Request, default_round
 from fly_jax.planning.steps import CompiledStep, Model, compiled_steps
+from fly_jax.planning.table import table
 from fly_jax.planning.topology import slice_mesh
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
@@ -194,6 +195,18 @@ def test_caches_are_updated_in_place(
         assert "dynamic-update-slice" in operations
         assert not operations & {"copy", "copy-start", "copy-done", "all-gather"}
         assert steps["round"].temporary_bytes < 2 * 2 * math.prod(local)
+
+
+def test_a_plan_lists_what_is_copied(plan: Plan) -> None:
+    for step in plan.steps:
+        assert step.copies is not None
+        assert not [one for one in step.copies if one.is_repeated], step.name
+    assert "Copies of a cache or a stack of matrices in a loop or a branch: none" in table(plan)
+    steps = plan.to_dict()["steps"]
+    assert isinstance(steps, dict)
+    assert {key for step in steps.values() for copy in step["copies"] for key in copy} <= {
+        "operation", "shape", "bytes", "count", "in_loop", "in_branch",
+    }  # fmt: skip
 
 
 def test_a_weight_is_nowhere_copied_whole(planned: tuple[Plan, Steps], int8_batch: Steps) -> None:

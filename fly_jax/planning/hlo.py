@@ -88,7 +88,7 @@ def _exchange(kind: str, one: Instruction, count: int, num_devices: int) -> Exch
 
 
 def _group_size(line: str, num_devices: int) -> int:
-    """Devices in one group, in any of the three spellings of HLO."""
+    """Devices in one group, in any of the spellings of HLO."""
     listed = re.search(r"replica_groups=\{\{([0-9,]*)\}", line)
     if listed:
         return listed[1].count(",") + 1
@@ -98,6 +98,8 @@ def _group_size(line: str, num_devices: int) -> int:
     meshed = re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", line)
     if meshed:
         sizes = dict(part.split("=") for part in meshed[1].split(","))
-        return math.prod(int(sizes[name.strip()]) for name in meshed[2].split(","))
+        # A part of an axis is written with what comes before it and its own size: 'x':(2)4.
+        parts = (re.split(r":\(\d+\)", name.strip()) for name in meshed[2].split(","))
+        return math.prod(int(own[0] if own else sizes[name]) for name, *own in parts)
     pairs = re.search(r"source_target_pairs=", line)
     return 2 if pairs else num_devices

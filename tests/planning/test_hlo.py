@@ -81,6 +81,7 @@ HloModule jit_step, is_scheduled=true
 ENTRY %main (p: bf16[2,4]) -> bf16[2,4] {
   %loop = (s32[]{:T(128)}, bf16[2,4]{1,0}) while(%init), condition=%cond, body=%body
   %either = f32[3]{0} conditional(%flag, %a, %b), branch_computations={%one, %other}
+  %part = f32[5]{0} all-gather(%a), replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0', 'axis_1':(2)4}, dimensions={0}
   %pair = (f32[6]{0}, s32[6]{0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add
 }
 """  # noqa: E501
@@ -90,6 +91,7 @@ def test_the_spellings_of_the_tpu_compiler() -> None:
     """Limits of loops in their condition, one exchange over several fusions, tuples, groups."""
     found = exchanges(HLO, 8)
     assert sorted(found, key=lambda one: (one.kind, one.count)) == [
+        Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
         Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 126),
         Exchange("all-reduce", ((6,), (6,)), 48, 4, 1),
         Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 126),

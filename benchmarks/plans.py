@@ -9,7 +9,7 @@ import machine
 
 from fly_jax.models.presets import preset
 from fly_jax.planning.plan import make_plan
-from fly_jax.planning.request import Request
+from fly_jax.planning.request import Request, default_round
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 
@@ -23,7 +23,7 @@ REQUESTS = {
     ),
     "70B bf16, 8 H200 (shapes)": Request(
         target=MIDDLE, draft=SMALL, chip=CHIPS["h200"], mesh=parse_mesh("8"),
-        num_speculative_tokens=15,
+        spec=default_round(15),
     ),
 }  # fmt: skip
 

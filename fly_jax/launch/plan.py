@@ -43,7 +43,11 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # an accelerator that is there is not needed, nor locked
+    # An accelerator that is there is not needed, nor locked; JAX may have read the variable before.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
     from fly_jax.errors import FlyJaxError
     from fly_jax.planning.plan import make_plan
@@ -96,7 +100,7 @@ def _flags() -> Flags:
 
 
 def _request(values: FlagValues) -> Request:
-    from fly_jax.planning.request import Request
+    from fly_jax.planning.request import Request, default_round
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
@@ -109,7 +113,7 @@ def _request(values: FlagValues) -> Request:
         context=values.context,
         prompt_length=values.prompt_length,
         rows=values.batch_size,
-        num_speculative_tokens=values.num_speculative_tokens,
+        spec=default_round(values.num_speculative_tokens),
         mean_accepted_tokens=values.mean_accepted_tokens,
         compiles=not values.no_compile,
     )

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import parameter_specs
-from fly_jax.sharding.chips import Chip
+from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout
 
 # Part of a chip's memory that parameters and caches may take; the rest is for what programs need
@@ -114,13 +114,11 @@ def pass_seconds(
     held = resident_bytes(layout, config, workload)
     wide = layout.axes_of("ffw", config.ffw_size)
     num_bytes = workload.rows * tokens * config.embed_size * 2 // layout.devices(("data",))
+    exchanged = [("all-reduce", wide)] * 2
+    exchanged += [(kind, ("y",)) for kind in cache_exchanges(layout, config, workload)]
     network = sum(
-        chip.exchange_seconds("all-reduce", num_bytes, [layout.mesh.shape[name] for name in wide])
-        for _ in range(2)
-    )
-    network += sum(
-        chip.exchange_seconds(kind, num_bytes, [layout.mesh.shape["y"]])
-        for kind in cache_exchanges(layout, config, workload)
+        chip.exchange_seconds(kind, num_bytes, *group_of(layout.mesh.shape, names))
+        for kind, names in exchanged
     )
     return held / chip.memory_bandwidth + config.num_layers * network
 

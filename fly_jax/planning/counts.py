@@ -15,7 +15,7 @@ from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
 from fly_jax.models.llama import parameter_specs
 from fly_jax.planning.hlo import Exchange
-from fly_jax.sharding.chips import Chip
+from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
 
 
@@ -40,12 +40,14 @@ def pass_work(
     tokens: int,
     *,
     logits: bool = True,
+    vector_memory: float = math.inf,
 ) -> Work:
     """One pass of a model over `tokens` new tokens of every row.
 
     Operations are the products' multiplications and additions. Bytes are every parameter once (of
-    an embedding only the rows looked up), the whole cache once, and what is written to it; what is
-    produced on the way stays in the chip.
+    an embedding only the rows looked up), the whole cache once, and what is written to it. What is
+    produced on the way stays in the chip, but for attention's scores where those of a layer, in
+    float32, are more than its vector memory holds: they are written and read once more.
 
     Args:
       layout: how the model lies.
@@ -53,6 +55,7 @@ def pass_work(
       workload: rows and capacity.
       tokens: new tokens of a row.
       logits: whether the vocabulary is scored.
+      vector_memory: of the chip.
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     matrices = 0
@@ -76,13 +79,22 @@ def pass_work(
             ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if workload.int8 else 2
         )
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
+    positions = entries * workload.capacity / config.head_size
+    score_bytes = 4 * positions * tokens * queries
+    if score_bytes / config.num_layers > vector_memory:
+        num_bytes += 2 * score_bytes
     return Work(float(flops), num_bytes)
 
 
-def draft_work(layout: Layout, config: LlamaConfig, workload: Workload) -> Work:
+def draft_work(
+    layout: Layout, config: LlamaConfig, workload: Workload, *, vector_memory: float = math.inf
+) -> Work:
     """K passes of the draft model, of which the first feeds two tokens."""
     passes = workload.num_speculative_tokens
-    one, two = (pass_work(layout, config, workload, tokens) for tokens in (1, 2))
+    one, two = (
+        pass_work(layout, config, workload, tokens, vector_memory=vector_memory)
+        for tokens in (1, 2)
+    )
     return two + one * (passes - 1)
 
 
@@ -101,14 +113,17 @@ def model_exchanges(
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
     num_bytes = rows * tokens * config.embed_size * 2
-    wide = layout.devices(layout.axes_of("ffw", config.ffw_size))
-    found = []
+    axes = layout.axes_of("ffw", config.ffw_size)
+    wide, found = layout.devices(axes), []
     if wide > 1:
-        found.append(Exchange("all-reduce", (shape,), num_bytes, wide, 2 * config.num_layers))
+        sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * config.num_layers, axes)
+        found.append(sums)
     size = layout.devices(("y",))
     share = num_bytes * size // max(layout.devices(("x", "y")), 1)
     return found + [
-        Exchange(kind, (shape,), share, size, config.num_layers) for kind in kinds if size > 1
+        Exchange(kind, (shape,), share, size, config.num_layers, ("y",))
+        for kind in kinds
+        if size > 1
     ]
 
 
@@ -125,17 +140,22 @@ def roofline_seconds(
     """
     busy = max(work.flops / chip.flops, work.num_bytes / chip.memory_bandwidth)
     return busy + sum(
-        one.count * chip.exchange_seconds(one.kind, one.num_bytes, group_axes(one, sizes))
+        one.count * chip.exchange_seconds(one.kind, one.num_bytes, *group_axes(one, sizes))
         for one in found
     )
 
 
-def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[int, ...]:
-    """The mesh axes that a group of devices stands for, by its size."""
-    everything = tuple(sizes.values())
-    for first in range(len(everything)):
-        for last in range(len(everything), first, -1):
-            axes = everything[first:last]
-            if math.prod(axes) == exchange.group_size:
-                return axes
-    return (exchange.group_size,)
+def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[list[int], int]:
+    """Sizes of the mesh axes along which a group of devices lies, and its stride (`group_of`).
+
+    Where the exchange does not say which axes these are, they are found by the group's size.
+    """
+    if exchange.axes:
+        return group_of(sizes, exchange.axes)
+    axes = tuple(sizes)
+    for first in range(len(axes)):
+        for last in range(len(axes), first, -1):
+            found = group_of(sizes, axes[first:last])
+            if math.prod(found[0]) == exchange.group_size:
+                return found
+    return [exchange.group_size], 1

@@ -12,6 +12,12 @@ from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.rules import Layout
 
 
+def prefill_piece(rows: int) -> int:
+    """Tokens of each row that one pass of prefilling takes in, at most."""
+    del rows  # for now every batch has the same
+    return PREFILL_PIECE
+
+
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """What the estimate is made from."""
@@ -43,8 +49,9 @@ def estimate(given: Estimate) -> list[EstimatedStep]:
         name: parameter_bytes(*model, int8=workload.int8) + cache_bytes(*model, workload)
         for name, model in (("target", target), ("draft", draft))
     }
-    both, once = held["target"] + held["draft"], min(given.prompt_length, PREFILL_PIECE)
-    passes = -(-given.prompt_length // PREFILL_PIECE)
+    piece = prefill_piece(workload.rows)
+    both, once = held["target"] + held["draft"], min(given.prompt_length, piece)
+    passes = -(-given.prompt_length // piece)
     drafted = _exchanges(*draft, workload, 2) + [
         dataclasses.replace(one, count=one.count * (k - 1))
         for one in _exchanges(*draft, workload, 1)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
 from fly_jax.models.llama import parameter_specs
 from fly_jax.planning.alternatives import alternatives
+from fly_jax.planning.copies import Copy
 from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
+from fly_jax.planning.drafters import Drafters, weigh_drafters
 from fly_jax.planning.hlo import Exchange
 from fly_jax.planning.request import Request
 from fly_jax.planning.speed import (
@@ -36,6 +38,7 @@ class Step:
       argument_bytes: parameters, caches and the like.
       temporary_bytes: made on the way.
       exchanges: between chips.
+      copies: of caches and stacks of matrices; None where no compiler was asked.
       work: operations and memory traffic, from shapes.
       seconds: its roofline time.
       compile_seconds: that the compiler took; None where it was not asked.
@@ -47,6 +50,7 @@ class Step:
     argument_bytes: int
     temporary_bytes: int
     exchanges: tuple[Exchange, ...]
+    copies: tuple[Copy, ...] | None
     work: Work
     seconds: float
     compile_seconds: float | None
@@ -61,6 +65,22 @@ class Step:
         return [
             {"kind": kind, "count": count, "bytes": num_bytes}
             for kind, (count, num_bytes) in sorted(kinds.items())
+        ]
+
+    def copied(self) -> list[dict[str, object]] | None:
+        """What is copied, how often, and whether a loop or a branch does it."""
+        if self.copies is None:
+            return None
+        return [
+            {
+                "operation": one.operation,
+                "shape": list(one.shape),
+                "bytes": one.num_bytes,
+                "count": one.count,
+                "in_loop": one.in_loop,
+                "in_branch": one.in_branch,
+            }
+            for one in self.copies
         ]
 
 
@@ -132,6 +152,23 @@ class Plan:
             "best_speed_up": best_speed_up,
         }
 
+    def drafters(self) -> Drafters | None:
+        """What layouts and types of the draft, and smaller ones, take; None where it does not fit.
+
+        Counted from shapes, whatever the steps come from.
+        """
+        verify = self.step("verify")
+        if not self.fits or verify is None:
+            return None
+        memory = self.memory()
+        return weigh_drafters(
+            self.request,
+            self.layouts.draft_rules,
+            memory["parameter_bytes"] + memory["cache_bytes"],
+            verify.seconds,
+            self.mean_accepted,
+        )
+
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""
         request, layouts = self.request, self.layouts
@@ -162,7 +199,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """The JSON object of the command."""
-        request = self.request
+        request, drafters = self.request, self.drafters()
         return {
             "fits": self.fits,
             "chip": request.chip.name,
@@ -182,6 +219,7 @@ class Plan:
                     "argument_bytes_per_chip": step.argument_bytes,
                     "temporary_bytes_per_chip": step.temporary_bytes,
                     "collectives": step.collectives(),
+                    "copies": step.copied(),
                     "flops": step.work.flops,
                     "bytes_accessed": step.work.num_bytes,
                     "roofline_seconds": step.seconds,
@@ -190,6 +228,7 @@ class Plan:
                 for step in self.steps
             },
             "speed": self.speed(),
+            "drafters": None if drafters is None else dataclasses.asdict(drafters),
             "largest_batch_size": self.largest_batch,
             "largest_context": self.largest_context,
             "remedies": list(self.remedies),
@@ -230,16 +269,18 @@ def _work(request: Request, layouts: Layouts, name: str) -> Work:
     workload, k = request.workload, request.num_speculative_tokens
     target = (layouts.target, request.target, workload)
     draft = (layouts.draft, request.draft, workload)
+    fast = request.chip.vector_memory
     if name == "prefill":
         passes = [
-            pass_work(*model, tokens, logits=False)
+            pass_work(*model, tokens, logits=False, vector_memory=fast)
             for tokens in request.prefill_pieces
             for model in (target, draft)
         ]
         return functools.reduce(operator.add, passes)
     if name == "autoregressive":
-        return pass_work(*target, 1)
-    verified, drafted = pass_work(*target, k + 1), draft_work(*draft)
+        return pass_work(*target, 1, vector_memory=fast)
+    verified = pass_work(*target, k + 1, vector_memory=fast)
+    drafted = draft_work(*draft, vector_memory=fast)
     return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
 
 
@@ -248,9 +289,9 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
     for found in compiled_steps(
         Model(request.target, layouts.target, request.int8),
         Model(request.draft, layouts.draft, request.int8),
+        request.spec,
         rows=request.rows,
         capacity=request.workload.capacity,
-        num_speculative_tokens=request.num_speculative_tokens,
         prompt_length=request.prefilled,
     ):
         work = _work(request, layouts, found.name)
@@ -265,6 +306,7 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
             argument_bytes=found.argument_bytes,
             temporary_bytes=found.temporary_bytes,
             exchanges=exchanged,
+            copies=found.copies,
             work=work,
             seconds=roofline_seconds(work, exchanged, chip, dict(request.mesh.axes)),
             compile_seconds=found.seconds,
@@ -281,6 +323,7 @@ def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:
             argument_bytes=found.argument_bytes,
             temporary_bytes=found.temporary_bytes,
             exchanges=found.exchanges,
+            copies=None,
             work=work,
             seconds=roofline_seconds(work, found.exchanges, request.chip, dict(request.mesh.axes)),
             compile_seconds=None,

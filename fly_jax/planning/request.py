@@ -7,18 +7,23 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.decoding.decoder import CAPACITY_STEP, capacity_for
-from fly_jax.decoding.programs import PREFILL_PIECE
 from fly_jax.decoding.round import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.locate import check_pair
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
+from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate, prefill_piece
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec
-from fly_jax.verification.rules import Exact
+from fly_jax.verification.rules import Exact, Fly
+
+
+def default_round(num_speculative_tokens: int) -> RoundSpec:
+    """FLy's round, or a lossless one where K is too small for its window."""
+    rule = Fly() if num_speculative_tokens > Fly().window_size else Exact()
+    return RoundSpec(rule, num_speculative_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,7 @@ class Request:
       context: prompt and new tokens of a row.
       prompt_length: tokens taken in at once; None for all of the context but one.
       rows: decoded together.
-      num_speculative_tokens: K.
+      spec: the round that is decoded with; see `default_round`.
       mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
       compiles: ask the compiler; False counts from shapes, as always where there is none.
     """
@@ -47,17 +52,21 @@ class Request:
     context: int = 8192
     prompt_length: int | None = None
     rows: int = 1
-    num_speculative_tokens: int = PUBLISHED_K
+    spec: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
     mean_accepted_tokens: float | None = None
     compiles: bool = True
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K."""
+        return self.spec.num_speculative_tokens
 
     @property
     def workload(self) -> Workload:
         """The decoder's rows and cache positions for this context."""
         k = self.num_speculative_tokens
-        spec = RoundSpec(Exact(), k)
-        capacity = capacity_for(spec, [range(self.prefilled)], 1, self.target.max_context)
-        needed = -(-(self.context + spec.room) // CAPACITY_STEP) * CAPACITY_STEP
+        capacity = capacity_for(self.spec, [range(self.prefilled)], 1, self.target.max_context)
+        needed = -(-(self.context + self.spec.room) // CAPACITY_STEP) * CAPACITY_STEP
         return Workload(
             rows=self.rows,
             capacity=max(capacity, needed),
@@ -73,8 +82,9 @@ class Request:
     @property
     def prefill_pieces(self) -> tuple[int, ...]:
         """Tokens of each pass in which the prompt is taken in."""
-        whole, rest = divmod(self.prefilled, PREFILL_PIECE)
-        return (PREFILL_PIECE,) * whole + (rest,) * (rest > 0)
+        piece = prefill_piece(self.rows)
+        whole, rest = divmod(self.prefilled, piece)
+        return (piece,) * whole + (rest,) * (rest > 0)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +17,18 @@ from jax.stages import Compiled, Lowered
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.decoding.round import RoundSpec, verify_step
 from fly_jax.decoding.state import DecodeState
-from fly_jax.models.cache import KVCache
+from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters, parameter_specs
+from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.evidence import TargetEvidence, evidence
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Exact
 
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -61,6 +65,7 @@ class CompiledStep:
       argument_bytes: of what it is given.
       temporary_bytes: of what it makes on the way.
       exchanges: between the chips.
+      copies: of caches and stacks of matrices.
       hlo: the program's text; empty where it does not fit.
       seconds: that compiling took.
     """
@@ -70,6 +75,7 @@ class CompiledStep:
     argument_bytes: int
     temporary_bytes: int
     exchanges: tuple[Exchange, ...]
+    copies: tuple[Copy, ...]
     hlo: str
     seconds: float
 
@@ -77,10 +83,10 @@ class CompiledStep:
 def compiled_steps(
     target: Model,
     draft: Model,
+    spec: RoundSpec,
     *,
     rows: int,
     capacity: int,
-    num_speculative_tokens: int,
     prompt_length: int,
 ) -> Iterator[CompiledStep]:
     """Compiles every step, one after the other; ends early where prefilling does not fit.
@@ -88,32 +94,53 @@ def compiled_steps(
     Args:
       target: the model whose text is wanted.
       draft: the model that proposes.
+      spec: the round; the ends of a text are the target's.
       rows: decoded together.
       capacity: cache positions of a row.
-      num_speculative_tokens: K.
       prompt_length: tokens that prefilling takes in.
     """
-    models, k = (target.abstract(), draft.abstract()), num_speculative_tokens
-    rule = Fly() if k > Fly().window_size else Exact()
-    ends = target.config.eos_token_ids
-    decoder = Decoder(*models, RoundSpec(rule, k, None, ends), capacity=capacity, batch_size=rows)
+    models = (target.abstract(), draft.abstract())
+    spec = dataclasses.replace(spec, eos_token_ids=target.config.eos_token_ids)
+    large = _large_shapes((target, draft), rows, capacity)
+    # A loop that data ends makes a pass for every draft token at the most.
+    compiles = functools.partial(
+        _compile, layout=target.layout, large=large, most=spec.num_speculative_tokens
+    )
+    decoder = Decoder(*models, spec, capacity=capacity, batch_size=rows)
     lowered = decoder.lower_prefill(prompt_length)
-    step, compiled = _compile("prefill", lowered, target.layout)
+    step, compiled = compiles("prefill", lowered)
     yield step
     if compiled is None:
         return
-    state = _left_by(lowered, compiled)
-    yield _compile("round", decoder.lower_rounds(state), target.layout)[0]
-    yield _compile("draft", _lower_draft(models[1], state, k), target.layout)[0]
-    yield _compile("verify", _lower_verify(models[0], state, rule, k), target.layout)[0]
-    alone = Decoder(
-        models[0], None, RoundSpec(Exact(), 0, None, ends), capacity=capacity, batch_size=rows
-    )
+    state = _with_pace(decoder, _left_by(lowered, compiled))
+    yield compiles("round", decoder.lower_rounds(state))[0]
+    yield compiles("draft", _lower_draft(models[1], state, spec))[0]
+    yield compiles("verify", _lower_verify(models[0], state, spec))[0]
+    none = RoundSpec(Exact(), 0, None, spec.eos_token_ids)
+    alone = Decoder(models[0], None, none, capacity=capacity, batch_size=rows)
     lowered = alone.lower_rounds(dataclasses.replace(state, drafts=()))
-    yield _compile("autoregressive", lowered, target.layout)[0]
+    yield compiles("autoregressive", lowered)[0]
 
 
-def _compile(name: str, lowered: Lowered, layout: Layout) -> tuple[CompiledStep, Compiled | None]:
+def _large_shapes(models: Sequence[Model], rows: int, capacity: int) -> set[tuple[int, ...]]:
+    shapes: set[tuple[int, ...]] = set()
+    for model in models:
+        shapes |= large_shapes(model.layout, model.config, rows, capacity)
+    return shapes
+
+
+def _compile(
+    name: str, lowered: Lowered, *, layout: Layout, large: set[tuple[int, ...]], most: int
+) -> tuple[CompiledStep, Compiled | None]:
+    """Compiles a step.
+
+    Args:
+      name: of the step.
+      lowered: the program.
+      layout: with the mesh that it is compiled for.
+      large: shapes of what is not to be copied.
+      most: trips of a loop that nothing but data ends.
+    """
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -122,7 +149,7 @@ def _compile(name: str, lowered: Lowered, layout: Layout) -> tuple[CompiledStep,
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]])
-        return CompiledStep(name, peak, 0, 0, (), "", time.perf_counter() - start), None
+        return CompiledStep(name, peak, 0, 0, (), (), "", time.perf_counter() - start), None
     seconds = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
@@ -134,7 +161,8 @@ def _compile(name: str, lowered: Lowered, layout: Layout) -> tuple[CompiledStep,
         peak_bytes=peak,
         argument_bytes=arguments,
         temporary_bytes=int(memory.temp_size_in_bytes),
-        exchanges=tuple(exchanges(hlo, layout.mesh.size)),
+        exchanges=tuple(exchanges(hlo, layout.mesh.size, unknown_trips=most)),
+        copies=tuple(copies(hlo, large, unknown_trips=most)),
         hlo=hlo,
         seconds=seconds,
     )
@@ -150,21 +178,69 @@ def _left_by(lowered: Lowered, compiled: Compiled) -> DecodeState:
     )
 
 
-def _lower_draft(draft: Llama, state: DecodeState, num_drafted: int) -> Lowered:
+def abstract_state(
+    decoder: Decoder, layouts: Sequence[Layout | None], prompt_length: int
+) -> DecodeState:
+    """The state that prefilling leaves, without compiling it: caches lie as their models do.
+
+    Args:
+      decoder: of abstract models.
+      layouts: of the target and the drafts.
+      prompt_length: tokens of the prompts.
+    """
+    state = _with_pace(decoder, cast(DecodeState, decoder.lower_prefill(prompt_length).out_info))
+    placed = [layout for layout in layouts if layout is not None]
+    if not placed:
+        return state
+    caches = [
+        jax.tree.map(functools.partial(_placed, layout, CACHE_AXES), cache)
+        for layout, cache in zip(placed, (state.target, *state.drafts), strict=True)
+    ]
+    whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
+    return dataclasses.replace(whole, target=caches[0], drafts=tuple(caches[1:]))
+
+
+def _placed(
+    layout: Layout, axes: Sequence[str], leaf: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    """An abstract array with these axes, or whole on every device where it has others."""
+    names = axes if leaf.ndim == len(axes) else (None,) * leaf.ndim
+    sharding = layout.sharding(names, leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _with_pace(decoder: Decoder, state: DecodeState) -> DecodeState:
+    """Adds what a K is chosen from: figures that only a running decoder has."""
+    depths = decoder.spec.depths
+    if not depths or state.pace is not None:
+        return state
+    seconds = jax.ShapeDtypeStruct((len(depths),), np.float32)
+    pace = jax.eval_shape(functools.partial(initial_pace, decoder.batch_size), seconds)
+    return dataclasses.replace(state, pace=pace)
+
+
+def _lower_draft(draft: Llama, state: DecodeState, spec: RoundSpec) -> Lowered:
     @_donating
     def step(
         cache: KVCache, parameters: Parameters, text: Array, length: Array, key: Array
     ) -> tuple[Draft, KVCache]:
         model = Llama(draft.config, parameters, draft.layout)
-        proposal, (cache,) = draft_step((model,), (cache,), text, length, num_drafted, key=key)
+        proposal, (cache,) = draft_step(
+            (model,),
+            (cache,),
+            text,
+            length,
+            spec.num_speculative_tokens,
+            sampling=spec.rule.sampling,
+            lookup=spec.lookup,
+            key=key,
+        )
         return proposal, cache
 
     return step.lower(state.drafts[0], draft.parameters(), state.tokens, state.length, state.key)
 
 
-def _lower_verify(
-    target: Llama, state: DecodeState, rule: Fly | Exact, num_drafted: int
-) -> Lowered:
+def _lower_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Lowered:
     @_donating
     def step(
         cache: KVCache,
@@ -175,11 +251,11 @@ def _lower_verify(
     ) -> tuple[TargetEvidence, KVCache]:
         model = Llama(target.config, parameters, target.layout)
         logits, cache = verify_step(model, cache, text, length, drafted)
-        measure = rule.entropy_measure
+        measure = spec.entropy_measure
         return evidence(logits, drafted, entropy=measure, layout=target.layout), cache
 
     assert target.layout is not None
-    shape = (state.length.shape[0], num_drafted)
+    shape = (state.length.shape[0], spec.num_speculative_tokens)
     drafted = jax.ShapeDtypeStruct(
         shape, np.int32, sharding=target.layout.sharding((None, None), shape)
     )

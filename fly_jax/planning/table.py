@@ -21,7 +21,17 @@ def table(plan: Plan) -> str:
     for name, num_bytes in plan.memory().items():
         label = name.removesuffix("_bytes").replace("_", " ")
         lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
-    lines += ["", *_steps(plan), "", *_exchanges(plan), "", *_speed(plan)]
+    lines += [
+        "",
+        *_steps(plan),
+        "",
+        *_exchanges(plan),
+        *_copies(plan),
+        "",
+        *_speed(plan),
+        "",
+        *_drafters(plan),
+    ]
     lines += [
         f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
         f"{plan.largest_context} (by shapes, corrected by the plan above)",
@@ -57,6 +67,23 @@ def _exchanges(plan: Plan) -> list[str]:
     return lines if len(lines) > 2 else ["Nothing travels between chips"]
 
 
+def _copies(plan: Plan) -> list[str]:
+    """One line for each step that copies a cache or a stack of matrices again and again."""
+    found = [(step, step.copies) for step in plan.steps if step.copies is not None]
+    if not found:
+        return []
+    label, lines = "Copies of a cache or a stack of matrices", []
+    for step, made in found:
+        repeated = [one for one in made if one.is_repeated]
+        if repeated:
+            count = sum(one.count for one in repeated)
+            num_bytes = sum(one.count * one.num_bytes for one in repeated)
+            lines.append(f"  {step.name:<16}{count} in loops or branches, {num_bytes / 1e9:.2f} GB")
+    once = sum(one.num_bytes for _, made in found for one in made if not one.is_repeated)
+    lines = [f"{label}:", *lines] if lines else [f"{label} in a loop or a branch: none"]
+    return [*lines, f"{label} once a step: {once / 1e9:.2f} GB"] if once else lines
+
+
 def _speed(plan: Plan) -> list[str]:
     speed = plan.speed()
     if speed is None:
@@ -68,3 +95,27 @@ def _speed(plan: Plan) -> list[str]:
         f"best K: {speed['best_num_speculative_tokens']} ({speed['best_speed_up']:.2f} times), if "
         "every draft token were kept with one probability",
     ]
+
+
+def _drafters(plan: Plan) -> list[str]:
+    drafters = plan.drafters()
+    if drafters is None:
+        return ["No draft is weighed for what does not fit."]
+    lines = [
+        "A draft pass (counted from shapes), in ms, of which the network; an asterisk does not fit",
+        f"  {'':<16}{'bfloat16':>20}{'int8':>20}",
+    ]
+    rules = dict.fromkeys(one.rules for one in drafters.passes)
+    for name in rules:
+        row = {one.int8: one for one in drafters.passes if one.rules == name}
+        cells = (
+            f"{one.seconds * 1e3:.2f} ({one.network_seconds * 1e3:.2f}){' ' if one.fits else '*'}"
+            for one in (row[False], row[True])
+        )
+        lines.append(f"  {name:<16}" + "".join(f"{cell:>20}" for cell in cells))
+    for one in drafters.smaller:
+        lines.append(
+            f"{one.name}, {one.best.rules}, {one.best.seconds * 1e3:.2f} ms a pass: pays from "
+            f"{one.pays_from:.1f} mean accepted tokens"
+        )
+    return lines

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fly_jax.errors import FlyJaxError
 
-_GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,13 @@ class Chip:
       link_bandwidth: bytes per second that a chip sends along one axis of a mesh (on a torus, both
         ways together), or through the switch.
       step_seconds: latency of one hop on a torus, or of one pass through the switch.
+      vector_memory: bytes that stay in the chip between two operations: its vector memory, or its
+        last cache.
       slices: shapes in which the chip is sold with its own network, by number of chips; empty for
         chips behind a switch.
+      domain: chips behind one switch; 0 where there is none.
+      network_bandwidth: bytes per second that a chip sends beyond its switch.
+      network_seconds: latency of one pass through that network.
     """
 
     name: str
@@ -38,37 +43,63 @@ class Chip:
     flops: float
     link_bandwidth: float
     step_seconds: float
+    vector_memory: float
     slices: tuple[str, ...] = ()
+    domain: int = 0
+    network_bandwidth: float = 0.0
+    network_seconds: float = 0.0
 
     @property
     def is_tpu(self) -> bool:
         """There is a compiler for it in libtpu."""
         return bool(self.slices)
 
-    def exchange_seconds(self, kind: str, num_bytes: float, sizes: Sequence[int]) -> float:
+    def exchange_seconds(
+        self, kind: str, num_bytes: float, sizes: Sequence[int], stride: int = 1
+    ) -> float:
         """Time of one exchange between the devices along some axes of the mesh.
 
-        An all-reduce is a reduce-scatter and an all-gather. Each of these passes half of the way
-        around every axis, in both directions at once, and moves all but a device's own share.
+        An all-reduce is a reduce-scatter and an all-gather. On a torus each of these passes half of
+        the way around every axis, in both directions at once, and moves all but a device's own
+        share. Behind switches it passes the switch with what is exchanged between chips of one, and
+        then the network beyond, where every chip passes on the share that is left to it.
 
         Args:
           kind: as HLO names it, such as "all-reduce".
           num_bytes: of the whole result on one device.
           sizes: devices along each axis that takes part.
+          stride: devices from one of a group to the next: those along the axes inside.
         """
         sizes = [size for size in sizes if size > 1]
         if not sizes:
             return 0.0
-        count = math.prod(sizes)
         phases = 2 if kind == "all-reduce" else 1
-        steps = sum(size // 2 for size in sizes) if self.is_tpu else 1
-        lanes = len(sizes) if self.is_tpu else 1
-        moved = num_bytes * (count - 1) / count / (self.link_bandwidth * lanes)
+        count = math.prod(sizes)
+        if not self.is_tpu:
+            return phases * self._switched_seconds(kind, num_bytes, count, stride)
+        steps = sum(size // 2 for size in sizes)
+        moved = num_bytes * (count - 1) / count / (self.link_bandwidth * len(sizes))
         return phases * (steps * self.step_seconds + moved)
+
+    def _switched_seconds(self, kind: str, num_bytes: float, count: int, stride: int) -> float:
+        """One phase of an exchange of `count` chips, some of which may be behind other switches."""
+        near = min(count, max(self.domain // stride, 1)) if self.domain else count
+        switches = -(-count // near)
+        seconds = 0.0
+        if near > 1:
+            seconds += self.step_seconds + num_bytes * (near - 1) / near / self.link_bandwidth
+        if switches > 1:
+            # In an all-to-all every chip has something of its own for every other.
+            share = num_bytes if kind == "all-to-all" else num_bytes / near
+            away = share * (switches - 1) / switches
+            seconds += self.network_seconds + away / self.network_bandwidth
+        return seconds
 
 
 _HOP = 1e-6
 _SWITCH = 5e-6
+# 400 Gb/s for each GPU, and an assumption about how long a message takes.
+_NETWORK_BANDWIDTH, _NETWORK_HOP = 50e9, 1e-5
 _FLAT = (
     "1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16",
 )  # fmt: skip
@@ -87,6 +118,7 @@ CHIPS: dict[str, Chip] = {
             flops=197e12,
             link_bandwidth=100e9,
             step_seconds=_HOP,
+            vector_memory=128 * _MIB,
             slices=_FLAT,
         ),
         Chip(
@@ -97,6 +129,7 @@ CHIPS: dict[str, Chip] = {
             flops=918e12,
             link_bandwidth=200e9,
             step_seconds=_HOP,
+            vector_memory=128 * _MIB,
             slices=_FLAT,
         ),
         Chip(
@@ -107,6 +140,7 @@ CHIPS: dict[str, Chip] = {
             flops=459e12,
             link_bandwidth=200e9,
             step_seconds=_HOP,
+            vector_memory=64 * _MIB,
             slices=_CUBES,
         ),
         Chip(
@@ -117,6 +151,10 @@ CHIPS: dict[str, Chip] = {
             flops=989e12,
             link_bandwidth=450e9,
             step_seconds=_SWITCH,
+            vector_memory=50e6,
+            domain=8,
+            network_bandwidth=_NETWORK_BANDWIDTH,
+            network_seconds=_NETWORK_HOP,
         ),
         Chip(
             name="h200",
@@ -126,6 +164,10 @@ CHIPS: dict[str, Chip] = {
             flops=989e12,
             link_bandwidth=450e9,
             step_seconds=_SWITCH,
+            vector_memory=50e6,
+            domain=8,
+            network_bandwidth=_NETWORK_BANDWIDTH,
+            network_seconds=_NETWORK_HOP,
         ),
         Chip(
             name="mi355x",
@@ -135,6 +177,10 @@ CHIPS: dict[str, Chip] = {
             flops=2500e12,
             link_bandwidth=538e9,
             step_seconds=_SWITCH,
+            vector_memory=256e6,
+            domain=8,
+            network_bandwidth=_NETWORK_BANDWIDTH,
+            network_seconds=_NETWORK_HOP,
         ),
     )
 }
@@ -162,3 +208,16 @@ def chip_of(device_kind: str) -> Chip | None:
         if device_kind.startswith(kind)
     ]
     return max(matches, key=lambda match: match[0])[1] if matches else None
+
+
+def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
+    """Sizes of these axes, and the devices from one of a group along them to the next.
+
+    Args:
+      mesh: size of each axis, the outermost first, neighbours being next to each other.
+      names: neighbouring axes of it.
+    """
+    sizes = [mesh[name] for name in names]
+    axes = list(mesh)
+    inside = axes[axes.index(names[-1]) + 1 :] if names else []
+    return sizes, math.prod(mesh[name] for name in inside)

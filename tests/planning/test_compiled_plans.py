@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
 from fly_jax.planning import plan as plan_module
 from fly_jax.planning.plan import Plan, make_plan
-from fly_jax.planning.request import Request
+from fly_jax.planning.request import Request, default_round
 from fly_jax.planning.steps import CompiledStep, Model, compiled_steps
+from fly_jax.planning.table import table
 from fly_jax.planning.topology import slice_mesh
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
@@ -41,8 +43,8 @@ def planned() -> tuple[Plan, Steps]:
     """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context."""
     steps: Steps = {}
 
-    def recorded(*models: Model, **sizes: int) -> Iterator[CompiledStep]:
-        for step in compiled_steps(*models, **sizes):
+    def recorded(*given: Any, **sizes: Any) -> Iterator[CompiledStep]:
+        for step in compiled_steps(*given, **sizes):
             steps[step.name] = step
             yield step
 
@@ -67,9 +69,9 @@ def prefill_and_round(
     steps = compiled_steps(
         Model(LARGE if large else MIDDLE, target, int8),
         Model(SMALL, draft, int8),
+        default_round(K),
         rows=rows,
         capacity=CAPACITY,
-        num_speculative_tokens=K,
         prompt_length=CONTEXT - 1,
     )
     return {step.name: step for step in (next(steps), next(steps))}
@@ -193,6 +195,18 @@ def test_caches_are_updated_in_place(
         assert "dynamic-update-slice" in operations
         assert not operations & {"copy", "copy-start", "copy-done", "all-gather"}
         assert steps["round"].temporary_bytes < 2 * 2 * math.prod(local)
+
+
+def test_a_plan_lists_what_is_copied(plan: Plan) -> None:
+    for step in plan.steps:
+        assert step.copies is not None
+        assert not [one for one in step.copies if one.is_repeated], step.name
+    assert "Copies of a cache or a stack of matrices in a loop or a branch: none" in table(plan)
+    steps = plan.to_dict()["steps"]
+    assert isinstance(steps, dict)
+    assert {key for step in steps.values() for copy in step["copies"] for key in copy} <= {
+        "operation", "shape", "bytes", "count", "in_loop", "in_branch",
+    }  # fmt: skip
 
 
 def test_a_weight_is_nowhere_copied_whole(planned: tuple[Plan, Steps], int8_batch: Steps) -> None:

@@ -99,9 +99,39 @@ def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
 
 def test_groups_are_found_on_the_mesh() -> None:
     sums = Exchange("all-reduce", ((1,),), 4, 16, 1)
-    assert group_axes(sums, {"data": 2, "x": 4, "y": 4}) == (4, 4)
-    assert group_axes(dataclasses.replace(sums, group_size=2), {"data": 2, "x": 4}) == (2,)
-    assert group_axes(dataclasses.replace(sums, group_size=3), {"x": 4}) == (3,)
+    assert group_axes(sums, {"data": 2, "x": 4, "y": 4}) == ([4, 4], 1)
+    assert group_axes(dataclasses.replace(sums, group_size=2), {"data": 2, "x": 4}) == ([2], 4)
+    assert group_axes(dataclasses.replace(sums, group_size=3), {"x": 4}) == ([3], 1)
+    known = dataclasses.replace(sums, group_size=4, axes=("y",))
+    assert group_axes(known, {"x": 4, "y": 4}) == ([4], 1)
+    assert group_axes(dataclasses.replace(known, axes=("x",)), {"x": 4, "y": 4}) == ([4], 4)
+
+
+def test_an_exchange_beyond_one_switch_passes_the_network_with_a_share() -> None:
+    chip = CHIPS["h200"]  # 8 behind a switch of 450 GB/s, and 50 GB/s each beyond it
+    within = 2 * (5e-6 + 8e6 * 7 / 8 / 450e9)
+    assert chip.exchange_seconds("all-reduce", 8e6, [8]) == pytest.approx(within)
+    beyond = 2 * (1e-5 + 1e6 * 3 / 4 / 50e9)
+    assert chip.exchange_seconds("all-reduce", 8e6, [4, 8]) == pytest.approx(within + beyond)
+    # Groups of one chip of each switch have nothing but the network.
+    assert chip.exchange_seconds("all-gather", 8e6, [4], 8) == pytest.approx(
+        1e-5 + 8e6 * 3 / 4 / 50e9
+    )
+    away = chip.exchange_seconds("all-to-all", 8e6, [2, 8])
+    assert away == pytest.approx(5e-6 + 7e6 / 450e9 + 1e-5 + 4e6 / 50e9)
+
+
+def test_scores_that_do_not_stay_in_the_chip_are_written_and_read() -> None:
+    config = preset("llama-3.1-70b")
+    layout = Layout(abstract_mesh(parse_mesh("8")), RULES["tensor_whole"])
+    sizes = (layout, config, Workload(rows=1, capacity=8192))
+    a_layer = 4 * 8192 * config.num_heads / 8  # of one token, in float32
+    for tokens, spilled in ((26, False), (1024, True)):
+        inside = pass_work(*sizes, tokens)
+        counted = pass_work(*sizes, tokens, vector_memory=CHIPS["v5e"].vector_memory)
+        more = 2 * a_layer * tokens * config.num_layers if spilled else 0
+        assert counted.num_bytes - inside.num_bytes == pytest.approx(more)
+        assert counted.flops == inside.flops
 
 
 def test_chips_are_known_by_what_jax_calls_them() -> None:

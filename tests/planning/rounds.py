@@ -1,0 +1,128 @@
+"""Every kind of round, compiled from shapes: the one place that knows how a round is described."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from fly_jax.decoding.decoder import CAPACITY_STEP, Decoder
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
+from fly_jax.decoding.round import RoundSpec
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama, Parameters, parameter_specs
+from fly_jax.planning.copies import Copy, copies, large_shapes
+from fly_jax.planning.steps import abstract_state
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, Sampled
+
+EOS = (1,)
+LEVEL_TOKENS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One kind of round.
+
+    Attributes:
+      spec: makes its description for a K.
+      num_drafts: draft models.
+      teaches: mismatches teach a memory.
+    """
+
+    spec: Callable[[int], RoundSpec]
+    num_drafts: int = 1
+    teaches: bool = False
+
+
+def _rule(rule: Rule, **options: object) -> Callable[[int], RoundSpec]:
+    return lambda k: RoundSpec(rule, k, eos_token_ids=EOS, **options)  # type: ignore[arg-type]
+
+
+_FLY = Fly(window_size=2)
+KINDS = {
+    "autoregressive": Kind(lambda _: RoundSpec(Exact(), 0, eos_token_ids=EOS), num_drafts=0),
+    "exact": Kind(_rule(Exact())),
+    "fly": Kind(_rule(_FLY)),
+    "fly | margin": Kind(_rule(_FLY | Margin())),
+    "csd": Kind(_rule(Csd(), reports_mismatches=True), teaches=True),
+    "sampled": Kind(_rule(Sampled(0.7, top_k=40, top_p=0.9))),
+    "lookup": Kind(_rule(_FLY, lookup=Lookup())),
+    "levels": Kind(
+        _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
+    ),
+    "auto": Kind(
+        lambda k: RoundSpec(_FLY, k, eos_token_ids=EOS, depths=(2, k)),
+    ),
+    "stop": Kind(_rule(_FLY, draft_stop=EntropyStop())),
+    "defer": Kind(_rule(_FLY, boundary="defer")),
+    "audit": Kind(_rule(_FLY, audits=True)),
+    "budget": Kind(_rule(Budget(_FLY, 20.0))),
+}
+
+
+def on_mesh(config: LlamaConfig, layout: Layout, dtype: jnp.dtype) -> Llama:
+    """An abstract model on the devices of a mesh, which need not be there."""
+    parameters = {
+        name: jax.ShapeDtypeStruct(
+            spec.shape, dtype, sharding=layout.sharding(spec.axes, spec.shape)
+        )
+        for name, spec in parameter_specs(config).items()
+    }
+    return Llama(config, parameters, layout)
+
+
+def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
+    """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
+    parameters: Parameters = {}
+    for name, spec in parameter_specs(config).items():
+        if spec.axes[0] == "layers":
+            layer = jax.ShapeDtypeStruct(spec.shape[1:], dtype)
+            parameters[name] = (layer,) * config.num_layers
+        else:
+            parameters[name] = jax.ShapeDtypeStruct(spec.shape, dtype)
+    return Llama(config, parameters, None)
+
+
+def round_hlo(
+    kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int, prompt: int
+) -> tuple[str, int]:
+    """The optimised program of a dispatch, and the capacity of its caches.
+
+    Args:
+      kind: of the round.
+      models: the target and as many drafts as the kind has.
+      rows: decoded together.
+      context: tokens of a row.
+      k: draft tokens.
+      prompt: tokens of a prompt.
+    """
+    spec = kind.spec(k)
+    capacity = -(-(context + spec.room) // CAPACITY_STEP) * CAPACITY_STEP
+    memory = CorrectionMemory("tests") if kind.teaches else None
+    decoder = Decoder(
+        models[0], models[1:], spec, capacity=capacity, batch_size=rows, memory=memory
+    )
+    if memory is not None:
+        decoder._refresh()
+    state = abstract_state(decoder, [model.layout for model in models], prompt)
+    mesh = None if models[0].layout is None else models[0].layout.mesh
+    # What LLVM makes of a program is not looked at.
+    is_cpu = not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "cpu"
+    options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"} if is_cpu else {}
+    hlo = decoder.lower_rounds(state).compile(compiler_options=options).as_text()
+    assert hlo is not None
+    return hlo, capacity
+
+
+def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[Copy]:
+    """Copies of a cache or a stack of matrices of any of these models."""
+    shapes: set[tuple[int, ...]] = set()
+    for model in models:
+        shapes |= large_shapes(model.layout, model.config, rows, capacity)
+    return copies(hlo, shapes)

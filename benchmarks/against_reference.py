@@ -27,7 +27,7 @@ from absl import app, flags
 from fly_jax.decoding.config import from_reference_json
 from fly_jax.decoding.decoder import capacity_for
 from fly_jax.decoding.pair import load_pair
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact, Fly
 
 FLAGS = flags.FLAGS

@@ -18,7 +18,7 @@ from absl import app, flags
 
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.library_text import documents
 from fly_jax.training.problems import is_correct, problems

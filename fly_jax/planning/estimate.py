@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.decoding.programs import PREFILL_PIECE
+from fly_jax.decoding.programs import prefill_piece
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
 from fly_jax.planning.counts import model_exchanges
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.rules import Layout
-
-
-def prefill_piece(rows: int) -> int:
-    """Tokens of each row that one pass of prefilling takes in, at most."""
-    del rows  # for now every batch has the same
-    return PREFILL_PIECE
 
 
 @dataclasses.dataclass(frozen=True)

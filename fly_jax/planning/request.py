@@ -6,13 +6,14 @@ import dataclasses
 
 from jax.sharding import AbstractMesh, Mesh
 
-from fly_jax.decoding.decoder import CAPACITY_STEP, capacity_for
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.capacity import CAPACITY_STEP, capacity_for
+from fly_jax.decoding.programs import prefill_piece
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.locate import check_pair
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate, prefill_piece
+from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
 from fly_jax.sharding.chips import Chip

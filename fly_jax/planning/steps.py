@@ -7,7 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jaxtyping import Array, Int
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import initial_pace
-from fly_jax.decoding.drafters.model import Draft, draft_step
-from fly_jax.decoding.round import RoundSpec, verify_step
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.round import verify_step
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.config import LlamaConfig
@@ -29,6 +30,7 @@ from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Exact
+from fly_jax.verification.sampling import Sampling
 
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -114,11 +116,11 @@ def compiled_steps(
         return
     state = _with_pace(decoder, _left_by(lowered, compiled))
     yield compiles("round", decoder.lower_rounds(state))[0]
-    yield compiles("draft", _lower_draft(models[1], state, spec))[0]
+    yield compiles("draft", _lower_draft(decoder, state))[0]
     yield compiles("verify", _lower_verify(models[0], state, spec))[0]
     none = RoundSpec(Exact(), 0, None, spec.eos_token_ids)
     alone = Decoder(models[0], None, none, capacity=capacity, batch_size=rows)
-    lowered = alone.lower_rounds(dataclasses.replace(state, drafts=()))
+    lowered = alone.lower_rounds(dataclasses.replace(state, drafter=None, pace=None, window=None))
     yield compiles("autoregressive", lowered)[0]
 
 
@@ -192,12 +194,19 @@ def abstract_state(
     placed = [layout for layout in layouts if layout is not None]
     if not placed:
         return state
-    caches = [
-        jax.tree.map(functools.partial(_placed, layout, CACHE_AXES), cache)
-        for layout, cache in zip(placed, (state.target, *state.drafts), strict=True)
-    ]
+    remaining = iter(placed)
+
+    def put(part: Any) -> Any:
+        layout, axes = (
+            (next(remaining), CACHE_AXES) if isinstance(part, KVCache) else (placed[0], ())
+        )
+        return jax.tree.map(functools.partial(_placed, layout, axes), part)
+
+    # The target's cache comes first, and each drafter's before those of what lies below it.
     whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
-    return dataclasses.replace(whole, target=caches[0], drafts=tuple(caches[1:]))
+    models = (whole.target, whole.drafter)
+    target, drafter = jax.tree.map(put, models, is_leaf=lambda one: isinstance(one, KVCache))
+    return dataclasses.replace(whole, target=target, drafter=drafter)
 
 
 def _placed(
@@ -219,25 +228,30 @@ def _with_pace(decoder: Decoder, state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, pace=pace)
 
 
-def _lower_draft(draft: Llama, state: DecodeState, spec: RoundSpec) -> Lowered:
+def _lower_draft(decoder: Decoder, state: DecodeState) -> Lowered:
+    drafter, spec = decoder.drafter, decoder.spec
+    assert drafter is not None
+    is_drawn = spec.sampling is not None
+
     @_donating
     def step(
-        cache: KVCache, parameters: Parameters, text: Array, length: Array, key: Array
-    ) -> tuple[Draft, KVCache]:
-        model = Llama(draft.config, parameters, draft.layout)
-        proposal, (cache,) = draft_step(
-            (model,),
-            (cache,),
+        drafter_state: Any,
+        drafter: Drafter,
+        sampling: Sampling | None,
+        text: Array,
+        length: Array,
+        keys: Array,
+    ) -> tuple[Draft, Any]:
+        return drafter.propose(
+            drafter_state,
             text,
             length,
             spec.num_speculative_tokens,
-            sampling=spec.rule.sampling,
-            lookup=spec.lookup,
-            key=key,
+            sampling=sampling,
+            keys=keys if is_drawn else None,
         )
-        return proposal, cache
 
-    return step.lower(state.drafts[0], draft.parameters(), state.tokens, state.length, state.key)
+    return step.lower(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
 
 
 def _lower_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Lowered:
@@ -251,8 +265,7 @@ def _lower_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Lowered
     ) -> tuple[TargetEvidence, KVCache]:
         model = Llama(target.config, parameters, target.layout)
         logits, cache = verify_step(model, cache, text, length, drafted)
-        measure = spec.entropy_measure
-        return evidence(logits, drafted, entropy=measure, layout=target.layout), cache
+        return evidence(logits, drafted, needs=spec.needs, layout=target.layout), cache
 
     assert target.layout is not None
     shape = (state.length.shape[0], spec.num_speculative_tokens)

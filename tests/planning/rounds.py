@@ -9,17 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.decoder import CAPACITY_STEP, Decoder
+from fly_jax.decoding.capacity import CAPACITY_STEP
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters, parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.steps import abstract_state
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, Sampled
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
+from fly_jax.verification.sampling import Sampling
 
 EOS = (1,)
 LEVEL_TOKENS = 3
@@ -51,7 +53,7 @@ KINDS = {
     "fly": Kind(_rule(_FLY)),
     "fly | margin": Kind(_rule(_FLY | Margin())),
     "csd": Kind(_rule(Csd(), reports_mismatches=True), teaches=True),
-    "sampled": Kind(_rule(Sampled(0.7, top_k=40, top_p=0.9))),
+    "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
     "lookup": Kind(_rule(_FLY, lookup=Lookup())),
     "levels": Kind(
         _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding.programs import PREFILL_PIECE
+from fly_jax.decoding.programs import prefill_piece
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
@@ -158,7 +158,7 @@ def test_no_exchange_carries_a_vocabulary_a_matrix_or_a_cache(
         for step in steps:
             tokens = 2 if step.name == "autoregressive" else K + 1
             if step.name == "prefill":
-                tokens = PREFILL_PIECE
+                tokens = prefill_piece(rows)
             most = rows * tokens * (LARGE.embed_size + SMALL.embed_size)
             assert step.exchanges, step.name
             for one in step.exchanges:

@@ -55,9 +55,9 @@ def like_lengths(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list
     """Batches of prompts, as indices: each of prompts about as long as each other.
 
     A long prompt among short ones would have them all wait for it, in a cache as long as it needs.
-    So prompts are taken in the order of their lengths, and a batch ends where the next prompt is
-    more than twice as long as its first one and falls into another bucket. Batches are in the order
-    of their first prompts, prompts of one length in theirs.
+    So prompts of a batch are all of one class: that of the power of two which bounds their lengths,
+    the short ones of up to `LEAST_ATTENDED` tokens being one class. Prompts of a class, and batches
+    by their first prompts, are in the order in which they were given.
     """
     order = sorted(range(len(prompts)), key=lambda index: _length_class(len(prompts[index])))
     batches: list[list[int]] = []
@@ -115,22 +115,20 @@ class Reach:
 
         One dispatch is on its way when the next one is made.
         """
-        growth = 2 * self._most_a_dispatch + self._provisional
-        rows = live or range(len(self._lengths))
-        return self._step(
-            max(
-                min(
-                    self._lengths[row] + (len(generations[row].token_ids) if live else 0) + growth,
-                    self._limits[row],
-                )
-                for row in rows
-            )
-        )
+        if not live:
+            return self._step(max(self._longest(row, 0) for row in range(len(self._lengths))))
+        return self._step(max(self._longest(row, len(generations[row].token_ids)) for row in live))
 
     def all(self) -> list[int]:
-        """Every answer that `next_dispatch` may give."""
-        first, last = self.next_dispatch((), ()), self._step(max(self._limits))
+        """Every answer that `next_dispatch` may give, also when only the shortest rows are left."""
+        first = self._step(min(self._longest(row, 0) for row in range(len(self._lengths))))
+        last = self._step(max(self._limits))
         return [step for step in self._steps if first <= step <= last]
+
+    def _longest(self, row: int, settled: int) -> int:
+        """Tokens that a row may have before the last round of the next dispatch."""
+        growth = 2 * self._most_a_dispatch + self._provisional
+        return min(self._lengths[row] + settled + growth, self._limits[row])
 
     def _step(self, length: int) -> int:
         return next(step for step in self._steps if step >= length + self._room)

@@ -92,7 +92,7 @@ class TokenReport:
       draft_probability: in the target's plain softmax, whatever the temperature; None without a
         draft token.
       choice_probability: the same of the target's choice.
-      entropy: of the target there, in the measure of `RoundSpec.entropy_measure`.
+      entropy: of the target there, in the measure of `RoundSpec.needs`.
       regret: how much more probable the target finds its choice than the draft token, as a
         difference of logarithms, in nats; None without a draft token.
       verdict: what the rule decided of the draft token; `Why.BONUS` where there is none. A token

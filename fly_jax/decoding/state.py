@@ -81,8 +81,8 @@ class RuleInputs:
 class RoundOutput:
     """What leaves the device: a few numbers per row, for each round of a dispatch.
 
-    A round that did not run, since every row had finished, is all zeros; on a mesh a single one
-    always runs, and settles nothing in a finished row.
+    A round that did not run, since every row had finished, is all zeros; where a dispatch is a
+    single one it always runs, and settles nothing in a finished row.
 
     Attributes:
       tokens: [rounds, rows, K + 1], settled tokens, the first `count` of each row; wider with

@@ -18,7 +18,6 @@ from fly_jax.verification.rules import (
     Lenience,
     Lossy,
     Margin,
-    Sampled,
     Typical,
 )
 from fly_jax.verification.sampling import Sampling
@@ -38,25 +37,29 @@ def sentence(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("config", "rule", "lookup"),
+    ("config", "rule", "sampling", "lookup"),
     [
-        (DecodeConfig(), Fly(), None),
-        (DecodeConfig(rule="exact"), Exact(), None),
-        (DecodeConfig(rule="exact", prompt_lookup_max=4), Exact(), Lookup(4, 1, 6, "latest")),
-        (DecodeConfig(rule="sampled"), Sampled(), None),
-        (DecodeConfig(rule="sampled", temperature=0.5, top_k=7), Sampled(0.5, 7), None),
-        (DecodeConfig(temperature=1, top_p=0.9), Fly(sampling=Sampling(1, 0, 0.9)), None),
-        (DecodeConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None),
-        (DecodeConfig(rule="autoregressive", temperature=0.7), Sampled(0.7), None),
+        (DecodeConfig(), Fly(), None, None),
+        (DecodeConfig(rule="exact"), Exact(), None, None),
+        (DecodeConfig(rule="exact", prompt_lookup_max=4), Exact(), None, Lookup(4, 1, 6, "latest")),
+        (DecodeConfig(rule="sampled"), Exact(), Sampling(), None),
+        (DecodeConfig(rule="sampled", temperature=0.5, top_k=7), Exact(), Sampling(0.5, 7), None),
+        (DecodeConfig(temperature=1, top_p=0.9), Fly(), Sampling(1, None, 0.9), None),
+        (DecodeConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None, None),
+        (DecodeConfig(rule="autoregressive", temperature=0.7), Exact(), Sampling(0.7), None),
         (
             DecodeConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
             Fly(0.1, 2, "full", 5),
             None,
+            None,
         ),
     ],
 )
-def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -> None:
+def test_rules_and_lookups(
+    config: DecodeConfig, rule: object, sampling: object, lookup: object
+) -> None:
     assert config.to_rule() == rule
+    assert config.to_sampling() == sampling
     assert config.to_lookup() == lookup
     assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
 
@@ -69,7 +72,7 @@ def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -
         ({"rule": "csd", "csd_consistency": 0}, Csd(None)),
         ({"rule": "lossy", "lossy_threshold": 0.2}, Lossy(0.2)),
         ({"rule": "lenience", "lenience": 0.7}, Lenience(0.7)),
-        ({"rule": "lenience", "temperature": 1}, Lenience(0.5, Sampling(1))),
+        ({"rule": "lenience", "temperature": 1}, Lenience(0.5)),
         ({"rule": "typical", "typical_epsilon": 0.1, "typical_delta": 0.2}, Typical(0.1, 0.2)),
         ({"rule": "margin", "margin_gap": 1}, Margin("gap", 1)),
         (
@@ -88,7 +91,9 @@ def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -
     ],
 )
 def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
-    assert from_toml(values).to_rule() == rule
+    config = from_toml(values)
+    assert config.to_rule() == rule
+    assert config.to_sampling() == (Sampling(1) if "temperature" in values else None)
 
 
 def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
@@ -109,7 +114,8 @@ def test_side_by_side() -> None:
     assert greedy == [Exact(), Exact(), Fly(window_size=3)]
     drawn = DecodeConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
     assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
-    assert [one.to_rule().sampling for one in drawn] == [Sampling()] * 3
+    assert [one.to_rule() for one in drawn] == [Exact(), Exact(), Fly()]
+    assert [one.to_sampling() for one in drawn] == [Sampling()] * 3
     assert [one.num_drafted for one in drawn] == [0, 9, 9]
 
 

@@ -23,11 +23,13 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import deferral
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Sampled
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule
+from fly_jax.verification.sampling import Sampling
 
 LETTERS = {"MATCHED": "m", "RESCUED": "r"}
 WINDOW, THRESHOLD = 2, 0.2
@@ -218,7 +220,16 @@ def test_the_budget_pays_for_what_stands() -> None:
         assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
 
 
-@pytest.mark.parametrize("rule", [Exact(), Margin(), Sampled(0.5), Fly(window_mismatches=1)])
-def test_what_cannot_be_deferred(rule: Rule) -> None:
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [
+        (Exact(), None),
+        (Margin(), None),
+        (Exact(), Sampling(0.5)),
+        (RULE, Sampling(0.5)),
+        (Fly(window_mismatches=1), None),
+    ],
+)
+def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
     with pytest.raises(FlyJaxError, match="boundary='defer'"):
-        RoundSpec(rule, 4, boundary="defer")
+        RoundSpec(rule, 4, boundary="defer", sampling=sampling)

@@ -11,9 +11,10 @@ from random_pairs import CAPACITY, EOS, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Acceptance, Exact, Fly, Sampled, Why
+from fly_jax.verification.rules import Exact, Fly, Rule, Verdict, Why
+from fly_jax.verification.sampling import Sampling
 
 counts = st.floats(0.5, 50, width=32)
 
@@ -45,14 +46,14 @@ def test_observe_counts_what_ended_the_block() -> None:
     why[2] = Why.MATCHED
     why[3] = Why.MATCHED
     zeros = jnp.zeros(4, jnp.int32)
-    acceptance = Acceptance(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(why), zeros)
+    verdict = Verdict(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(why), zeros)
     before = Pace(*(jnp.zeros(4) for _ in range(4)), seconds=jnp.ones(2))
-    after = observe(before, acceptance, jnp.array([True, True, True, False]))
+    after = observe(before, verdict, jnp.array([True, True, True, False]))
     np.testing.assert_array_equal(after.matched, [1, 1, 5, 0])
     np.testing.assert_array_equal(after.rescued, [1, 0, 0, 0])
     np.testing.assert_array_equal(after.refused, [1, 0, 0, 0])
     np.testing.assert_array_equal(after.cut, [0, 1, 0, 0])
-    again = observe(after, acceptance, jnp.array([True, True, True, False]))
+    again = observe(after, verdict, jnp.array([True, True, True, False]))
     assert 1 < float(again.matched[1]) < 2, "counts fade"
 
 
@@ -87,11 +88,15 @@ def test_the_first_guess_is_a_rate_between_0_and_1() -> None:
     assert all(float(jnp.min(value)) >= 0 for value in (pace.rescued, pace.refused, pace.cut))
 
 
-@pytest.mark.parametrize("rule", [Exact(), Fly(window_size=2), Sampled(0.8)])
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [(Exact(), None), (Fly(window_size=2), None), (Exact(), Sampling(0.8))],
+)
 @pytest.mark.parametrize("index", [0, 2])
 def test_a_forced_depth_is_that_fixed_k(
-    rule: Exact | Fly | Sampled, index: int, monkeypatch: pytest.MonkeyPatch
+    rule: Rule, sampling: Sampling | None, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With sampling too: a draw depends on its position, and not on how many others there are."""
     depths = (1, 3, 6)
     seconds = np.full(3, np.inf, np.float32)
     seconds[index] = 1.0
@@ -104,12 +109,10 @@ def test_a_forced_depth_is_that_fixed_k(
         rows = decoder.generate(prompts, 20, seed=3)
         return [(row.token_ids, row.why, row.num_draft_tokens) for row in rows]
 
-    chosen = decode(RoundSpec(rule, 6, None, EOS, depths=depths))
-    fixed = decode(RoundSpec(rule, depths[index], None, EOS))
-    if isinstance(rule, Sampled):  # the draws are others where fewer logits are kept
-        assert chosen[0][2] % depths[index] == 0
-    else:
-        assert chosen == fixed
+    chosen = decode(RoundSpec(rule, 6, None, EOS, depths=depths, sampling=sampling))
+    fixed = decode(RoundSpec(rule, depths[index], None, EOS, sampling=sampling))
+    assert chosen == fixed
+    assert chosen[0][2] % depths[index] == 0
 
 
 def test_every_depth_is_measured() -> None:

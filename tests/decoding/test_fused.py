@@ -16,45 +16,71 @@ from random_pairs import (
     EOS,
     NOISES,
     greedy,
+    keys_from,
     logits_after,
     random_draft,
     random_target,
     until_end,
 )
 
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import draft_step
-from fly_jax.decoding.round import RoundSpec, verify_step
+from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.round import verify_step
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Acceptance, Exact, Fly, Rule, Sampled, accept
+from fly_jax.verification.rules import Exact, Fly, Rule, accept
+from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 MAX_NEW_TOKENS = 24
 DRAFTED = 5
 FLY = Fly(entropy_threshold=0.4, window_size=2)
+SAMPLING = Sampling(0.7, top_p=0.9)
+CASES = [(Exact(), None, None), (FLY, None, Lookup()), (Exact(), SAMPLING, None)]
 PROTECTED = np.isin(np.arange(CONFIG.vocab_size), EOS)
 
-draft_alone = jax.jit(draft_step, static_argnames=("num_speculative_tokens", "sampling", "lookup"))
 verify_alone = jax.jit(verify_step)
-evidence_alone = jax.jit(evidence, static_argnames=("entropy", "sampling"))
-accept_alone = jax.jit(accept, static_argnames="rule")
+evidence_alone = jax.jit(evidence, static_argnames="needs")
+accept_alone = jax.jit(accept)
 
 
 @jax.jit
-def prefilled(model: Llama, text: Array) -> KVCache:
-    return model.hidden(text, empty_cache(model.config, *text.shape, jnp.float32))[1]
+def draft_alone(
+    drafter: DraftModel,
+    state: DraftModelState,
+    text: Array,
+    length: Array,
+    sampling: Sampling | None,
+    keys: Array,
+) -> tuple[Draft, DraftModelState]:
+    return drafter.propose(state, text, length, DRAFTED, sampling=sampling, keys=keys)
+
+
+@jax.jit
+def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache, DraftModelState]:
+    cache = target.fed(text, empty_cache(target.config, *text.shape, jnp.float32))[1]
+    state = drafter.init(*text.shape, jnp.float32)
+    return cache, drafter.prefill(state, text, jnp.int32(0), None)
 
 
 def fused(
-    rule: Rule, *, pair: int, noise: float, lookup: Lookup | None = None, seed: int = 0
+    rule: Rule,
+    sampling: Sampling | None = None,
+    lookup: Lookup | None = None,
+    *,
+    pair: int,
+    noise: float,
+    seed: int = 0,
 ) -> list[Generation]:
     decoder = Decoder(
         random_target(pair),
         random_draft(pair, noise),
-        RoundSpec(rule, DRAFTED, lookup, EOS),
+        RoundSpec(rule, DRAFTED, lookup, EOS, sampling=sampling),
         capacity=CAPACITY,
         batch_size=len(PROMPTS),
     )
@@ -62,7 +88,13 @@ def fused(
 
 
 def foreign_engine(
-    rule: Rule, *, pair: int, noise: float, lookup: Lookup | None = None, seed: int = 0
+    rule: Rule,
+    sampling: Sampling | None,
+    lookup: Lookup | None,
+    *,
+    pair: int,
+    noise: float,
+    seed: int,
 ) -> list[tuple[list[int], str]]:
     """Somebody else's loop: her own text and caches, and the steps called one by one."""
     target, draft = random_target(pair), random_draft(pair, noise)
@@ -70,24 +102,24 @@ def foreign_engine(
     length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         text[row, : len(prompt)] = prompt
-    target_cache, draft_cache = prefilled(target, text), prefilled(draft, text)
-    key = jax.random.key(seed)
+    drafter = DraftModel(draft.parameters(), lookup, config=CONFIG, size=DRAFTED)
+    target_cache, drafter_state = prefilled(target, drafter, text)
+    keys = draft_keys = verify_keys = keys_from(seed, len(PROMPTS))
     emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
     live = set(range(len(PROMPTS)))
     while live:
-        draft_key = verify_key = key
-        if rule.sampling is not None:
-            key, draft_key, verify_key = jax.random.split(key, 3)
-        proposal, (draft_cache,) = draft_alone(
-            (draft,), (draft_cache,), text, length, num_speculative_tokens=DRAFTED,
-            sampling=rule.sampling, lookup=lookup, key=draft_key,
-        )  # fmt: skip
+        if sampling is not None:
+            split = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
+            keys, draft_keys, verify_keys = split[:, 0], split[:, 1], split[:, 2]
+        proposal, drafter_state = draft_alone(
+            drafter, drafter_state, text, length, sampling, draft_keys
+        )
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
         seen = evidence_alone(
-            logits, proposal.tokens, entropy=rule.entropy_measure, sampling=rule.sampling,
-            draft_logits=proposal.logits, key=verify_key,
+            logits, proposal.tokens, needs=rule.needs, sampling=sampling,
+            draft_logits=proposal.logits, key=verify_keys,
         )  # fmt: skip
-        kept: Acceptance = accept_alone(rule, seen, proposal.tokens, protected=PROTECTED)
+        kept = accept_alone(rule, seen, proposal.tokens, protected=PROTECTED)
         for row in sorted(live):
             count = int(kept.num_accepted[row])
             new = [*np.asarray(proposal.tokens[row, :count]).tolist(), int(kept.next_token[row])]
@@ -108,14 +140,14 @@ def letters(row: Generation) -> str:
     return "".join(why.letter for why in row.why)
 
 
-@pytest.mark.parametrize(
-    ("rule", "lookup"), [(Exact(), None), (FLY, Lookup()), (Sampled(0.7, top_p=0.9), None)]
-)
-def test_steps_alone_give_the_same_tokens(rule: Rule, lookup: Lookup | None) -> None:
+@pytest.mark.parametrize(("rule", "sampling", "lookup"), CASES)
+def test_steps_alone_give_the_same_tokens(
+    rule: Rule, sampling: Sampling | None, lookup: Lookup | None
+) -> None:
     seen = set()
     for pair, noise in ((0, 0.2), (2, 0.5)):
-        rows = fused(rule, pair=pair, noise=noise, lookup=lookup, seed=pair)
-        expected = foreign_engine(rule, pair=pair, noise=noise, lookup=lookup, seed=pair)
+        rows = fused(rule, sampling, lookup, pair=pair, noise=noise, seed=pair)
+        expected = foreign_engine(rule, sampling, lookup, pair=pair, noise=noise, seed=pair)
         assert [(row.token_ids, letters(row)) for row in rows] == expected
         seen |= set("".join(letters(row) for row in rows))
     assert seen == set("mrcb" if isinstance(rule, Fly) else "mcb")
@@ -159,7 +191,7 @@ def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tupl
 def test_fly_decodes_as_its_oracle(lookup: Lookup | None) -> None:
     rescued = 0
     for pair, noise in ((0, 0.2), (3, 0.3)):
-        rows = fused(FLY, pair=pair, noise=noise, lookup=lookup)
+        rows = fused(FLY, None, lookup, pair=pair, noise=noise)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             assert (row.token_ids, letters(row)) == fly_by_the_oracle(
                 prompt, pair=pair, noise=noise
@@ -168,12 +200,12 @@ def test_fly_decodes_as_its_oracle(lookup: Lookup | None) -> None:
     assert rescued > 0
 
 
-@pytest.mark.parametrize(
-    ("rule", "lookup"), [(Exact(), None), (FLY, Lookup()), (Sampled(0.7, top_p=0.9), None)]
-)
+@pytest.mark.parametrize(("rule", "sampling", "lookup"), CASES)
 @pytest.mark.parametrize("noise", NOISES)
-def test_the_account_adds_up(rule: Rule, lookup: Lookup | None, noise: float) -> None:
-    for row in fused(rule, pair=1, noise=noise, lookup=lookup):
+def test_the_account_adds_up(
+    rule: Rule, sampling: Sampling | None, lookup: Lookup | None, noise: float
+) -> None:
+    for row in fused(rule, sampling, lookup, pair=1, noise=noise):
         why = letters(row)
         assert len(why) == len(row.token_ids)
         assert row.num_draft_tokens == DRAFTED * row.num_rounds
@@ -185,7 +217,7 @@ def test_the_account_adds_up(rule: Rule, lookup: Lookup | None, noise: float) ->
         assert row.mean_accepted_tokens == len(row.token_ids) / row.num_rounds
         assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
         assert row.seconds > 0
-        if noise == 0 and isinstance(rule, Exact):
+        if noise == 0 and isinstance(rule, Exact) and sampling is None:
             assert set(why) == {"m", "b"} or set(why) == {"m"}
 
 

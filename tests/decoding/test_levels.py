@@ -21,18 +21,21 @@ from random_pairs import (
     NOISES,
     autoregressive,
     greedy,
+    keys_from,
     random_draft,
     random_target,
+    state_after,
 )
 
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import Draft, draft_step
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.programs import drafter_of
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.cache import empty_cache
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Exact, Fly, Rule, Sampled
+from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
@@ -43,7 +46,7 @@ FLY = Fly(entropy_threshold=0.2, window_size=2)
 CASES = {
     "fly, four levels": (dataclasses.replace(ROUND, rule=FLY), (3, 2), LOOKUP, 1),
     "defer": (RoundSpec(Fly(0.0, 3), 3, eos_token_ids=EOS, boundary="defer"), (2,), LOOKUP, 3),
-    "sampled": (dataclasses.replace(ROUND, rule=Sampled(0.8, top_p=0.95)), (3,), LOOKUP, 3),
+    "sampled": (dataclasses.replace(ROUND, sampling=Sampling(0.8, top_p=0.95)), (3,), LOOKUP, 3),
 }
 
 
@@ -121,7 +124,7 @@ def test_three_levels_equal_one_token_at_a_time(
     assert [row.token_ids for row in rows] == autoregressive(random_target(pair), prompts, limit)
 
 
-@functools.partial(jax.jit, static_argnames=("count", "sizes", "sampling"))
+@functools.partial(jax.jit, static_argnames=("count", "sizes"))
 def drafted(
     models: tuple[Llama, ...],
     text: Array,
@@ -132,26 +135,12 @@ def drafted(
     sampling: Sampling | None = None,
 ) -> Draft:
     """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
-    caches = tuple(
-        model.hidden(text, empty_cache(CONFIG, *text.shape, jnp.float32))[1] for model in models
-    )
+    drafter = drafter_of(models, RoundSpec(Exact(), count, level_speculative_tokens=sizes))
+    assert drafter is not None
     known = [length] + [valid] * (len(models) - 1)
-    # What has not been seen must not be there by accident.
-    is_known = [jnp.arange(text.shape[1])[:, None] < at[:, None, None, None] for at in known]
-    caches = tuple(
-        dataclasses.replace(
-            cache,
-            keys=jnp.where(seen, cache.keys, 7.0),
-            values=jnp.where(seen, cache.values, 7.0),
-            length=at,
-        )
-        for cache, seen, at in zip(caches, is_known, known, strict=True)
-    )
-    key = jax.random.key(3)
-    return draft_step(
-        models, caches, text, length, count,
-        level_speculative_tokens=sizes, sampling=sampling, key=key,
-    )[0]  # fmt: skip
+    state = state_after(drafter, text, known, beyond=7.0)
+    keys = keys_from(3, len(length))
+    return drafter.propose(state, text, length, count, sampling=sampling, keys=keys)[0]
 
 
 TEXT = [[int(x) for x in np.random.default_rng(row).integers(0, 48, 20 + row)] for row in range(3)]
@@ -206,14 +195,16 @@ def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
         assert after.num_draft_passes == 2 * after.num_rounds  # one to catch up, one for the rest
 
 
-@pytest.mark.parametrize("rule", [Exact(), Sampled(0.8)])
-def test_a_wrong_number_of_levels_is_refused(rule: Rule) -> None:
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8)])
+def test_a_wrong_number_of_levels_is_refused(sampling: Sampling | None) -> None:
     drafts = chain(1, 0.2, (0.2,))
     with pytest.raises(FlyJaxError, match="2 draft models were given"):
-        Decoder(random_target(1), drafts, RoundSpec(rule, 4), capacity=CAPACITY)
+        Decoder(
+            random_target(1), drafts, RoundSpec(Exact(), 4, sampling=sampling), capacity=CAPACITY
+        )
     with pytest.raises(FlyJaxError, match="at least 1 token"):
-        RoundSpec(rule, 4, level_speculative_tokens=(4, 0))
+        RoundSpec(Exact(), 4, level_speculative_tokens=(4, 0), sampling=sampling)
     other = Llama.random(dataclasses.replace(CONFIG, vocab_size=50), jax.random.key(0))
-    spec = RoundSpec(rule, 4, level_speculative_tokens=(2,))
+    spec = RoundSpec(Exact(), 4, level_speculative_tokens=(2,), sampling=sampling)
     with pytest.raises(FlyJaxError, match="A draft model has 50 tokens"):
         Decoder(random_target(1), (drafts[0], other), spec, capacity=CAPACITY)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
-from random_pairs import CONFIG, greedy, logits_after, random_target
+from random_pairs import CONFIG, greedy, keys_from, logits_after, random_target, state_after
 
+from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup, look_up
-from fly_jax.decoding.drafters.model import Draft, draft_step
+from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.llama import Llama
+from fly_jax.models.cache import KVCache
 from fly_jax.verification.sampling import Sampling
 
 CAPACITY = 32
@@ -33,7 +31,7 @@ DRAFTED = 5
 VARIED = 3  # the pair that repeats itself least
 REPETITIVE = 2  # and the one that does most
 
-find = jax.jit(look_up, static_argnums=0)
+find = jax.jit(look_up, static_argnums=(0, 3))
 
 
 def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
@@ -60,7 +58,8 @@ def test_equals_its_definition(lookup: Lookup, rows: list[list[int]], stale: int
     text = np.full((ROWS, CAPACITY), stale, np.int32)
     for index, row in enumerate(rows):
         text[index, : len(row)] = row
-    tokens, found = find(lookup, text, np.array([len(row) for row in rows], np.int32))
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens, found = find(lookup, text, lengths, lookup.num_tokens)
     tokens, found = np.asarray(tokens), np.asarray(found)
     assert tokens.shape == (ROWS, lookup.num_tokens)
     for index, row in enumerate(rows):
@@ -74,7 +73,7 @@ def test_cases_by_name(match: str, expected: list[int]) -> None:
     def proposal(*text: int) -> list[int]:
         padded = np.zeros((1, CAPACITY), np.int32)
         padded[0, : len(text)] = text
-        tokens, found = find(lookup, padded, np.array([len(text)], np.int32))
+        tokens, found = find(lookup, padded, np.array([len(text)], np.int32), lookup.num_tokens)
         return tokens[0, : int(found[0])].tolist()
 
     assert proposal(1, 2, 5, 1, 2, 6, 9, 1, 2) == expected
@@ -90,24 +89,18 @@ def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
         Lookup(**wrong)
 
 
-@functools.partial(jax.jit, static_argnames=("lookup", "sampling"))
+@jax.jit
 def drafted(
-    parameters: dict[str, Array],
+    drafter: DraftModel,
     text: Array,
     length: Array,
-    key: Array,
-    lookup: Lookup | None,
+    keys: Array,
     sampling: Sampling | None = None,
 ) -> tuple[Draft, KVCache]:
-    model = Llama(CONFIG, parameters)
-    cache = model.hidden(text, empty_cache(CONFIG, ROWS, text.shape[1], jnp.float32))[1]
     # Nothing of the future, so that what a pass writes can be seen.
-    written = jnp.arange(text.shape[1])[:, None] < length[:, None, None, None] - 1
-    cache = KVCache(jnp.where(written, cache.keys, 0), jnp.where(written, cache.values, 0), length)
-    proposal, (cache,) = draft_step(
-        (model,), (cache,), text, length, DRAFTED, sampling=sampling, lookup=lookup, key=key
-    )
-    return proposal, cache
+    state = state_after(drafter, text, [length - 1], beyond=0.0)
+    draft, state = drafter.propose(state, text, length, DRAFTED, sampling=sampling, keys=keys)
+    return draft, state.cache
 
 
 def draft(
@@ -122,8 +115,8 @@ def draft(
     for index, prompt in enumerate(prompts):
         text[index, : len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    parameters = random_target(pair).parameters()
-    return drafted(parameters, text, length, jax.random.key(seed), lookup, sampling)
+    drafter = DraftModel(random_target(pair).parameters(), lookup, config=CONFIG, size=DRAFTED)
+    return drafted(drafter, text, length, keys_from(seed, ROWS), sampling)
 
 
 def without_repeats() -> list[list[int]]:

@@ -16,9 +16,10 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Why
 

@@ -13,9 +13,10 @@ import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -161,7 +162,7 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     models = decoder._programs
     hlo = (
         programs._run.lower(
-            decoder.spec, models._shapes, models._parameters, state, decoder._inputs
+            models._shapes, models._parameters, models._drafter, state, decoder._inputs
         )
         .compile()
         .as_text()

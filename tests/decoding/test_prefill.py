@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from random_pairs import CAPACITY, EOS, autoregressive, random_draft, random_target
 
-from fly_jax.decoding import decoder as host_loop
-from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder, capacity_for
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding import capacity, programs
+from fly_jax.decoding.capacity import bucket_for, capacity_for
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.programs import prefill_piece
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact
 
 PIECE = 16
@@ -16,8 +17,8 @@ PIECE = 16
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (programs, host_loop):
-        monkeypatch.setattr(module, "PREFILL_PIECE", PIECE)
+    for module in (programs, capacity):
+        monkeypatch.setattr(module, "prefill_piece", lambda rows: PIECE)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -34,4 +35,13 @@ def test_pieces_are_as_good_as_the_whole() -> None:
 def test_a_long_prompt_is_padded_to_whole_pieces(length: int, padded: int) -> None:
     spec = RoundSpec(Exact(), 0, None, EOS)
     assert capacity_for(spec, [[1] * length], 1, 64) >= padded
-    assert host_loop._bucket(length) == padded
+    assert bucket_for(length, rows=1) == padded
+
+
+def test_a_piece_of_many_rows_is_shorter() -> None:
+    """What fills a chip is the scores of all rows together."""
+    pieces = [prefill_piece(rows) for rows in range(1, 300)]
+    assert pieces == sorted(pieces, reverse=True)
+    assert all(piece.bit_count() == 1 for piece in pieces)
+    assert all(rows * piece <= 2 * pieces[0] for rows, piece in enumerate(pieces, start=1))
+    assert prefill_piece(10**6) == 1

@@ -17,10 +17,12 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.decoder import Decoder, Generation
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.evidence import Entropy
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Sampled, Typical, Why
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Typical, Why
+from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[first, 3, 5] for first in range(8)]
 DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
@@ -170,25 +172,25 @@ def test_unasked_reports_are_no_part_of_the_program() -> None:
         )
         state = decoder._admit(PROMPTS[:2], 3, 0)
         assert state.window is None or state.window.reports is None
-        assert plain.entropy_measure == plain.rule.entropy_measure
+        assert plain.needs == plain.rule.needs
 
 
 @pytest.mark.parametrize(
     ("rule", "measure"),
     [
         (Exact(), Entropy()),
-        (Sampled(), Entropy()),
         (Fly(entropy="normalized"), Entropy("normalized")),
         (Typical(), Entropy("full")),
         (Fly() & Typical(), Entropy()),
     ],
 )
 def test_the_entropy_that_is_reported(rule: Rule, measure: Entropy) -> None:
-    assert RoundSpec(rule, 15, audits=True).entropy_measure == measure
+    for sampling in (None, Sampling()):
+        assert RoundSpec(rule, 15, audits=True, sampling=sampling).needs.entropy == measure
 
 
 def test_sampled_corrections_tell_what_was_drafted() -> None:
-    spec = RoundSpec(Sampled(0.7), DRAFTED, None, EOS, audits=True)
+    spec = RoundSpec(Exact(), DRAFTED, None, EOS, audits=True, sampling=Sampling(0.7))
     refused = [
         report
         for row in decode(spec)

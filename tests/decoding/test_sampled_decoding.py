@@ -10,11 +10,12 @@ import pytest
 import scipy.stats
 from random_pairs import CAPACITY, CONFIG, logits_after, random_draft, random_target
 
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.round import RoundSpec
-from fly_jax.verification.rules import Fly, Rule, Sampled
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.verification.rules import Exact, Fly, Rule
 from fly_jax.verification.sampling import Sampling
 
 # A small vocabulary, so that every token is drawn often enough to be counted.
@@ -23,7 +24,8 @@ SHARPNESS = 1.5
 PROMPT = [3, 1, 4, 1]
 ROWS = 16
 DRAWS = 768
-SAMPLING = Sampling(0.9, top_k=6)
+TEMPERATURE, TOP_K = 0.9, 6
+SAMPLING = Sampling(TEMPERATURE, TOP_K)
 
 
 def decode(
@@ -33,7 +35,7 @@ def decode(
     decoder = Decoder(
         random_target(5, SMALL, SHARPNESS),
         random_draft(5, noise, SMALL, SHARPNESS),
-        RoundSpec(rule, 3, lookup, draft_stop=draft_stop),
+        RoundSpec(rule, 3, lookup, draft_stop=draft_stop, sampling=SAMPLING),
         capacity=CAPACITY,
         batch_size=ROWS,
     )
@@ -43,7 +45,7 @@ def decode(
 def probabilities(text: list[int]) -> np.ndarray:
     """The distribution of the token that follows a text, by the oracle."""
     logits = logits_after(random_target(5, SMALL, SHARPNESS), text)[-1]
-    return oracle.processed_probs(logits, SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p)
+    return oracle.processed_probs(logits, TEMPERATURE, TOP_K, 1.0)
 
 
 def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
@@ -66,8 +68,7 @@ def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
 def test_tokens_have_the_targets_distribution(
     lookup: Lookup | None, stop: EntropyStop | None
 ) -> None:
-    rule = Sampled(SAMPLING.temperature, SAMPLING.top_k, SAMPLING.top_p)
-    rows = decode(rule, lookup, noise=1.0, draws=DRAWS, count=3, draft_stop=stop)
+    rows = decode(Exact(), lookup, noise=1.0, draws=DRAWS, count=3, draft_stop=stop)
     drafted = sum(row.num_draft_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert drafted == 3 if stop is None else 1.2 < drafted < 2.8
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
@@ -90,7 +91,7 @@ def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
     assert goodness_of_fit(tokens[tokens < 8].tolist(), probabilities([2, 2])) > 1e-3
     draft = logits_after(random_draft(5, 1.0, SMALL, SHARPNESS), PROMPT)[-1]
     drawn = np.random.default_rng(0).choice(
-        SMALL.vocab_size, DRAWS, p=oracle.processed_probs(draft, 0.9, 6, 1.0)
+        SMALL.vocab_size, DRAWS, p=oracle.processed_probs(draft, TEMPERATURE, TOP_K, 1.0)
     )
     target = np.where(probabilities(PROMPT) == 0, 1e-9, probabilities(PROMPT))
     assert goodness_of_fit(drawn.tolist(), target / target.sum()) < 1e-6
@@ -98,7 +99,7 @@ def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
 
 @pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
 def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
-    rule = Fly(entropy_threshold=0.3, window_size=1, sampling=SAMPLING)
+    rule = Fly(entropy_threshold=0.3, window_size=1)
     rows = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=3)
     assert sum(row.num_rescued_tokens for row in rows) > 0
     for row in rows:

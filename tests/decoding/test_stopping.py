@@ -25,15 +25,17 @@ from random_pairs import (
     logits_after,
     random_draft,
     random_target,
+    state_after,
 )
 
-from fly_jax.decoding.decoder import Decoder, Generation
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import Draft, draft_step
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.programs import drafter_of
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.cache import empty_cache
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Budget, Exact, Fly, Rule
 
@@ -72,14 +74,12 @@ def drafted(
     lookup: Lookup | None,
     sizes: tuple[int, ...],
 ) -> Draft:
-    caches = tuple(
-        model.hidden(text, empty_cache(CONFIG, *text.shape, jnp.float32))[1].with_length(length)
-        for model in models
-    )
-    return draft_step(
-        models, caches, text, length, K, level_speculative_tokens=sizes, lookup=lookup,
-        key=jax.random.key(0), stop=STOP, threshold=threshold,
-    )[0]  # fmt: skip
+    spec = RoundSpec(Exact(), K, lookup, level_speculative_tokens=sizes, draft_stop=STOP)
+    drafter = drafter_of(models, spec)
+    assert drafter is not None
+    state = state_after(drafter, text, [length] * len(models), beyond=7.0)
+    state = dataclasses.replace(state, threshold=threshold)
+    return drafter.propose(state, text, length, K)[0]
 
 
 @pytest.mark.parametrize(("lookup", "sizes"), [(None, ()), (LOOKUP, (3,))])

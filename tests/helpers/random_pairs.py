@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.model import DraftModelState
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 
@@ -47,13 +51,23 @@ def random_draft(
 ) -> Llama:
     """The target of the same seed with noise on its weights; 0 is the target itself."""
     parameters = random_target(seed, config, sharpness).parameters()
-    for index, (name, value) in enumerate(parameters.items()):
+    key = jax.random.key(1000 + seed)
+    return Llama(config, _disturbed(tuple(parameters), parameters, key, noise))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _disturbed(
+    names: tuple[str, ...], parameters: dict[str, Array], key: Key[Array, ""], noise: Array
+) -> dict[str, Array]:
+    """With noise on all but the norms; one program, whatever the seed and the noise."""
+    disturbed = dict(parameters)
+    for index, name in enumerate(names):  # `jit` hands a dictionary over in another order
+        value = parameters[name]
         if not name.endswith("norm"):
-            key = jax.random.fold_in(jax.random.key(1000 + seed), index)
-            disturbance = noise * jnp.std(value) * jax.random.normal(key, value.shape)
+            normal = jax.random.normal(jax.random.fold_in(key, index), value.shape)
             # Norms of about the same size keep the logits of a bad draft as sharp as the target's.
-            parameters[name] = (value + disturbance) / (1 + noise**2) ** 0.5
-    return Llama(config, parameters)
+            disturbed[name] = (value + noise * jnp.std(value) * normal) / (1 + noise**2) ** 0.5
+    return disturbed
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -109,6 +123,39 @@ def greedy(
             tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
         ]
     return found
+
+
+def keys_from(seed: int, rows: int) -> Key[Array, " rows"]:
+    """The random state of each row of a batch of which the first one has this seed."""
+    return jax.vmap(jax.random.key)(np.arange(seed, seed + rows, dtype=np.uint32))
+
+
+def state_after(
+    drafter: Drafter,
+    text: Int[Array, "rows capacity"],
+    known: Sequence[Int[Array, " rows"]],
+    beyond: float,
+) -> Any:
+    """A drafter's state when each of its draft models has seen so many tokens of each row.
+
+    Args:
+      drafter: a draft model, with or without others below it.
+      text: of the rows.
+      known: tokens of each row, for each of the draft models, from the first one down.
+      beyond: what the caches hold where nothing has been seen, so that it is not right by accident.
+    """
+    state = drafter.init(*text.shape, jnp.dtype(jnp.float32))
+    return _cut(drafter.prefill(state, text, jnp.int32(0), None), list(known), beyond)
+
+
+def _cut(state: Any, known: list[Int[Array, " rows"]], beyond: float) -> Any:
+    if not isinstance(state, DraftModelState):
+        return state
+    cache, (length, *below) = state.cache, known
+    seen = jnp.arange(cache.capacity)[:, None] < length[:, None, None, None]
+    keys, values = (jnp.where(seen, one, beyond) for one in (cache.keys, cache.values))
+    cache = dataclasses.replace(cache, keys=keys, values=values, length=length)
+    return dataclasses.replace(state, cache=cache, below=_cut(state.below, below, beyond))
 
 
 def until_end(tokens: Sequence[int], eos: Sequence[int] = EOS) -> list[int]:

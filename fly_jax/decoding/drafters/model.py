@@ -138,9 +138,10 @@ class DraftModel(Drafter):
         return dataclasses.replace(state, cache=cache, below=below)
 
     def room(self, num_tokens: int) -> int:
-        """What lies below writes beyond what this model has drafted."""
+        """What lies below writes, and its proposal, stand beyond what this model has drafted."""
         below = self.below
-        return num_tokens + 1 + (0 if below is None else below.room(below.size))
+        # A row that has its K tokens may be fed a proposal while it waits for the others.
+        return num_tokens + (1 if below is None else max(1 + below.size, below.room(below.size)))
 
     def without_stop(self, state: DraftModelState) -> DraftModelState:
         """A threshold that no bound is below."""

@@ -1,0 +1,226 @@
+"""Whatever proposes: the lookup alone, and drafters that the package does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+from random_pairs import (
+    CAPACITY,
+    CONFIG,
+    EOS,
+    MOST_TOKENS,
+    autoregressive,
+    random_draft,
+    random_target,
+)
+
+from fly_jax import Draft, Drafter, Verdict
+from fly_jax.decoding import programs
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Budget, Exact, Fly
+from fly_jax.verification.sampling import Sampling
+
+PAIR = 2  # the pair that repeats itself most
+K = 8
+PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
+SPECS = {
+    "fixed": RoundSpec(Exact(), K, Lookup(), EOS, rounds_per_dispatch=2),
+    "depths": RoundSpec(Exact(), K, Lookup(), EOS, depths=(2, K), rounds_per_dispatch=2),
+    "defer": RoundSpec(
+        Budget(Fly(0.0, 2), 0.0), K, Lookup(), EOS, boundary="defer", rounds_per_dispatch=2
+    ),
+}
+
+
+def decode(
+    spec: RoundSpec, drafter: Drafter | None, prompts: Sequence[Sequence[int]], limit: int
+) -> list[Generation]:
+    decoder = Decoder(random_target(PAIR), drafter, spec, capacity=CAPACITY, batch_size=3)
+    return decoder.generate(prompts, limit)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_lookup_alone_is_plain_decoding(name: str) -> None:
+    rows = decode(SPECS[name], None, PROMPTS, MOST_TOKENS)
+    expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
+    assert [row.token_ids for row in rows] == expected
+    assert sum(map(len, expected)) / sum(row.num_rounds for row in rows) > 1.2
+    assert all(row.num_draft_passes == 0 for row in rows)
+    assert (
+        0 < sum(row.num_accepted_tokens for row in rows) < sum(row.num_draft_tokens for row in rows)
+    )
+
+
+def test_where_nothing_is_found_nothing_is_drafted() -> None:
+    prompts = [[1, 2, 3], [9], [4, 5]]
+    rows = decode(SPECS["fixed"], None, prompts, 1)
+    assert [row.token_ids for row in rows] == autoregressive(random_target(PAIR), prompts, 1)
+    assert [(row.num_rounds, row.num_draft_tokens) for row in rows] == [(1, 0)] * 3
+    (found,) = decode(SPECS["fixed"], None, [[1, 2, 3, 1]], 1)
+    assert found.num_draft_tokens == 3
+
+
+def test_nothing_that_proposes_is_refused() -> None:
+    with pytest.raises(FlyJaxError, match="without a draft model or a lookup"):
+        Decoder(random_target(PAIR), None, RoundSpec(Exact(), K), capacity=CAPACITY)
+
+
+class Memory(NamedTuple):
+    """What `Table` has learnt of each row, and the token that its last draft followed."""
+
+    table: Array
+    last: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Table(Drafter):
+    """Proposes what stands in a table of next tokens, -1 for unknown; learns every correction."""
+
+    table: Array
+    size = 3
+    may_fall_short = True
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Memory:
+        return Memory(jnp.tile(self.table, (rows, 1)), jnp.zeros(rows, jnp.int32))
+
+    def propose(
+        self, state: Memory, text: Array, length: Array, num_tokens: int, *,
+        wanted: Array | None = None, sampling: Sampling | None = None, keys: Array | None = None,
+    ) -> tuple[Draft, Memory]:  # fmt: skip
+        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)[:, 0]
+        tokens = [last]
+        for _ in range(num_tokens):
+            known = jnp.take_along_axis(state.table, jnp.maximum(tokens[-1], 0)[:, None], axis=1)
+            tokens.append(jnp.where(tokens[-1] < 0, -1, known[:, 0]))
+        drafted = jnp.stack(tokens[1:], axis=1)
+        count = jnp.sum(drafted >= 0, axis=1)
+        if wanted is not None:
+            count = jnp.minimum(count, wanted)
+        draft = Draft(jnp.maximum(drafted, 0), None, count, jnp.zeros(0, jnp.int32))
+        return draft, Memory(state.table, last)
+
+    def observe(
+        self, state: Memory, verdict: Verdict, hidden: Array | None, *, draft: Draft, live: Array
+    ) -> Memory:
+        block = jnp.concatenate((state.last[:, None], draft.tokens), axis=1)
+        before = jnp.take_along_axis(block, verdict.num_accepted[:, None], axis=1)[:, 0]
+        rows = jnp.arange(len(before))
+        learnt = state.table.at[rows, before].set(verdict.next_token)
+        return Memory(jnp.where(live[:, None], learnt, state.table), state.last)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_drafter_of_ones_own(below: bool) -> None:
+    """Alone or below a draft model, it changes how long decoding takes, and nothing else."""
+    drafter: Drafter = Table(jnp.full(CONFIG.vocab_size, -1, jnp.int32))
+    if below:
+        draft = random_draft(PAIR, 0.2)
+        given = dataclasses.replace(drafter, table=_next_tokens(PROMPTS))  # type: ignore[call-arg]
+        drafter = DraftModel(draft.parameters(), given, config=CONFIG, size=K)
+    rows = decode(RoundSpec(Exact(), K, eos_token_ids=EOS), drafter, PROMPTS, MOST_TOKENS)
+    expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
+    assert [row.token_ids for row in rows] == expected
+    assert sum(row.num_accepted_tokens for row in rows) > 0
+    drafted = sum(row.num_draft_tokens for row in rows)
+    if below:
+        assert drafted == K * sum(row.num_rounds for row in rows)
+        assert sum(row.num_draft_passes for row in rows) < drafted
+    else:
+        assert 0 < drafted < K * sum(row.num_rounds for row in rows)
+
+
+def _next_tokens(prompts: Sequence[Sequence[int]]) -> Array:
+    """The last token that the target has said after each, in texts after these prompts."""
+    table = np.full(CONFIG.vocab_size, -1, np.int32)
+    said = autoregressive(random_target(PAIR), prompts, MOST_TOKENS)
+    for prompt, new in zip(prompts, said, strict=True):
+        text = [*prompt, *new]
+        table[text[:-1]] = text[1:]
+    return jnp.asarray(table)
+
+
+class Pieces(NamedTuple):
+    """What `Echo` has been given: hidden states of the last token, and how often they were wrong.
+
+    Attributes:
+      prompt: the sum of the hidden states of the prompt.
+      hidden: of the token that the last verdict ended the draft after.
+      wrong: rounds in which the target would not have said the next token after that state.
+    """
+
+    prompt: Array
+    hidden: Array
+    wrong: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Echo(Drafter):
+    """Reads the next token off the target's own hidden state, and proposes it again and again."""
+
+    unembedding: Array
+    size = 1
+    needs_hidden = True
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Pieces:
+        empty = jnp.zeros((rows, CONFIG.embed_size), dtype)
+        return Pieces(empty, empty, jnp.zeros(rows, jnp.int32))
+
+    def prefill(self, state: Pieces, tokens: Array, start: Array, hidden: Array | None) -> Pieces:
+        assert hidden is not None
+        assert hidden.shape == (*tokens.shape, CONFIG.embed_size)
+        return state._replace(prompt=state.prompt + jnp.sum(hidden, axis=1))
+
+    def propose(
+        self, state: Pieces, text: Array, length: Array, num_tokens: int, **how: Any
+    ) -> tuple[Draft, Pieces]:
+        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
+        drafted = jnp.broadcast_to(last, (len(length), num_tokens))
+        full = jnp.full_like(length, num_tokens)
+        return Draft(drafted, None, full, jnp.zeros(0, jnp.int32)), state
+
+    def observe(
+        self, state: Pieces, verdict: Verdict, hidden: Array | None, *, draft: Draft, live: Array
+    ) -> Pieces:
+        rows, num_tokens = draft.tokens.shape
+        assert hidden is not None
+        assert hidden.shape == (rows, num_tokens + 1, CONFIG.embed_size)
+        own = jnp.take_along_axis(hidden, verdict.num_accepted[:, None, None], axis=1)[:, 0]
+        wrong = jnp.argmax(own @ self.unembedding, axis=-1) != verdict.next_token
+        return Pieces(state.prompt, own, state.wrong + (wrong & live))
+
+
+def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of prompts, of all pieces, and of each block."""
+    states = []
+    run = programs._run
+
+    def spy(*arguments: Any) -> Any:
+        result = run(*arguments)
+        states.append(jax.device_get(result[0].drafter))
+        return result
+
+    monkeypatch.setattr(programs, "_run", spy)
+    monkeypatch.setattr(programs, "prefill_piece", lambda rows: 4)
+    target = random_target(PAIR)
+    drafter = Echo(target.parameters()["unembedding"])
+    prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    rows = decode(RoundSpec(Exact(), 3, eos_token_ids=EOS), drafter, prompts, MOST_TOKENS)
+    assert [row.token_ids for row in rows] == autoregressive(target, prompts, MOST_TOKENS)
+    assert len(states) > 5
+    assert all(not np.any(state.wrong) for state in states)
+    assert np.any(states[-1].hidden != 0)
+    assert np.all(np.any(states[-1].prompt != 0, axis=1))

@@ -31,11 +31,17 @@ LARGE, MIDDLE, SMALL, LITTLE = (
 )  # fmt: skip
 
 
-@functools.cache
 def compiled(
     name: str, target: str, draft: str, mesh: str, chip: str = "v5e"
 ) -> tuple[list[Copy], list[Exchange]]:
-    """Copies and exchanges of a kind of round of presets in bfloat16: one row of 8192 tokens."""
+    """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
+    return _compiled(name, target, draft, mesh, chip)
+
+
+@functools.cache
+def _compiled(
+    name: str, target: str, draft: str, mesh: str, chip: str
+) -> tuple[list[Copy], list[Exchange]]:
     kind, bfloat16 = KINDS[name], jnp.dtype(jnp.bfloat16)
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
     configs = [preset(one) for one in (target, draft)[: 1 + kind.num_drafts]]
@@ -44,7 +50,8 @@ def compiled(
     else:
         layout = Layout(devices, RULES["tensor_whole"])
         models = [on_mesh(config, layout, bfloat16) for config in configs]
-    hlo, capacity = round_hlo(kind, models, rows=1, context=8192, k=K, prompt=1024)
+    context = 8192 if devices.size > 1 else 4096
+    hlo, capacity = round_hlo(kind, models, rows=1, context=context, k=K, prompt=1024)
     return copied(hlo, models, 1, capacity), exchanges(hlo, devices.size)
 
 

@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    # It would let one process in at a time, as if there were chips to share.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 
 

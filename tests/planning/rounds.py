@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import SingleDeviceSharding
 
 from fly_jax.decoding.capacity import CAPACITY_STEP
 from fly_jax.decoding.decoder import Decoder
@@ -79,6 +79,16 @@ def on_mesh(config: LlamaConfig, layout: Layout, dtype: jnp.dtype) -> Llama:
     return Llama(config, parameters, layout)
 
 
+def on_chip(config: LlamaConfig, device: jax.Device, dtype: jnp.dtype) -> Llama:
+    """An abstract model on one accelerator, which need not be there."""
+    sharding = SingleDeviceSharding(device)
+    parameters = {
+        name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+        for name, spec in parameter_specs(config).items()
+    }
+    return Llama(config, parameters, None)
+
+
 def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
     parameters: Parameters = {}
@@ -113,9 +123,9 @@ def round_hlo(
     if memory is not None:
         decoder._refresh()
     state = abstract_state(decoder, [model.layout for model in models], prompt)
-    mesh = None if models[0].layout is None else models[0].layout.mesh
+    sharding = models[0].parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
-    is_cpu = not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform == "cpu"
+    is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
     options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"} if is_cpu else {}
     hlo = decoder.lower_rounds(state).compile(compiler_options=options).as_text()
     assert hlo is not None
@@ -128,3 +138,8 @@ def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[
     for model in models:
         shapes |= large_shapes(model.layout, model.config, rows, capacity)
     return copies(hlo, shapes)
+
+
+def repeated(found: Sequence[Copy]) -> list[str]:
+    """What a loop or a branch copies, in few words."""
+    return [f"{one.operation} {one.shape} x {one.count}" for one in found if one.is_repeated]

@@ -1,0 +1,105 @@
+"""No round copies a cache or a stack of matrices, and its exchanges are those that it needs.
+
+The TPU compiler says so of slices that are not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax.numpy as jnp
+import pytest
+from rounds import KINDS, copied, on_chip, on_mesh, repeated, round_hlo
+
+from fly_jax.models.presets import preset
+from fly_jax.planning.copies import Copy
+from fly_jax.planning.hlo import Exchange, exchanges
+from fly_jax.planning.topology import slice_mesh
+from fly_jax.sharding.chips import CHIPS
+from fly_jax.sharding.mesh import parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
+)
+
+K = 15
+LARGE, MIDDLE, SMALL, LITTLE = (
+    "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b", "llama-3.2-3b",
+)  # fmt: skip
+
+
+def compiled(
+    name: str, target: str, draft: str, mesh: str, chip: str = "v5e"
+) -> tuple[list[Copy], list[Exchange]]:
+    """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
+    return _compiled(name, target, draft, mesh, chip)
+
+
+@functools.cache
+def _compiled(
+    name: str, target: str, draft: str, mesh: str, chip: str
+) -> tuple[list[Copy], list[Exchange]]:
+    kind, bfloat16 = KINDS[name], jnp.dtype(jnp.bfloat16)
+    devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
+    configs = [preset(one) for one in (target, draft)[: 1 + kind.num_drafts]]
+    if devices.size == 1:
+        models = [on_chip(config, devices.devices.flat[0], bfloat16) for config in configs]
+    else:
+        layout = Layout(devices, RULES["tensor_whole"])
+        models = [on_mesh(config, layout, bfloat16) for config in configs]
+    context = 8192 if devices.size > 1 else 4096
+    hlo, capacity = round_hlo(kind, models, rows=1, context=context, k=K, prompt=1024)
+    return copied(hlo, models, 1, capacity), exchanges(hlo, devices.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "draft", "mesh"),
+    [
+        ("exact", LARGE, SMALL, "8x8"),
+        ("sampled", LARGE, SMALL, "8x8"),
+        ("lookup", LARGE, SMALL, "8x8"),
+        ("auto", LARGE, SMALL, "8x8"),
+        ("stop", LARGE, SMALL, "8x8"),
+        ("defer", LARGE, SMALL, "8x8"),
+        ("fly", MIDDLE, SMALL, "4x4"),
+        ("lookup", MIDDLE, SMALL, "2x8"),
+        # Two models that one chip holds.
+        ("fly", LITTLE, LITTLE, "1x1"),
+        ("lookup", LITTLE, LITTLE, "1x1"),
+    ],
+)
+def test_no_round_copies_a_cache_or_a_stack_of_matrices(
+    name: str, target: str, draft: str, mesh: str
+) -> None:
+    assert not repeated(compiled(name, target, draft, mesh)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "mesh", "chip"),
+    [
+        ("exact", LARGE, "8x8", "v5e"),
+        ("fly", MIDDLE, "4x4", "v5e"),
+        ("lookup", MIDDLE, "2x8", "v5e"),
+        ("autoregressive", MIDDLE, "4x8", "v5e"),
+        ("autoregressive", MIDDLE, "2x4", "v6e"),  # it takes more than the memory of 8 v5e
+        ("autoregressive", SMALL, "8x8", "v5e"),
+    ],
+)
+def test_a_layer_of_the_target_sums_twice_and_no_more(
+    name: str, target: str, mesh: str, chip: str
+) -> None:
+    _, found = compiled(name, target, SMALL, mesh, chip)
+    layers = preset(target).num_layers
+    assert [one.kind for one in found if one.count == layers] == ["all-reduce", "all-reduce"]
+
+
+def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
+    greedy, sampled = (
+        sum(one.count for one in compiled(name, LARGE, SMALL, "8x8")[1])
+        for name in ("exact", "sampled")
+    )
+    # K passes of the draft, and the target's.
+    assert sampled - greedy <= 4 * (K + 1)

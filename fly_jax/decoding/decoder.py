@@ -347,9 +347,11 @@ class Decoder:
                 generation.num_rescued_tokens += int(output.num_rescued[index, row])
                 generation.num_draft_passes += int(output.num_draft_passes[index])
                 if output.budget is not None and self.spec.rule.budget is not None:
-                    total = np.ravel(np.asarray(self.spec.rule.budget, np.float32))
-                    spent = total[row % total.size] - output.budget[index, row]
-                    generation.regret = max(float(spent), 0.0)
+                    totals = np.ravel(np.asarray(self.spec.rule.budget, np.float32))
+                    total = totals[row % totals.size]
+                    if np.isfinite(total):  # a row without a budget may be beside one with it
+                        spent = total - output.budget[index, row]
+                        generation.regret = max(float(spent), 0.0)
                 if output.rolled_back is not None:
                     generation.num_rollbacks += int(output.rolled_back[index, row])
                 if not tokens:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import pytest
 from random_pairs import CAPACITY, EOS, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.verification.rules import Exact, Fly, Margin, Rule, per_row
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5], [8, 9, 7]]
@@ -61,8 +62,8 @@ def test_the_seed_of_a_prompt_is_that_of_its_place() -> None:
 RULES: list[tuple[Rule, Sampling | None]] = [
     (Exact(), None),
     (Fly(0.2, 2), None),
-    (Margin(gap=1.0), Sampling(0.8, top_k=20)),
-    (Fly(0.1, 1), Sampling(1.1, top_p=0.9)),
+    (Margin(gap=3.0), Sampling(0.8, top_k=20)),
+    (Budget(Fly(0.1, 1) | Margin(gap=1.0), 4.0), Sampling(1.1, top_p=0.9)),
 ]
 
 
@@ -84,6 +85,8 @@ def test_each_row_has_a_rule_and_a_sampling_of_its_own() -> None:
         for row, decoder in enumerate(alone):
             (expected,) = decoder.decode([prompts[row]], MAX_NEW_TOKENS, seed=[seeds[row]])
             assert account(found[row]) == account(expected)
+            assert found[row].regret == pytest.approx(expected.regret)
+            assert (expected.regret is None) == (row != 3)
             rescued[row] += found[row].num_rescued_tokens
     assert rescued[0] == 0
     assert np.all(rescued[1:] > 0)

@@ -358,15 +358,18 @@ def _rejection_sample(
     sampling, noise = inputs.sampling, inputs.noise
     assert sampling is not None
     assert noise is not None
-    log_probs = processed_log_probs(inputs.logits, sampling, axis_names)
-    draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
-    if inputs.draft_probs is not None:
-        draft_probs = inputs.draft_probs.astype(jnp.float32)
-    elif inputs.draft_logits is not None:
-        draft_probs = jnp.exp(processed_log_probs(inputs.draft_logits, sampling, axis_names))
+    positions = inputs.draft.shape[1]
+    if inputs.draft_probs is None and inputs.draft_logits is not None:
+        # Both at once: the exchanges over a sharded vocabulary are as many as for one.
+        both = jnp.concatenate((inputs.logits, inputs.draft_logits), axis=1)
+        both = processed_log_probs(both, sampling, axis_names)
+        log_probs, draft_probs = both[:, :positions], jnp.exp(both[:, positions:])
     else:
+        log_probs = processed_log_probs(inputs.logits, sampling, axis_names)
         is_draft = inputs.draft[..., None] == token_ids(log_probs.shape[-1], axis_names)
-        draft_probs = is_draft.astype(jnp.float32)
+        given = is_draft if inputs.draft_probs is None else inputs.draft_probs
+        draft_probs = given.astype(jnp.float32)
+    draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
     draft_probs = jnp.where(inputs.draft[..., None] == ABSENT, 0, draft_probs)
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.

@@ -101,5 +101,5 @@ def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
         sum(one.count for one in compiled(name, LARGE, SMALL, "8x8")[1])
         for name in ("exact", "sampled")
     )
-    # K passes of the draft, and the target's.
-    assert sampled - greedy <= 4 * (K + 1)
+    # K passes of the draft, and the target's, whose rejection of draft tokens takes one more.
+    assert sampled - greedy <= 4 * (K + 1) + 1

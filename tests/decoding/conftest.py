@@ -10,10 +10,20 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+_OPTION = "jax_disable_most_optimizations"
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_fast() -> Iterator[None]:
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    before = jax.config.read(_OPTION)
+    jax.config.update(_OPTION, True)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update(_OPTION, before)
+
+
+@pytest.fixture
+def compiled_well() -> Iterator[None]:
+    """For tests that look at a program, which must be the one that users run."""
+    jax.config.update(_OPTION, False)
+    yield
+    jax.config.update(_OPTION, True)

@@ -155,6 +155,7 @@ def collectives(hlo: str) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
+@pytest.mark.usefixtures("compiled_well")
 def test_collectives_carry_activations_and_evidence_only() -> None:
     """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
     decoder = decoder_on("2x4", "fly")

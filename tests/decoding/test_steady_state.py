@@ -40,8 +40,6 @@ SPECS = {
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
 }
-# No other test decodes with so many positions, so the first batch here does compile.
-UNSHARED = CAPACITY + 64
 BATCHES = [
     ([[1, 2, 3], [4]], 12, 0),
     ([[9] * 16, [8, 7] * 3], 20, 1),
@@ -68,13 +66,13 @@ def num_drafts(spec: RoundSpec) -> int:
     return 1 + len(spec.level_speculative_tokens) if spec.num_speculative_tokens else 0
 
 
-def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
+def decoder_for(spec: RoundSpec) -> Decoder:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
     return Decoder(
         random_target(1),
         [random_draft(1, 0.2 + level) for level in range(num_drafts(spec))],
         spec,
-        capacity=capacity,
+        capacity=CAPACITY,
         batch_size=2,
         memory=memory,
     )
@@ -82,7 +80,7 @@ def decoder_for(spec: RoundSpec, capacity: int = CAPACITY) -> Decoder:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_later_batches_compile_nothing(name: str, compilations: Callable[[], list[str]]) -> None:
-    decoder = decoder_for(SPECS[name], UNSHARED)
+    decoder = decoder_for(SPECS[name])
     for index, (prompts, max_new_tokens, seed) in enumerate(BATCHES):
         rows = decoder.generate(prompts, max_new_tokens, seed=seed)
         assert all(row.token_ids for row in rows)
@@ -131,7 +129,7 @@ def test_other_numbers_compile_nothing(name: str, compilations: Callable[[], lis
 
 @pytest.mark.parametrize("name", SPECS)
 def test_rounds_copy_nothing_unasked(name: str) -> None:
-    decoder = decoder_for(SPECS[name], UNSHARED)
+    decoder = decoder_for(SPECS[name])
     prompts, max_new_tokens, seed = BATCHES[0]
     expected = decoder.generate(prompts, max_new_tokens, seed=seed)  # compiles
     if decoder.memory is not None:  # what has been learnt would change the tokens
@@ -162,7 +160,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(programs, "_run", spy)
     (prompts, max_new_tokens, seed), *_ = BATCHES
-    decoder_for(SPECS[name], UNSHARED).generate(prompts, max_new_tokens, seed=seed)
+    decoder_for(SPECS[name]).generate(prompts, max_new_tokens, seed=seed)
     assert len(states) > 2
     for state in states:
         leaves = jax.tree.leaves(state.drafter, is_leaf=lambda one: isinstance(one, KVCache))

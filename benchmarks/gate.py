@@ -18,7 +18,8 @@ from typing import Any
 import machine
 from absl import app, flags
 
-from fly_jax.decoding.config import DecodeConfig, load_config
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config_files import load_config
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.gate import find_gate
 from fly_jax.evaluation.strictness import Bound
@@ -35,7 +36,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
 
 def _found(
-    pair: Pair, ids: Sequence[Sequence[int]], config: DecodeConfig, limit: float
+    pair: Pair, ids: Sequence[Sequence[int]], config: DecodingConfig, limit: float
 ) -> dict[str, Any]:
     start = time.perf_counter()
     gate = find_gate(

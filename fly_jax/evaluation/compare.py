@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from fly_jax.decoding.capacity import like_lengths
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
+from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Fly
 
 _HEADINGS = (
     "rule",
@@ -143,14 +145,15 @@ class Comparison:
 def three_rules(
     pair: Pair,
     fly: Fly | None = None,
-    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
+    num_speculative_tokens: int | Literal["auto"] = DecodingConfig.num_speculative_tokens,
     lookup: Lookup | None = None,
 ) -> dict[str, RoundSpec]:
     """Greedy decoding one token at a time, with exact speculation, and with FLy."""
+    config = DecodingConfig(num_speculative_tokens=num_speculative_tokens, lookup=lookup)
     return {
-        "autoregressive": pair.spec(Exact(), 0),
-        "exact": pair.spec(Exact(), num_speculative_tokens, lookup),
-        "fly": pair.spec(fly, num_speculative_tokens, lookup),
+        "autoregressive": pair.spec(config, rule="autoregressive"),
+        "exact": pair.spec(config, rule="exact"),
+        "fly": pair.spec(config, rule=fly or "fly"),
     }
 
 

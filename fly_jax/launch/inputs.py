@@ -16,7 +16,7 @@ from fly_jax.training.problems import Problem, problems
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.config import DecodeConfig
+    from fly_jax.decoding.config import DecodingConfig
     from fly_jax.decoding.pair import OpenPair, Pair
     from fly_jax.sharding.mesh import MeshSpec
 
@@ -65,7 +65,7 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt]) -> Inputs:
+def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt]) -> Inputs:
     """Opens the models, checks the sizes, and encodes the prompts.
 
     Args:
@@ -81,7 +81,7 @@ def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt])
     from fly_jax.sharding.processes import check_same, process_id, share, together
 
     # What a file said may differ although the command is the same.
-    check_same(json.loads(json.dumps(dataclasses.asdict(config))))
+    check_same(json.loads(json.dumps(config.to_dict())))
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh)  # before anything below can start a JAX backend
     try:
@@ -104,7 +104,7 @@ def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt])
     return dataclasses.replace(inputs, prompts=[Prompt(*one) for one in texts], ids=ids)
 
 
-def load_models(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> Pair:
+def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie."""
     from fly_jax.decoding.capacity import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
@@ -127,7 +127,7 @@ def load_models(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> Pai
     return pair
 
 
-def _check_sizes(config: DecodeConfig, context: int) -> None:
+def _check_sizes(config: DecodingConfig, context: int) -> None:
     sizes = {
         "num_speculative_tokens": config.most_drafted,
         "level_speculative_tokens": config.level_speculative_tokens,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding.config import DecodeConfig, from_reference_json, from_toml, load_config
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config_files import from_reference_json, from_toml, load_config
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import (
@@ -40,22 +41,22 @@ def sentence(path: Path) -> str:
 @pytest.mark.parametrize(
     ("config", "rule", "lookup"),
     [
-        (DecodeConfig(), Fly(), None),
-        (DecodeConfig(rule="exact"), Exact(), None),
-        (DecodeConfig(rule="exact", prompt_lookup_max=4), Exact(), Lookup(4, 1, 6, "latest")),
-        (DecodeConfig(rule="sampled"), Sampled(), None),
-        (DecodeConfig(rule="sampled", temperature=0.5, top_k=7), Sampled(0.5, 7), None),
-        (DecodeConfig(temperature=1, top_p=0.9), Fly(sampling=Sampling(1, 0, 0.9)), None),
-        (DecodeConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None),
-        (DecodeConfig(rule="autoregressive", temperature=0.7), Sampled(0.7), None),
+        (DecodingConfig(), Fly(), None),
+        (DecodingConfig(rule="exact"), Exact(), None),
+        (DecodingConfig(rule="exact", prompt_lookup_max=4), Exact(), Lookup(4, 1, 6, "latest")),
+        (DecodingConfig(rule="sampled"), Sampled(), None),
+        (DecodingConfig(rule="sampled", temperature=0.5, top_k=7), Sampled(0.5, 7), None),
+        (DecodingConfig(temperature=1, top_p=0.9), Fly(sampling=Sampling(1, 0, 0.9)), None),
+        (DecodingConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None),
+        (DecodingConfig(rule="autoregressive", temperature=0.7), Sampled(0.7), None),
         (
-            DecodeConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
+            DecodingConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
             Fly(0.1, 2, "full", 5),
             None,
         ),
     ],
 )
-def test_rules_and_lookups(config: DecodeConfig, rule: object, lookup: object) -> None:
+def test_rules_and_lookups(config: DecodingConfig, rule: object, lookup: object) -> None:
     assert config.to_rule() == rule
     assert config.to_lookup() == lookup
     assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
@@ -105,28 +106,28 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
 
 
 def test_side_by_side() -> None:
-    greedy = [one.to_rule() for one in DecodeConfig(rule="exact", window_size=3).side_by_side()]
+    greedy = [one.to_rule() for one in DecodingConfig(rule="exact", window_size=3).side_by_side()]
     assert greedy == [Exact(), Exact(), Fly(window_size=3)]
-    drawn = DecodeConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
+    drawn = DecodingConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
     assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
     assert [one.to_rule().sampling for one in drawn] == [Sampling()] * 3
     assert [one.num_drafted for one in drawn] == [0, 9, 9]
 
 
 def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
-    config = DecodeConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
+    config = DecodingConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
     rules = [one.to_rule() for one in config.side_by_side()]
     assert rules == [Exact(), Exact(), Fly(window_size=3), Budget(Margin(), 2)]
     assert [one.num_drafted for one in config.side_by_side()] == [0, 4, 4, 4]
     small = dataclasses.replace(config, num_speculative_tokens=3)
     assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
-    deferring = DecodeConfig(boundary="defer", num_speculative_tokens=6)
+    deferring = DecodingConfig(boundary="defer", num_speculative_tokens=6)
     assert [one.rule for one in deferring.side_by_side()] == ["autoregressive", "exact", "fly"]
 
 
 def test_a_window_that_does_not_fit() -> None:
     with pytest.raises(FlyJaxError, match="window_size=6"):
-        DecodeConfig(num_speculative_tokens=6).to_rule()
+        DecodingConfig(num_speculative_tokens=6).to_rule()
 
 
 @pytest.mark.parametrize(
@@ -213,4 +214,4 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_from_toml_keeps_the_defaults() -> None:
-    assert from_toml({"window_size": 3}) == DecodeConfig(window_size=3)
+    assert from_toml({"window_size": 3}) == DecodingConfig(window_size=3)

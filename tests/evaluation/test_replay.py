@@ -9,7 +9,7 @@ import pytest
 from tiny_pair import write_pair
 from tqdm import tqdm
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.pair import Pair, load_pair
@@ -71,7 +71,7 @@ def test_the_rule_that_decoded_finds_its_own_rounds_again(
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Rounds]) -> None:
     decoder, rounds = exact
-    config = DecodeConfig(rule=name, num_speculative_tokens=6, window_size=0)
+    config = DecodingConfig(rule=name, num_speculative_tokens=6, window_size=0)
     strictness = strictness_of(config)
     values = strictness.values(rounds, 9)
     assert len(values) > (1 if name == "typical" else 3)  # of which 1 is the most

@@ -40,7 +40,7 @@ def _measure(pair: Pair, prompts: Sequence[Any], batch_size: int, rule: str) -> 
     compared = compare(
         pair,
         prompts,
-        {name: pair.spec(config.to_rule(), config.num_drafted) for name, config in configs.items()},
+        {name: pair.spec(config) for name, config in configs.items()},
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=batch_size,
         protect={name: config.protect for name, config in configs.items()},

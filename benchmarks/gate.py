@@ -8,7 +8,6 @@ minutes on two cores; run nothing else meanwhile.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -71,9 +70,7 @@ def main(argv: Sequence[str]) -> None:
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
     base = load_config(CONFIG)
     found = [
-        _found(pair, ids, dataclasses.replace(base, rule=rule), limit)
-        for rule in RULES
-        for limit in LIMITS
+        _found(pair, ids, base.replace(rule=rule), limit) for rule in RULES for limit in LIMITS
     ]
     result = {
         "command": f"python benchmarks/gate.py --batch_size={FLAGS.batch_size}",

@@ -86,12 +86,7 @@ def _run(
     pair: Pair, prompts: dict[str, Sequence[Any]], memory: CorrectionMemory | None,
     on: str, configs: dict[str, DecodingConfig],
 ) -> Comparison:  # fmt: skip
-    specs = {
-        name: pair.spec(
-            config.to_rule(), config.num_drafted, learns=False, boundary=config.round_boundary
-        )
-        for name, config in configs.items()
-    }
+    specs = {name: pair.spec(config, csd_online=False) for name, config in configs.items()}
     compared = compare(
         pair,
         prompts[on],

@@ -302,10 +302,10 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords with the parts that were given as instances in the values that these have."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name in ("sampling", "lookup") and isinstance(value, Sampling | Lookup | None):
+        if isinstance(value, EntropyStop):
+            found["draft_stop"] = "entropy"
+        if name in ("sampling", "lookup", "draft_stop") and not isinstance(value, str):
             found |= {} if value is None else values_of(value)
-        elif isinstance(value, EntropyStop):
-            found |= {name: "entropy"} | values_of(value)
         else:
             found[name] = value
     return found

@@ -8,7 +8,7 @@ import pytest
 from tiny_pair import write_pair
 
 from fly_jax.decoding.pair import Pair, generate, load_pair
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Fly
 

@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def decoder_of(pair: Pair, rule: Rule, draft_stop: EntropyStop | None = None) -> Decoder:
-    spec = pair.spec(rule, 6, draft_stop=draft_stop)
+    spec = pair.spec(rule=rule, num_speculative_tokens=6, draft_stop=draft_stop)
     spec = dataclasses.replace(spec, reports_evidence=True, eos_token_ids=EOS)
     return pair.decoder(spec, capacity=64, batch_size=3)
 

@@ -26,6 +26,7 @@ from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.locate import embedded_pair
 from fly_jax.training.problems import Problem, is_correct
+from fly_jax.verification.rules import Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")

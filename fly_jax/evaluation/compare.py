@@ -191,9 +191,8 @@ def compare(
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")
     specs = three_rules(pair) if specs is None else specs
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
+    ids: Sequence[Sequence[int]] = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
     rows = min(batch_size, len(ids))
     decoders = {
@@ -205,6 +204,7 @@ def compare(
         )
         for name, spec in specs.items()
     }
+    ids = next(iter(decoders.values())).checked(ids)
     for decoder in decoders.values():
         decoder.warm_up(ids, max_new_tokens)
     generations: dict[str, dict[int, Generation]] = {name: {} for name in decoders}

@@ -28,7 +28,7 @@ from fly_jax.decoding.config import from_reference_json
 from fly_jax.decoding.decoder import capacity_for
 from fly_jax.decoding.pair import load_pair
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("prompts_file", None, "JSON lines with prompt_token_ids")
@@ -62,13 +62,12 @@ def ours() -> None:
     lines = Path(FLAGS.prompts_file).read_text().splitlines()
     prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
     config = from_reference_json(REFERENCE_CONFIG)
-    rule, k = config.to_rule(), config.num_drafted
     specs = {
-        "greedy": pair.spec(Exact(), 0),
-        "strict-nongram": pair.spec(Exact(), k),
-        "fly": pair.spec(rule, k, config.to_lookup()),
-        "fly-nongram": pair.spec(rule, k),
-        "fly-best": pair.spec(Fly(), FLAGS.best_k),
+        "greedy": pair.spec(config, rule="autoregressive"),
+        "strict-nongram": pair.spec(config, rule="exact", prompt_lookup_max=0),
+        "fly": pair.spec(config),
+        "fly-nongram": pair.spec(config, prompt_lookup_max=0),
+        "fly-best": pair.spec(rule=Fly(), num_speculative_tokens=FLAGS.best_k),
     }
     with Path(FLAGS.output).open("w") as output:
         for mode, spec in specs.items():

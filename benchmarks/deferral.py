@@ -21,9 +21,9 @@ from texts import MAX_NEW_TOKENS, word_problems
 from tqdm import tqdm
 
 from fly_jax.decoding import deferral
+from fly_jax.decoding.config import Boundary
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.round import Boundary
 from fly_jax.verification.rules import Exact, Fly, Rule
 
 FLAGS = flags.FLAGS
@@ -36,7 +36,7 @@ BATCH = 16
 def _decode(
     pair: Pair, prompts: list[list[int]], rule: Rule, k: int, boundary: Boundary
 ) -> list[Generation]:
-    spec = pair.spec(rule, k, boundary=boundary)
+    spec = pair.spec(rule=rule, num_speculative_tokens=k, boundary=boundary)
     capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, pair.target.config.max_context)
     decoder = pair.decoder(spec, capacity=capacity, batch_size=BATCH)
     return decoder.generate(prompts, MAX_NEW_TOKENS)

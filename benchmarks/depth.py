@@ -14,7 +14,7 @@ import machine
 from absl import app, flags
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
-from fly_jax.decoding.config import AUTO_DEPTHS, DecodeConfig
+from fly_jax.decoding.config import AUTO_DEPTHS, DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.compare import compare
 
@@ -34,13 +34,13 @@ def _measure(pair: Pair, prompts: Sequence[Any], batch_size: int, rule: str) -> 
     window = 6 if rule == "fly" else 0
     depths = [*(k for k in AUTO_DEPTHS if k > window), "auto"]
     configs = {
-        str(k): DecodeConfig(**RULES[rule], num_speculative_tokens=k)  # type: ignore[arg-type]
+        str(k): DecodingConfig(**RULES[rule], num_speculative_tokens=k)  # type: ignore[arg-type]
         for k in depths
     }
     compared = compare(
         pair,
         prompts,
-        {name: pair.spec(config.to_rule(), config.num_drafted) for name, config in configs.items()},
+        {name: pair.spec(config) for name, config in configs.items()},
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=batch_size,
         protect={name: config.protect for name, config in configs.items()},

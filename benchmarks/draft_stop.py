@@ -43,7 +43,9 @@ CASES: tuple[tuple[str, Rule, int | Literal["auto"]], ...] = (
 def _specs(pair: Pair) -> dict[str, RoundSpec]:
     """Each case without and with early stopping, one after the other."""
     return {
-        f"{name} K={k}{', stops' if stop else ''}": pair.spec(rule, k, draft_stop=stop)
+        f"{name} K={k}{', stops' if stop else ''}": pair.spec(
+            rule=rule, num_speculative_tokens=k, draft_stop=stop
+        )
         for name, rule, k in CASES
         for stop in (None, EntropyStop())
     }

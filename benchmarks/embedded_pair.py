@@ -54,8 +54,9 @@ def _on(
 ) -> Comparison:
     """One token at a time, and every rule with each of its K."""
     chosen = {f"{rule} K={k}": (rule, k) for rule, several in depths.items() for k in several}
-    specs = {"autoregressive": pair.spec(Exact(), 0)} | {
-        name: pair.spec(RULES[rule][0], k) for name, (rule, k) in chosen.items()
+    specs = {"autoregressive": pair.spec(rule="autoregressive")} | {
+        name: pair.spec(rule=RULES[rule][0], num_speculative_tokens=k)
+        for name, (rule, k) in chosen.items()
     }
     compared = compare(
         pair,

@@ -8,7 +8,6 @@ minutes on two cores; run nothing else meanwhile.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
@@ -18,7 +17,8 @@ from typing import Any
 import machine
 from absl import app, flags
 
-from fly_jax.decoding.config import DecodeConfig, load_config
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config_files import load_config
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.gate import find_gate
 from fly_jax.evaluation.strictness import Bound
@@ -35,7 +35,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
 
 def _found(
-    pair: Pair, ids: Sequence[Sequence[int]], config: DecodeConfig, limit: float
+    pair: Pair, ids: Sequence[Sequence[int]], config: DecodingConfig, limit: float
 ) -> dict[str, Any]:
     start = time.perf_counter()
     gate = find_gate(
@@ -70,9 +70,7 @@ def main(argv: Sequence[str]) -> None:
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
     base = load_config(CONFIG)
     found = [
-        _found(pair, ids, dataclasses.replace(base, rule=rule), limit)
-        for rule in RULES
-        for limit in LIMITS
+        _found(pair, ids, base.replace(rule=rule), limit) for rule in RULES for limit in LIMITS
     ]
     result = {
         "command": f"python benchmarks/gate.py --batch_size={FLAGS.batch_size}",

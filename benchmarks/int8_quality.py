@@ -26,7 +26,7 @@ from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.locate import embedded_pair
 from fly_jax.training.problems import Problem, is_correct
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")
@@ -39,7 +39,10 @@ def _solve(pair: Pair, worded: Sequence[Problem]) -> Comparison:
     return compare(
         pair,
         [problem.prompt for problem in worded],
-        {"autoregressive": pair.spec(Exact(), 0), "fly": pair.spec(Fly())},
+        {
+            "autoregressive": pair.spec(rule="autoregressive"),
+            "fly": pair.spec(rule=Fly(), num_speculative_tokens=15),
+        },
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=BATCH,
         check=lambda index, text: is_correct(worded[index], text),

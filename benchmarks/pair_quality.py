@@ -27,7 +27,6 @@ from fly_jax.models.llama import Llama
 from fly_jax.training.dataset import token_rows
 from fly_jax.training.library_text import documents
 from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct
-from fly_jax.verification.rules import Exact
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")
@@ -41,7 +40,7 @@ BATCH = 16
 
 def _greedy(pair: Pair, model: Llama, prompts: list[list[int]]) -> list[Generation]:
     alone = Pair(model, (), pair.tokenizer)
-    spec = alone.spec(Exact(), 0)
+    spec = alone.spec(rule="autoregressive")
     capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, model.config.max_context)
     return alone.decoder(spec, capacity=capacity, batch_size=BATCH).generate(
         prompts, MAX_NEW_TOKENS

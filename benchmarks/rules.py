@@ -22,7 +22,7 @@ from absl import app, flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.calibration import fill_memory
@@ -64,16 +64,16 @@ RULES: dict[str, dict[str, Any]] = {
 _TUNING_K = {"problems": (5, 7, 9, 10, 12, 15), "library": (1, 2, 3, 4, 5, 6, 8)}
 _NUM_TUNING = {"problems": 60, "library": 20}
 
-Run = Callable[[str, dict[str, DecodeConfig]], Comparison]
+Run = Callable[[str, dict[str, DecodingConfig]], Comparison]
 
 
-def _configs(k: int) -> dict[str, DecodeConfig]:
+def _configs(k: int) -> dict[str, DecodingConfig]:
     """The rules that can do something at this K."""
     configs = {}
     for name, values in RULES.items():
         if FLAGS.rules is not None and name not in FLAGS.rules:
             continue
-        config = DecodeConfig(**values, num_speculative_tokens=k)
+        config = DecodingConfig(**values, num_speculative_tokens=k)
         try:
             config.to_rule()
         except FlyJaxError:  # no window fits: the rule would be exact decoding
@@ -84,14 +84,9 @@ def _configs(k: int) -> dict[str, DecodeConfig]:
 
 def _run(
     pair: Pair, prompts: dict[str, Sequence[Any]], memory: CorrectionMemory | None,
-    on: str, configs: dict[str, DecodeConfig],
+    on: str, configs: dict[str, DecodingConfig],
 ) -> Comparison:  # fmt: skip
-    specs = {
-        name: pair.spec(
-            config.to_rule(), config.num_drafted, learns=False, boundary=config.round_boundary
-        )
-        for name, config in configs.items()
-    }
+    specs = {name: pair.spec(config, csd_online=False) for name, config in configs.items()}
     compared = compare(
         pair,
         prompts[on],
@@ -109,7 +104,7 @@ def _best_exact(run: Run) -> dict[str, int]:
     """The K of the fastest exact decoding of each kind of text."""
     best = {}
     for on, depths in _TUNING_K.items():
-        exact = {str(k): DecodeConfig(rule="exact", num_speculative_tokens=k) for k in depths}
+        exact = {str(k): DecodingConfig(rule="exact", num_speculative_tokens=k) for k in depths}
         fastest = max(run(on, exact).results, key=lambda one: one.tokens_per_second)
         best[on] = int(fastest.name)
     return best
@@ -170,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
     for k in FLAGS.k:
         found = of_batch.setdefault("k", {})[k] = {}
         for on, best_k in best.items():
-            tuned = DecodeConfig(rule="exact", num_speculative_tokens=best_k)
+            tuned = DecodingConfig(rule="exact", num_speculative_tokens=best_k)
             found[on] = _figures(held_out(on, {BEST_EXACT: tuned, **_configs(int(k))}), on)
         machine.write(FLAGS.name, result)
 

@@ -1,7 +1,7 @@
 """FLy, training-free loosely speculative decoding, for Llama models in JAX.
 
 What is listed here is the public API; nothing else is promised. Names are imported on first use,
-so that the command line can refuse a wrong flag before JAX is loaded.
+so that each costs only what it needs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
     from fly_jax.decoding.capacity import capacity_for as capacity_for
-    from fly_jax.decoding.config import DecodeConfig as DecodeConfig
-    from fly_jax.decoding.config import load_config as load_config
+    from fly_jax.decoding.config import DecodingConfig as DecodingConfig
+    from fly_jax.decoding.config_files import load_config as load_config
     from fly_jax.decoding.decoder import Decoder as Decoder
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
     from fly_jax.decoding.drafters.model import DraftModel as DraftModel
+    from fly_jax.decoding.drafters.registry import register_drafter as register_drafter
     from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
     from fly_jax.decoding.generation import Generation as Generation
     from fly_jax.decoding.generation import Settled as Settled
@@ -82,11 +83,13 @@ _HOMES = {
     "decoding.generation": ("Generation", "Settled"),
     "decoding.drafters.drafter": ("Draft", "Drafter"),
     "decoding.drafters.model": ("DraftModel",),
+    "decoding.drafters.registry": ("register_drafter",),
     "parameters": ("parameter",),
     "verification.data": ("column", "data_tree"),
     "verification.evidence": ("Entropy", "Needs", "TargetEvidence", "evidence"),
     "compilation_cache": ("enable_compilation_cache",),
-    "decoding.config": ("DecodeConfig", "load_config"),
+    "decoding.config": ("DecodingConfig",),
+    "decoding.config_files": ("load_config",),
     "decoding.drafters.lookup": ("Lookup",),
     "verification.correction_memory": ("CorrectionMemory", "load_memory"),
     "decoding.pair": ("OpenPair", "Pair", "generate", "load_pair", "open_pair"),

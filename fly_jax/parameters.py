@@ -9,12 +9,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
 
 _KEY = "parameter"
+_NOUNS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple: "a list of texts",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +31,16 @@ class Parameter:
     Attributes:
       name: of the flag and the TOML key.
       field: of the class that declares it.
-      kind: int, float, bool or str.
+      kind: int, float, bool, str, or tuple for any number of texts.
       default: the value if none is given.
       help: one line, without a full stop.
       low: smallest value; None for no bound.
       high: largest value; None for no bound.
       above: the value must be larger than this; None for no bound.
+      below: the value must be smaller than this; None for no bound.
       choices: the words allowed; empty for any.
+      word: allowed in place of a number; empty for none.
+      flag: the command line has it; a TOML file always does.
     """
 
     name: str
@@ -41,41 +51,50 @@ class Parameter:
     low: float | None = None
     high: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: tuple[str, ...] = ()
+    word: str = ""
+    flag: bool = True
 
     def check(self, value: object) -> None:
-        """Checks a value as Python has it; arrays and tracers are data, and pass.
+        """Checks a value of an instance, where arrays and tracers are data, and pass.
+
+        None passes too: it leaves out what the parameter is of.
 
         Raises:
           FlyJaxError: a value of another kind or outside the range.
         """
-        if value is None and self.default is None:
-            return
-        if self.choices:
-            if value not in self.choices:
-                words = ", ".join(f"'{choice}'" for choice in self.choices)
-                raise FlyJaxError(f"{self.name} is {value!r}; it must be one of {words}.")
-            return
-        if not isinstance(value, bool | int | float | str):
-            return
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        fits = {
-            float: is_number,
-            int: is_number and isinstance(value, int),
-            bool: isinstance(value, bool),
-            str: isinstance(value, str),
-        }[self.kind]
-        if not (fits and self._within(value)):
+        if self.choices or isinstance(value, bool | int | float | str):
+            self.check_given(value)
+
+    def check_given(self, value: object) -> None:
+        """Checks a value that a flag, a file or a call has given: no array, and a default's None.
+
+        Raises:
+          FlyJaxError: a value of another kind or outside the range.
+        """
+        if not self._allows(value):
             raise FlyJaxError(f"{self.name} is {value!r}; it must be {self.described}.")
 
-    def _within(self, value: Any) -> bool:
-        if self.kind not in (int, float):
-            return True
+    def _allows(self, value: Any) -> bool:
+        if value is None:
+            return self.default is None
+        if self.choices:
+            return value in self.choices
+        if self.kind is tuple:
+            return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+        if self.kind in (bool, str) or isinstance(value, str):
+            return isinstance(value, self.kind) or (self.word != "" and value == self.word)
+        is_number = isinstance(value, int if self.kind is int else int | float)
+        return is_number and not isinstance(value, bool) and self._within(value)
+
+    def _within(self, value: float) -> bool:
         return (
             math.isfinite(value)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
         )
 
     @property
@@ -83,15 +102,16 @@ class Parameter:
         """What a value must be, in words that follow "it must be"."""
         if self.choices:
             return " or ".join(f"'{choice}'" for choice in self.choices)
-        noun = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
         bounds = [
             f"{word} {bound:g}"
             for word, bound in (
-                ("above", self.above), ("of at least", self.low), ("of at most", self.high),
+                ("above", self.above), ("of at least", self.low),
+                ("below", self.below), ("of at most", self.high),
             )
             if bound is not None
         ]  # fmt: skip
-        return " ".join([noun[self.kind], " and ".join(bounds)]).rstrip()
+        described = " ".join([_NOUNS[self.kind], " and ".join(bounds)]).rstrip()
+        return f"{described}, or '{self.word}'" if self.word else described
 
 
 def parameter(
@@ -103,7 +123,10 @@ def parameter(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     choices: Sequence[str] = (),
+    word: str = "",
+    flag: bool = True,
     static: bool = False,
 ) -> Any:
     """A dataclass field that is a parameter.
@@ -116,7 +139,10 @@ def parameter(
       low: smallest value.
       high: largest value.
       above: the value must be larger than this.
+      below: the value must be smaller than this.
       choices: the words allowed.
+      word: allowed in place of a number.
+      flag: False for what only a TOML file and Python can say.
       static: part of a rule's structure: another value is another program. Numbers are data.
     """
     declared = Parameter(
@@ -128,7 +154,10 @@ def parameter(
         low,
         high,
         above,
+        below,
         tuple(choices),
+        word,
+        flag,
     )
     return dataclasses.field(default=default, metadata={_KEY: declared, "static": static})
 
@@ -152,3 +181,16 @@ def check_parameters(declared: Any) -> None:
     """
     for one in parameters_of(type(declared)):
         one.check(getattr(declared, one.field))
+
+
+def values_of(declared: Any) -> dict[str, Any]:
+    """The values of an instance's parameters, by their names."""
+    return {one.name: getattr(declared, one.field) for one in parameters_of(type(declared))}
+
+
+def check_keys(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises FlyJaxError for a key that is not known."""
+    known = sorted(known)
+    for key in sorted(given):
+        if key not in known:
+            raise FlyJaxError(f"the key {key!r} is unknown; the keys are {', '.join(known)}.")

@@ -124,6 +124,7 @@ class Decoder:
           FlyJaxError: no prompt, too many, an empty one, one longer than the context, or no new
             token asked for.
         """
+        prompts = self.checked(prompts)
         self._refresh()
         if self.spec.depths and self._seconds is None:
             self._seconds = self._measure(prompts)
@@ -172,6 +173,7 @@ class Decoder:
 
     def warm_up(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> None:
         """Compiles what decoding these prompts needs; the memory learns nothing from it."""
+        prompts = self.checked(prompts)
         for batch in like_lengths(prompts, self.batch_size):
             some = [prompts[index] for index in batch]
             self._refresh()
@@ -242,11 +244,20 @@ class Decoder:
           FlyJaxError: a length that the models or the decoder cannot take.
         """
         prompts = [[0] * prompt_length] * self.batch_size
-        return cast(Lowered, self._admit(prompts, 1, 0))
+        return cast(Lowered, self._admit(self.checked(prompts), 1, 0))
 
     def lower_rounds(self, state: DecodeState) -> Lowered:
         """The program of a dispatch, given the abstract state that prefilling leaves."""
         return cast(Lowered, self._programs.run(state, self._inputs))
+
+    def checked(self, prompts: Sequence[Sequence[int]]) -> list[CheckedPrompt]:
+        """The prompts, each checked unless that has been done."""
+        return [
+            prompt
+            if isinstance(prompt, CheckedPrompt)
+            else check_prompt(prompt, self._programs.config, name=f"Prompt {row}")
+            for row, prompt in enumerate(prompts, 1)
+        ]
 
     @property
     def _room(self) -> int:
@@ -290,8 +301,6 @@ class Decoder:
                 f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
             )
         context = self._programs.config.max_context
-        for row, prompt in enumerate(prompts):
-            check_prompt(prompt, self._programs.config, name=f"Prompt {row + 1}")
         capacity = self._capacity(prompts, max_new_tokens)
         # Rows without a prompt are finished from the start.
         lengths = np.ones(self.batch_size, np.int32)
@@ -364,7 +373,13 @@ class Decoder:
                 yield Settled(row, tokens, why, reason)
 
 
-def check_prompt(prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt") -> None:
+class CheckedPrompt(tuple[int, ...]):
+    """A prompt that `check_prompt` has passed; a decoder of the same target takes it as it is."""
+
+
+def check_prompt(
+    prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
+) -> CheckedPrompt:
     """Raises FlyJaxError where the model cannot continue a prompt.
 
     It is empty, leaves no room in the context, or has ids beyond the vocabulary (which an array
@@ -384,6 +399,7 @@ def check_prompt(prompt: Sequence[int], config: LlamaConfig, *, name: str = "The
             f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
             "tokenise it with the model's own tokenizer."
         )
+    return CheckedPrompt(prompt)
 
 
 def _checked_drafter(

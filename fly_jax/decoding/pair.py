@@ -5,24 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import (
-    AUTO_DEPTHS,
-    DEFAULT_LEVEL_TOKENS,
-    DecodeConfig,
-    default_config,
-)
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config_files import default_config
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.protection import matching_tokens
-from fly_jax.decoding.spec import Boundary, RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
@@ -34,10 +30,6 @@ from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_dev
 from fly_jax.sharding.processes import together
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
-from fly_jax.verification.rules import Exact, Fly, Rule
-from fly_jax.verification.sampling import Sampling
-
-DEFAULT_SPECULATIVE_TOKENS = 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +43,7 @@ class Pair:
       tokenizer: of all.
       replicated: one line for each parameter axis of the target that the mesh could not divide.
       is_embedded: it is the pair that ships with the package.
+      drafter: what proposes instead of draft models: a registered name, or the drafter itself.
     """
 
     target: Llama
@@ -58,84 +51,54 @@ class Pair:
     tokenizer: Tokenizer
     replicated: tuple[str, ...] = ()
     is_embedded: bool = False
+    drafter: str | Drafter | None = None
 
     @property
     def draft(self) -> Llama | None:
         """The model that proposes to the target, if there is one."""
         return self.drafts[0] if self.drafts else None
 
-    def spec(
-        self,
-        rule: Rule | None = None,
-        num_speculative_tokens: int | Literal["auto"] = DEFAULT_SPECULATIVE_TOKENS,
-        lookup: Lookup | None = None,
-        rounds_per_dispatch: int | None = None,
-        *,
-        learns: bool = True,
-        audits: bool = False,
-        boundary: Boundary = "reject",
-        level_speculative_tokens: int = DEFAULT_LEVEL_TOKENS,
-        draft_stop: EntropyStop | None = None,
-        sampling: Sampling | None = None,
-    ) -> RoundSpec:
-        """The static part of decoding with this pair.
+    def config(self, config: DecodingConfig | None = None, **given: Any) -> DecodingConfig:
+        """How this pair is decoded: the values that are given, laid over a config.
 
         Args:
-          rule: None for plain FLy.
-          num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses one of
-            `AUTO_DEPTHS` for each round.
-          lookup: the drafting level below the draft models.
+          config: None for `default_config`.
+          **given: see `DecodingConfig`.
+
+        Raises:
+          FlyJaxError: as `DecodingConfig`.
+        """
+        config = config or default_config(is_embedded=self.is_embedded)
+        config = config.replace(**given) if given else config
+        return config.with_lookup() if self.drafter == NGRAM else config
+
+    def spec(
+        self,
+        config: DecodingConfig | None = None,
+        *,
+        rounds_per_dispatch: int | None = None,
+        audits: bool = False,
+        **given: Any,
+    ) -> RoundSpec:
+        """What is done in each round, with this pair.
+
+        Args:
+          config: see `config`.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
-          learns: a rule with a memory adds to it while decoding; False leaves it as it is.
           audits: see `RoundSpec`.
-          boundary: see `RoundSpec`.
-          level_speculative_tokens: tokens that each draft model but the first proposes at a time.
-          draft_stop: see `RoundSpec`.
-          sampling: see `RoundSpec`.
+          **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
-          FlyJaxError: K leaves no room for FLy's window, or nothing can be deferred.
+          FlyJaxError: as `DecodingConfig`, and values of which no round can be made, such as K that
+            leaves no room for FLy's window.
         """
-        rule = Fly() if rule is None else rule
-        depths: tuple[int, ...] = ()
-        if num_speculative_tokens == "auto":
-            num_speculative_tokens, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
-        if num_speculative_tokens and boundary == "reject":
-            rule.check(num_speculative_tokens)
-        return RoundSpec(
-            rule=rule,
-            num_speculative_tokens=num_speculative_tokens,
-            depths=depths,
-            lookup=lookup,
+        return RoundSpec.of(
+            self.config(config, **given),
+            num_drafts=len(self.drafts),
             eos_token_ids=self.tokenizer.eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
-            reports_mismatches=learns and rule.uses_memory,
             audits=audits,
-            boundary=boundary,
-            level_speculative_tokens=(level_speculative_tokens,) * len(self.drafts[1:])
-            if num_speculative_tokens
-            else (),
-            draft_stop=draft_stop if num_speculative_tokens else None,
-            sampling=sampling,
-        )
-
-    def spec_of(self, config: DecodeConfig, *, audits: bool = False) -> RoundSpec:
-        """`spec` with the values of a config.
-
-        Raises:
-          FlyJaxError: as `spec`.
-        """
-        return self.spec(
-            config.to_rule(),
-            config.num_drafted,
-            config.to_lookup(),
-            learns=config.csd_online,
-            audits=audits,
-            boundary=config.round_boundary,
-            level_speculative_tokens=config.level_speculative_tokens,
-            draft_stop=config.to_draft_stop(),
-            sampling=config.to_sampling(),
         )
 
     def decoder(
@@ -164,9 +127,12 @@ class Pair:
             memory.check_vocabulary(self.tokenizer.digest, "The memory")
         elif spec.rule.uses_memory or spec.reports_mismatches:
             memory = CorrectionMemory(self.tokenizer.digest)
+        drafter = self.drafter
+        if isinstance(drafter, str) and spec.num_speculative_tokens:
+            drafter = build_drafter(drafter, self.target, spec)
         return Decoder(
             self.target,
-            self.drafts,
+            drafter if isinstance(drafter, Drafter) else self.drafts,
             spec,
             capacity=capacity,
             batch_size=batch_size,
@@ -190,12 +156,14 @@ class OpenPair:
       drafts: see `Pair`.
       default_dtype: of the weights where none is asked for: small for all but the embedded target.
       is_embedded: it is the pair that ships with the package.
+      drafter: see `Pair`.
     """
 
     target: Checkpoint
     drafts: tuple[Checkpoint, ...]
     default_dtype: Dtype
     is_embedded: bool
+    drafter: str | None = None
 
 
 def open_pair(
@@ -220,6 +188,14 @@ def open_pair(
         )
     drafts = (draft,) if isinstance(draft, str | Path) else tuple(draft or ())
     is_embedded = target is None and not drafts
+    drafter = next((str(one) for one in drafts if is_registered(str(one))), None)
+    if drafter is not None:
+        if len(drafts) > 1:
+            raise FlyJaxError(
+                f"The drafter {drafter} was given with other drafts, and proposes alone; give "
+                "either it or the others (prompt_lookup_max puts a lookup below draft models)."
+            )
+        drafts = ()
     folder, embedded_draft = embedded_pair()
     if target is not None:
         folder = resolve(str(target), revision)
@@ -229,7 +205,9 @@ def open_pair(
     for one in proposing:
         check_pair(opened.config, one.config)
         check_same_vocabulary(opened.tokenizer, one.tokenizer)
-    return OpenPair(opened, proposing, "float32" if target is None else "bfloat16", is_embedded)
+    return OpenPair(
+        opened, proposing, "float32" if target is None else "bfloat16", is_embedded, drafter
+    )
 
 
 def load_pair(
@@ -248,7 +226,8 @@ def load_pair(
         for the embedded pair. Or what `open_pair` gives, its drafts included.
       draft: the same for the draft model, or for several, of which the first proposes to the target
         and each other one to the one before it; None decodes with the target alone (unless the
-        embedded pair is meant).
+        embedded pair is meant). Or the name of a drafter: "ngram" looks drafts up in the text so
+        far, and `register_drafter` adds others.
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
@@ -297,6 +276,7 @@ def load_pair(
         tokenizer=opened.target.tokenizer,
         replicated=replicated,
         is_embedded=opened.is_embedded,
+        drafter=opened.drafter,
     )
 
 
@@ -313,88 +293,63 @@ def _default_rounds() -> int:
 def generate(
     pair: Pair,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    config: DecodeConfig | None = None,
+    config: DecodingConfig | None = None,
     *,
-    rule: Rule | None = None,
-    num_speculative_tokens: int | Literal["auto"] | None = None,
-    lookup: Lookup | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 1,
     seed: int = 0,
-    protect: Sequence[str] | None = None,
-    memory: CorrectionMemory | None = None,
-    boundary: Boundary | None = None,
-    level_speculative_tokens: int | None = None,
-    draft_stop: EntropyStop | None = None,
+    memory: CorrectionMemory | str | None = None,
     audits: bool = False,
-    sampling: Sampling | None = None,
+    drafter: str | Drafter | None = None,
+    **given: Any,
 ) -> list[Generation]:
     """Decodes prompts, given as text or as token ids.
+
+    A pair that nothing proposes to decodes one token at a time, whatever the rule.
 
     Args:
       pair: from `load_pair`.
       prompts: what to continue.
       config: how, but for what is given below; None for `default_config`, which the command line
-        takes too, and for exact greedy decoding where the pair has no draft model.
-      rule: which draft tokens are kept.
-      num_speculative_tokens: K; 0 decodes one token at a time, "auto" chooses it round by round.
-      lookup: the drafting level below the draft models.
+        takes too.
       max_new_tokens: limit of each prompt's continuation.
       batch_size: prompts decoded together.
       seed: of the draws, where the rule samples.
-      protect: see `Pair.decoder`.
-      memory: see `Pair.decoder`; it learns.
-      boundary: see `RoundSpec`.
-      level_speculative_tokens: see `Pair.spec`.
-      draft_stop: see `RoundSpec`.
+      memory: see `Pair.decoder`; it learns. Or the file that holds one.
       audits: fills `Generation.reports`.
-      sampling: how target and draft are drawn from; None for greedy decoding.
+      drafter: what proposes instead of the pair's draft models; see `Pair`.
+      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
+        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
 
     Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, K that
-        leaves no room for FLy's window, or what `Pair.decoder` refuses.
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
+        `Pair.spec` and `Pair.decoder` refuse.
     """
     if isinstance(prompts, str) or not prompts or batch_size < 1:
         raise FlyJaxError(
             "generate needs a list of at least one prompt and a batch_size of at least 1; give "
             "[text] for a single text."
         )
-    config = config or default_config(is_embedded=pair.is_embedded)
-    if rule is None:
-        rule = config.to_rule() if pair.drafts or lookup else Exact()
-        boundary = boundary or config.round_boundary
-        given = config.num_drafted
-    else:
-        given = config.num_speculative_tokens
-        if isinstance(rule, Exact):
-            given = config.lossless_speculative_tokens or given
-    if num_speculative_tokens is None:
-        num_speculative_tokens = given
-    if not pair.drafts and not lookup:
-        num_speculative_tokens = 0
-    spec = pair.spec(
-        rule,
-        num_speculative_tokens,
-        lookup or config.to_lookup(),
-        learns=config.csd_online,
-        audits=audits,
-        boundary=boundary or "reject",
-        level_speculative_tokens=level_speculative_tokens or config.level_speculative_tokens,
-        draft_stop=draft_stop or config.to_draft_stop(),
-        sampling=sampling or config.to_sampling(),
-    )
+    if drafter is not None:
+        pair = dataclasses.replace(pair, drafter=drafter)
+    if isinstance(memory, str):
+        given["memory"], memory = memory, None
+    drafts = given.get("num_speculative_tokens") != 0
+    if not drafts:
+        del given["num_speculative_tokens"]
+    config = pair.config(config, **given)
+    if not (drafts and (pair.drafts or pair.drafter or config.prompt_lookup_max)):
+        config = config.without_draft()
+    spec = pair.spec(config, audits=audits)
     ids = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts
     ]
-    if memory is None and config.memory is not None and rule.uses_memory:
+    if memory is None and config.memory is not None and spec.rule.uses_memory:
         memory = load_memory(
             Path(config.memory), pair.tokenizer.digest, min_count=config.csd_min_count
         )
     decoder = pair.decoder(
-        spec,
-        batch_size=min(batch_size, len(ids)),
-        protect=config.protect if protect is None else protect,
-        memory=memory,
+        spec, batch_size=min(batch_size, len(ids)), protect=config.protect, memory=memory
     )
     return decoder.generate(ids, max_new_tokens, seed=seed)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
-from fly_jax.decoding.config import AUTO_DEPTHS
+from fly_jax.decoding.config import AUTO_DEPTHS, Boundary, DecodingConfig
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
@@ -13,8 +12,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import Entropy, Needs
 from fly_jax.verification.rules import Rule
 from fly_jax.verification.sampling import Sampling
-
-Boundary = Literal["reject", "defer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +55,49 @@ class RoundSpec:
     level_speculative_tokens: tuple[int, ...] = ()
     draft_stop: EntropyStop | None = None
     sampling: Sampling | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: DecodingConfig,
+        *,
+        num_drafts: int,
+        eos_token_ids: tuple[int, ...] = (),
+        rounds_per_dispatch: int = 1,
+        audits: bool = False,
+    ) -> RoundSpec:
+        """The rounds that a config describes.
+
+        Args:
+          config: how to decode.
+          num_drafts: draft models.
+          eos_token_ids: see the class.
+          rounds_per_dispatch: see the class.
+          audits: see the class.
+
+        Raises:
+          FlyJaxError: values of which no round can be made.
+        """
+        k, depths = config.num_drafted, tuple[int, ...]()
+        if k == "auto":
+            k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
+        rule = config.to_rule()
+        return cls(
+            rule=rule,
+            num_speculative_tokens=k,
+            depths=depths,
+            lookup=config.to_lookup(),
+            eos_token_ids=eos_token_ids,
+            rounds_per_dispatch=rounds_per_dispatch,
+            reports_mismatches=config.csd_online and rule.uses_memory,
+            audits=audits,
+            boundary=config.round_boundary,
+            level_speculative_tokens=(config.level_speculative_tokens,) * (num_drafts - 1)
+            if k
+            else (),
+            draft_stop=config.to_draft_stop() if k else None,
+            sampling=config.to_sampling(),
+        )
 
     def __post_init__(self) -> None:
         if self.depths and not (

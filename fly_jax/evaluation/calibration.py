@@ -15,7 +15,6 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import process_id, share, together
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
-from fly_jax.verification.rules import Exact
 
 _SECONDS_BETWEEN_SAVES = 10.0
 
@@ -54,7 +53,7 @@ def fill_memory(
     )
     is_first = process_id() == 0
     run = json.loads(memory.note)["run"] if is_first else None
-    spec = pair.spec(Exact(), num_speculative_tokens)
+    spec = pair.spec(rule="exact", num_speculative_tokens=num_speculative_tokens)
     spec = dataclasses.replace(spec, reports_mismatches=True)
     rows = min(batch_size, len(prompts))
     decoder = pair.decoder(spec, batch_size=rows)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from fly_jax.decoding.capacity import like_lengths
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.pair import DEFAULT_SPECULATIVE_TOKENS, Pair
+from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Fly
 
 _HEADINGS = (
     "rule",
@@ -143,14 +145,15 @@ class Comparison:
 def three_rules(
     pair: Pair,
     fly: Fly | None = None,
-    num_speculative_tokens: int = DEFAULT_SPECULATIVE_TOKENS,
+    num_speculative_tokens: int | Literal["auto"] = DecodingConfig.num_speculative_tokens,
     lookup: Lookup | None = None,
 ) -> dict[str, RoundSpec]:
     """Greedy decoding one token at a time, with exact speculation, and with FLy."""
+    config = DecodingConfig(num_speculative_tokens=num_speculative_tokens, lookup=lookup)
     return {
-        "autoregressive": pair.spec(Exact(), 0),
-        "exact": pair.spec(Exact(), num_speculative_tokens, lookup),
-        "fly": pair.spec(fly, num_speculative_tokens, lookup),
+        "autoregressive": pair.spec(config, rule="autoregressive"),
+        "exact": pair.spec(config, rule="exact"),
+        "fly": pair.spec(config, rule=fly or "fly"),
     }
 
 
@@ -188,9 +191,8 @@ def compare(
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")
     specs = three_rules(pair) if specs is None else specs
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
+    ids: Sequence[Sequence[int]] = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
     rows = min(batch_size, len(ids))
     decoders = {
@@ -202,6 +204,7 @@ def compare(
         )
         for name, spec in specs.items()
     }
+    ids = next(iter(decoders.values())).checked(ids)
     for decoder in decoders.values():
         decoder.warm_up(ids, max_new_tokens)
     generations: dict[str, dict[int, Generation]] = {name: {} for name in decoders}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
@@ -38,7 +38,7 @@ class Candidate:
       mean_accepted_tokens: tokens per pass of the target.
     """
 
-    config: DecodeConfig
+    config: DecodingConfig
     rate: float
     mean_accepted_tokens: float
 
@@ -56,7 +56,7 @@ class Gate:
       num_tried: settings that were decoded with; all but the last missed the bound.
     """
 
-    config: DecodeConfig
+    config: DecodingConfig
     varied: tuple[str, ...]
     bound: Bound
     checked: Tally
@@ -110,7 +110,7 @@ def upper_bound(
 def find_gate(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
-    config: DecodeConfig,
+    config: DecodingConfig,
     bound: Bound,
     *,
     window_size: int | None = None,
@@ -142,7 +142,7 @@ def find_gate(
     check_prompts(prompts)
     search, check = prompts[0::2], prompts[1::2]
     windows = windows_of(config, window_size)
-    rule = dataclasses.replace(config, window_size=windows[0]).to_rule()
+    rule = config.replace(window_size=windows[0]).to_rule()
     assert isinstance(rule, Loose)
     with tqdm(unit="prompt", disable=process_id() != 0) as bar:
 
@@ -151,7 +151,7 @@ def find_gate(
             return record(decoder, some, max_new_tokens, bar)
 
         def decoder_of(one: Rule) -> Decoder:
-            spec = pair.spec_of(dataclasses.replace(config, window_size=windows[0]))
+            spec = pair.spec(config.replace(window_size=windows[0]))
             spec = dataclasses.replace(spec, rule=one, reports_evidence=True)
             rows = min(batch_size, len(search))
             return pair.decoder(spec, batch_size=rows, protect=config.protect)
@@ -195,7 +195,7 @@ def check_prompts(prompts: Sequence[object]) -> None:
 def candidates(
     decoder: Decoder,
     rounds: Rounds,
-    config: DecodeConfig,
+    config: DecodingConfig,
     bound: Bound,
     windows: Sequence[int],
 ) -> Iterator[Candidate]:
@@ -205,7 +205,7 @@ def candidates(
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             changes: dict[str, Any] = {strictness.name: value, "window_size": size}
-            one = dataclasses.replace(config, **changes)
+            one = config.replace(**changes)
             seen = tally(
                 replay(
                     rounds,
@@ -229,11 +229,11 @@ def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
     return None if index is None else found[index]
 
 
-def varied(config: DecodeConfig) -> tuple[str, ...]:
+def varied(config: DecodingConfig) -> tuple[str, ...]:
     """The names of what is varied in a config."""
     windows = ("window_size",) if "fly" in rule_names(config.rule) else ()
     return (strictness_of(config).name, *windows)
 
 
-def _shown(config: DecodeConfig) -> str:
+def _shown(config: DecodingConfig) -> str:
     return ", ".join(f"{name}={getattr(config, name)}" for name in varied(config))

@@ -1,4 +1,4 @@
-"""What the calibration of a gate varies, and the bound that it is to meet; needs no JAX."""
+"""What the calibration of a gate varies, and the bound that it is to meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from jaxtyping import Float
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.expression import rule_names
 
@@ -74,7 +74,7 @@ class Strictness:
     """The number of a rule that makes it stricter or laxer.
 
     Attributes:
-      name: field of `DecodeConfig`.
+      name: of the parameter.
       levels: for each mismatch the number at which the rule just rescues it, windows aside.
       most: largest number allowed.
       least: smallest number allowed.
@@ -118,7 +118,7 @@ _OF_RULE = {
 CALIBRATED = tuple(_OF_RULE)
 
 
-def strictness_of(config: DecodeConfig) -> Strictness:
+def strictness_of(config: DecodingConfig) -> Strictness:
     """What is varied: the number of the first rule that is named.
 
     Raises:
@@ -150,7 +150,7 @@ def strictness_of(config: DecodeConfig) -> Strictness:
     return _OF_RULE[names[0]]
 
 
-def windows_of(config: DecodeConfig, window_size: int | None) -> tuple[int, ...]:
+def windows_of(config: DecodingConfig, window_size: int | None) -> tuple[int, ...]:
     """The window sizes to try: the one that is given, or all that leave room in a block.
 
     Raises:
@@ -166,7 +166,7 @@ def windows_of(config: DecodeConfig, window_size: int | None) -> tuple[int, ...]
     given = WINDOWS if window_size is None else (window_size,)
     fitting = tuple(size for size in given if size < config.largest_k)
     if not fitting:
-        dataclasses.replace(config, window_size=given[0]).to_rule()  # says why
+        config.replace(window_size=given[0]).to_rule()  # says why
     return fitting or given[:1]
 
 
@@ -186,7 +186,7 @@ def check_new(path: Path) -> None:
         )
 
 
-def as_toml(config: DecodeConfig, varied: Sequence[str], comment: str) -> str:
+def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
     """A config as a file: the values that differ from the defaults, and those that were varied.
 
     Args:
@@ -197,14 +197,13 @@ def as_toml(config: DecodeConfig, varied: Sequence[str], comment: str) -> str:
     # TOML has no control characters in its comments, nor halves of surrogate pairs.
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in comment)
     lines = [f"# {line}".rstrip() for line in shown.splitlines()]
-    default = DecodeConfig()
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        stated = field.name in ("rule", "num_speculative_tokens", *varied)
-        if value is not None and (stated or value != getattr(default, field.name)):
+    default = DecodingConfig().to_dict()
+    for name, value in config.to_dict().items():
+        stated = name in ("rule", "num_speculative_tokens", *varied)
+        if value is not None and (stated or value != default[name]):
             # What JSON has for a value TOML reads as well, but for DEL and surrogate pairs.
             stated_value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{field.name} = {stated_value}")
+            lines.append(f"{name} = {stated_value}")
     return "\n".join(lines) + "\n"
 
 

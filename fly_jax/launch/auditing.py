@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
 
@@ -89,7 +89,7 @@ class Auditor:
 @contextlib.contextmanager
 def auditing(
     values: FlagValues,
-    config: DecodeConfig,
+    config: DecodingConfig,
     pair: Pair,
     decoder: Decoder,
     prompts: Sequence[str],
@@ -100,7 +100,7 @@ def auditing(
 
     measure = decoder.spec.needs.entropy
     assert measure is not None
-    settings = {**dataclasses.asdict(config), "max_new_tokens": values.max_new_tokens}
+    settings = {**config.to_dict(), "max_new_tokens": values.max_new_tokens}
     run = Run(FORMAT, VERSION, config.rule, _name(measure), settings)
     exact = None
     if config.is_loosened and decoder.spec.sampling is None and values.audit_exact is not False:
@@ -113,9 +113,9 @@ def auditing(
         yield Auditor(file, run, pair, decoder, exact, prompts, ids, values.max_new_tokens)
 
 
-def _lossless(config: DecodeConfig, pair: Pair, decoder: Decoder) -> Decoder:
+def _lossless(config: DecodingConfig, pair: Pair, decoder: Decoder) -> Decoder:
     """What gives the target's own text: exact speculation, which is faster than doing without."""
-    spec = pair.spec_of(config.side_by_side()[1])
+    spec = pair.spec(config.side_by_side()[1])
     return pair.decoder(spec, batch_size=decoder.batch_size)
 
 

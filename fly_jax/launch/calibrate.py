@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.strictness import (
     CALIBRATED,
@@ -95,7 +94,7 @@ def _flags() -> Flags:
     flags.integer(
         group, "num_speculative_tokens", None,
         "draft tokens of a round (K); if not given, those of the config, else "
-        f"{DecodeConfig().most_drafted}",
+        f"{DecodingConfig().most_drafted}",
         lower_bound=1,
     )  # fmt: skip
     flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
@@ -154,7 +153,7 @@ def _run(values: FlagValues, command: str) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
     from fly_jax.sharding.processes import process_id, together
 
-    def begin() -> tuple[DecodeConfig, list[Prompt]]:
+    def begin() -> tuple[DecodingConfig, list[Prompt]]:
         config = _config(values)
         if process_id() != 0:
             return config, []
@@ -170,11 +169,11 @@ def _run(values: FlagValues, command: str) -> None:
         _find(values, config, inputs, command)
 
 
-def _config(values: FlagValues) -> DecodeConfig:
+def _config(values: FlagValues) -> DecodingConfig:
     """How prompts are continued, once everything about it that can be checked is."""
     if values.gate is None:
-        exact = DecodeConfig(rule="exact")
-        return dataclasses.replace(exact, **decoding_overrides(values) | {"memory": None})
+        given = decoding_overrides(values) | {"memory": None}
+        return DecodingConfig(rule="exact").replace(**given)
     config = config_from_flags(values)
     _bound(values), strictness_of(config), windows_of(config, values.window_size)
     config.to_lookup()
@@ -187,7 +186,7 @@ def _bound(values: FlagValues) -> Bound:
     return Bound("regret", values.max_regret)
 
 
-def _find(values: FlagValues, config: DecodeConfig, inputs: Inputs, command: str) -> None:
+def _find(values: FlagValues, config: DecodingConfig, inputs: Inputs, command: str) -> None:
     from fly_jax.evaluation.gate import check_prompts, find_gate
     from fly_jax.sharding.processes import process_id
 
@@ -208,7 +207,7 @@ def _find(values: FlagValues, config: DecodeConfig, inputs: Inputs, command: str
     say(f"{values.gate} says so; decode with --config {values.gate}.")
 
 
-def _fill(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> None:
+def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.identity import identity
     from fly_jax.sharding.processes import process_id, share, together
@@ -219,7 +218,8 @@ def _fill(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> None:
         # What the draft models below the first one are does not change a token.
         models = inputs.models
         dtype = values.dtype or models.default_dtype
-        return " ".join([identity(models.target.folder), identity(models.drafts[0].folder), dtype])
+        draft = models.drafter or identity(models.drafts[0].folder)
+        return " ".join([identity(models.target.folder), draft, dtype])
 
     path, which = Path(values.memory), share(together(which_models))
     sizes = (config.most_drafted, values.max_new_tokens)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-from fly_jax.decoding.config import DecodeConfig, default_config, load_config
+from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
+from fly_jax.decoding.config_files import default_config, load_config
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.expression import LOOSENED_RULES, LOSSLESS_RULES
+from fly_jax.parameters import Parameter
 
 _WIDTH = 96
 
@@ -98,6 +97,28 @@ class Flags:
         """Adds a flag that takes one of a few words."""
         self._add(group, flags.EnumFlag(name, default, text, choices), text)
 
+    def parameter(self, group: str, one: Parameter) -> None:
+        """Adds a flag for a parameter that is declared elsewhere; None, or [], unless given."""
+        text = one.help
+        if one.kind is bool and one.default:
+            text = f"{text}; --no{one.name} to switch it off"
+        elif one.default not in (None, ()):
+            text = f"{text}; {one.default} if not given"
+        if one.choices:
+            self.choice(group, one.name, None, one.choices, text)
+        elif one.word:
+            self.integer_or(group, one.name, one.word, text)
+        elif one.kind is bool:
+            self.switch(group, one.name, text)
+        elif one.kind is tuple:
+            self.strings(group, one.name, f"{text}; may be given several times")
+        elif one.kind is str:
+            self.string(group, one.name, None, text)
+        elif one.kind is int:
+            self.integer(group, one.name, None, text)
+        else:
+            self.number(group, one.name, None, text)
+
     def parse(self, arguments: Sequence[str]) -> flags.FlagValues:
         """The flags' values.
 
@@ -174,7 +195,8 @@ def add_model_flags(into: Flags) -> None:
     into.strings(
         group, "draft",
         "folder or hub id of the model that proposes; may be given several times, the first "
-        "proposing to the target and each other one to the one before it",
+        "proposing to the target and each other one to the one before it; or ngram, which looks "
+        "drafts up in the text so far",
     )  # fmt: skip
     into.string(
         group, "revision", None,
@@ -209,158 +231,21 @@ def add_prompt_flags(into: Flags, group: str) -> None:
 
 
 def add_decoding_flags(into: Flags) -> None:
-    """Adds a flag for every field of `DecodeConfig` that has one; None is 'not given'."""
-    default, group = DecodeConfig(), "Decoding"
-    lossless, loosened = ", ".join(LOSSLESS_RULES), ", ".join(LOOSENED_RULES)
+    """Adds a flag for every parameter of decoding that has one; None is 'not given'."""
     into.string(
-        group, "config", None,
+        "Decoding", "config", None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
     )  # fmt: skip
-    into.string(
-        group, "rule", None,
-        f"which draft tokens are kept: {lossless}; or {loosened}, "
-        "several joined by & (both keep it), | (either does) and parentheses, such as "
-        f"'fly & margin'; {default.rule} if not given",
-    )  # fmt: skip
-    into.integer_or(
-        group, "num_speculative_tokens", "auto",
-        f"draft tokens of a round (K); {default.num_speculative_tokens} if not given, auto to "
-        "choose K for each round from what is accepted and what a round takes",
-    )  # fmt: skip
-    into.integer(
-        group, "level_speculative_tokens", None,
-        "draft tokens that each draft model but the first proposes at a time; "
-        f"{default.level_speculative_tokens} if not given",
-    )  # fmt: skip
-    into.choice(
-        group, "draft_stop", None, ("never", "entropy"),
-        "whether a round drafts fewer than K tokens where the draft model is in doubt; "
-        f"{default.draft_stop} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "entropy_threshold", None,
-        f"fly: least entropy of the target for a mismatch to be kept; {default.entropy_threshold} "
-        "if not given, 0 for no gate",
-    )  # fmt: skip
-    into.integer(
-        group, "window_size", None,
-        "fly: draft tokens after a mismatch that must match for it to be kept; "
-        f"{default.window_size} if not given",
-    )  # fmt: skip
-    into.choice(
-        group, "boundary", None, ("reject", "defer"),
-        "what becomes of a mismatch whose window does not fit into its block: it is refused, or "
-        f"kept provisionally where that is expected to pay; {default.boundary} if not given",
-    )  # fmt: skip
-    into.choice(
-        group, "entropy", None, ("top_k", "full", "normalized"),
-        f"fly: what the threshold is compared with; {default.entropy} if not given",
-    )  # fmt: skip
-    into.integer(
-        group, "entropy_top_k", None,
-        f"fly: tokens that the entropy top_k looks at; {default.entropy_top_k} if not given",
-    )  # fmt: skip
-    into.integer(
-        group, "prompt_lookup_max", None,
-        "longest n-gram that the draft model's own drafts are looked up by in the text so far; "
-        f"{default.prompt_lookup_max} if not given, 0 for no lookup",
-    )  # fmt: skip
-    into.integer(
-        group, "prompt_lookup_min", None,
-        f"shortest such n-gram; {default.prompt_lookup_min} if not given",
-    )  # fmt: skip
-    into.integer(
-        group, "prompt_lookup_tokens", None,
-        f"tokens that the lookup proposes; {default.prompt_lookup_tokens} if not given",
-    )  # fmt: skip
-    _add_rule_flags(into, default)
-    group = "Sampling"
-    into.number(
-        group, "temperature", None,
-        "0 is greedy; if not given, 1 with the rule sampled and 0 with the others",
-    )  # fmt: skip
-    into.integer(group, "top_k", None, "sample from so many most probable tokens; 0 for all")
-    into.number(group, "top_p", None, "sample from the most probable tokens of this probability")
-    into.integer(group, "seed", 0, "seed of the draws", lower_bound=0, upper_bound=2**31 - 1)
+    for group, declared in parameter_groups().items():
+        for one in declared:
+            if one.flag:
+                into.parameter(group, one)
 
 
-def _add_rule_flags(into: Flags, default: DecodeConfig) -> None:
-    """The flags of the loosened rules besides FLy's published ones, and of what goes around."""
-    group = "Loosened rules"
-    into.integer(
-        group, "window_mismatches", None,
-        "fly: mismatches that a window may hold, if each passes the gate; "
-        f"{default.window_mismatches} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "csd_consistency", None,
-        "csd: least probability of the draft's token, as a share of that of the target's choice; "
-        f"{default.csd_consistency} if not given, 0 for no such demand",
-    )  # fmt: skip
-    into.switch(
-        group, "csd_memory",
-        "csd: keep only what the memory knows to be corrected often; --nocsd_memory for no such "
-        "demand",
-    )  # fmt: skip
-    into.switch(
-        group, "csd_online",
-        "csd: the memory learns while decoding; --nocsd_online for one that stays as it is",
-    )  # fmt: skip
-    into.integer(
-        group, "csd_min_count", None,
-        "csd: the memory knows what it has counted more often than this; "
-        f"{default.csd_min_count} if not given",
-    )  # fmt: skip
-    into.string(group, "memory", None, "csd: file of the command calibrate to begin with")
-    into.number(
-        group, "lossy_threshold", None,
-        "lossy: least probability of the draft's token; "
-        f"{default.lossy_threshold} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "lenience", None,
-        "lenience: by how much less the draft's token has to be probable; "
-        f"{default.lenience} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "typical_epsilon", None,
-        f"typical: probability that is enough anywhere; {default.typical_epsilon} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "typical_delta", None,
-        "typical: probability that is enough where the target is sure; "
-        f"{default.typical_delta} if not given",
-    )  # fmt: skip
-    into.choice(
-        group, "margin", None, ("gap", "runner_up"),
-        f"margin: what is compared; {default.margin} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "margin_gap", None,
-        "margin: most nats that the draft's token may be less probable than the target's choice; "
-        f"{default.margin_gap} if not given",
-    )  # fmt: skip
-    into.number(
-        group, "margin_ratio", None,
-        "margin, runner_up: the second choice's logit over the first's must be above this; "
-        f"{default.margin_ratio} if not given",
-    )  # fmt: skip
-    group = "Limits of loosened rules"
-    into.number(
-        group, "risk_budget", None,
-        "nats that all rescues of a prompt may cost; 0 is lossless, no limit if not given",
-    )  # fmt: skip
-    into.number(
-        group, "risk_per_token", None,
-        "nats that a rescue may cost for each draft token from it on; no limit if not given",
-    )  # fmt: skip
-    into.integer(group, "risk_per_block", None, "rescues of a round; no limit if not given")
-    into.strings(
-        group, "protect",
-        r"never rescue tokens in whose text this regular expression is found, such as '\d'; may be "
-        "given several times",
-    )  # fmt: skip
+def add_seed_flag(into: Flags) -> None:
+    """Adds the flag of the draws' seed."""
+    into.integer("Sampling", "seed", 0, "seed of the draws", lower_bound=0, upper_bound=2**31 - 1)
 
 
 def add_audit_flags(into: Flags) -> None:
@@ -398,27 +283,24 @@ def add_process_flags(into: Flags) -> None:
     )  # fmt: skip
 
 
-def config_from_flags(values: flags.FlagValues) -> DecodeConfig:
+def config_from_flags(values: flags.FlagValues) -> DecodingConfig:
     """The flags laid over the file that is named, or over what suits the pair.
 
     Raises:
       FlyJaxError: a file that cannot be read, or a value of no use.
     """
     if values.config:
-        config = load_config(Path(values.config))
+        config = load_config(values.config)
     else:
         config = default_config(is_embedded=values.target is None and not values.draft)
-    return dataclasses.replace(config, **decoding_overrides(values))
+    return config.replace(**decoding_overrides(values))
 
 
 def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:
     """The decoding flags that were given."""
-    names = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in values]
-    given: dict[str, Any] = {
-        name: values[name].value for name in names if values[name].value not in (None, [])
+    given = {name: values[name].value for name in decoding_parameters() if name in values}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value not in (None, [])
     }
-    if "protect" in given:
-        given["protect"] = tuple(given["protect"])
-    if "num_speculative_tokens" in given:
-        given["lossless_speculative_tokens"] = None  # a K that is asked for is for every rule
-    return given

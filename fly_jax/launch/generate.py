@@ -18,6 +18,7 @@ from fly_jax.launch.flags import (
     add_model_flags,
     add_process_flags,
     add_prompt_flags,
+    add_seed_flag,
     config_from_flags,
 )
 from fly_jax.launch.inputs import (
@@ -34,7 +35,7 @@ from fly_jax.launch.inputs import (
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.config import DecodeConfig
+    from fly_jax.decoding.config import DecodingConfig
     from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
@@ -87,7 +88,7 @@ def _run(values: FlagValues) -> None:
         _compare(values, config, pair, memory, inputs)
 
 
-def _config(values: FlagValues, compares: bool) -> DecodeConfig:
+def _config(values: FlagValues, compares: bool) -> DecodingConfig:
     if values.audit is None and values.audit_exact is not None:
         raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
     if values.audit is not None:
@@ -95,19 +96,23 @@ def _config(values: FlagValues, compares: bool) -> DecodeConfig:
 
         check_audit(Path(values.audit))
     config = config_from_flags(values)
-    if not _has_draft(values) and (config.num_drafted or compares):
-        wanted = "--compare" if compares else f"the rule {config.rule}"
-        raise FlyJaxError(
-            f"--target was given without --draft, and {wanted} needs a draft model; give --draft, "
-            "or --rule autoregressive to decode with the target alone."
-        )
+    if not _has_draft(values) and not config.to_lookup() and (config.num_drafted or compares):
+        if compares or values.rule is not None or values.config is not None:
+            wanted = "--compare" if compares else f"the rule {config.rule}"
+            raise FlyJaxError(
+                f"--target was given without --draft, and {wanted} needs something that proposes; "
+                "give --draft, which may be ngram, or --rule autoregressive to decode with the "
+                "target alone."
+            )
+        say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
+        config = config.without_draft()
     for one in config.side_by_side() if compares else (config,):
         one.to_rule(), one.to_lookup()
     _check_memory(values, config)
     return config
 
 
-def _check_memory(values: FlagValues, config: DecodeConfig) -> None:
+def _check_memory(values: FlagValues, config: DecodingConfig) -> None:
     """A config may name a memory for some of its rules; who gives one on the spot means it."""
     for name in ("memory", "update_memory"):
         if values[name].value and not config.to_rule().uses_memory:
@@ -129,6 +134,7 @@ def _flags() -> Flags:
     flags.strings("Prompts", "prompt", "what to continue; may be given several times")
     add_prompt_flags(flags, "Prompts")
     add_decoding_flags(flags)
+    add_seed_flag(flags)
     add_audit_flags(flags)
     add_process_flags(flags)
     group = "Output"
@@ -170,7 +176,7 @@ def _prompts(values: FlagValues) -> list[Prompt]:
 
 
 def _memory(
-    values: FlagValues, config: DecodeConfig, tokenizer: Tokenizer
+    values: FlagValues, config: DecodingConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory | None:
     """What the rule begins with: the file that is named, which process 0 reads, or nothing yet."""
     from fly_jax.sharding.processes import process_id
@@ -201,7 +207,7 @@ def _shared(memory: CorrectionMemory | None) -> CorrectionMemory | None:
 
 def _decode(
     values: FlagValues,
-    config: DecodeConfig,
+    config: DecodingConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
     inputs: Inputs,
@@ -211,7 +217,7 @@ def _decode(
     from fly_jax.launch.view import TextView
 
     texts, ids = [prompt.text for prompt in inputs.prompts], inputs.ids
-    spec = pair.spec_of(config, audits=values.audit is not None)
+    spec = pair.spec(config, audits=values.audit is not None)
     decoder = pair.decoder(
         spec,
         batch_size=min(values.batch_size, len(ids)),
@@ -256,7 +262,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def _learning(values: FlagValues, config: DecodeConfig, decoder: Decoder) -> Iterator[None]:
+def _learning(values: FlagValues, config: DecodingConfig, decoder: Decoder) -> Iterator[None]:
     """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
     from fly_jax.sharding.processes import process_id
 
@@ -268,7 +274,7 @@ def _learning(values: FlagValues, config: DecodeConfig, decoder: Decoder) -> Ite
 
 
 def _record(
-    pair: Pair, config: DecodeConfig, prompt: str, generation: Generation
+    pair: Pair, config: DecodingConfig, prompt: str, generation: Generation
 ) -> dict[str, object]:
     risk = {} if generation.regret is None else {"regret": generation.regret}
     return {
@@ -302,7 +308,7 @@ def _summary(number: int, total: int, generation: Generation) -> str:
 
 def _compare(
     values: FlagValues,
-    config: DecodeConfig,
+    config: DecodingConfig,
     pair: Pair,
     memory: CorrectionMemory | None,
     inputs: Inputs,
@@ -321,7 +327,7 @@ def _compare(
     comparison = compare(
         pair,
         inputs.ids,
-        {name: pair.spec_of(one) for name, one in rules.items()},
+        {name: pair.spec(one) for name, one in rules.items()},
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,

@@ -16,7 +16,8 @@ from fly_jax.training.problems import Problem, problems
 if TYPE_CHECKING:  # JAX is imported only when the flags are good
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.config import DecodeConfig
+    from fly_jax.decoding.config import DecodingConfig
+    from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import OpenPair, Pair
     from fly_jax.sharding.mesh import MeshSpec
 
@@ -54,7 +55,7 @@ class Inputs:
     models: OpenPair
     mesh: MeshSpec
     prompts: list[Prompt]
-    ids: list[list[int]]
+    ids: list[CheckedPrompt]
 
 
 def say(line: str) -> None:
@@ -65,7 +66,7 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt]) -> Inputs:
+def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt]) -> Inputs:
     """Opens the models, checks the sizes, and encodes the prompts.
 
     Args:
@@ -81,7 +82,7 @@ def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt])
     from fly_jax.sharding.processes import check_same, process_id, share, together
 
     # What a file said may differ although the command is the same.
-    check_same(json.loads(json.dumps(dataclasses.asdict(config))))
+    check_same(json.loads(json.dumps(config.to_dict())))
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh)  # before anything below can start a JAX backend
     try:
@@ -89,6 +90,7 @@ def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt])
     except FlyJaxError as error:
         say(str(error))
 
+    from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import open_pair
 
     def begin() -> Inputs:
@@ -101,10 +103,12 @@ def open_inputs(values: FlagValues, config: DecodeConfig, prompts: list[Prompt])
     texts, ids = share([[(one.text, one.source) for one in inputs.prompts], inputs.ids])
     if process_id() == 0:
         return inputs
-    return dataclasses.replace(inputs, prompts=[Prompt(*one) for one in texts], ids=ids)
+    return dataclasses.replace(
+        inputs, prompts=[Prompt(*one) for one in texts], ids=[CheckedPrompt(one) for one in ids]
+    )
 
 
-def load_models(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> Pair:
+def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie."""
     from fly_jax.decoding.capacity import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
@@ -127,7 +131,7 @@ def load_models(values: FlagValues, config: DecodeConfig, inputs: Inputs) -> Pai
     return pair
 
 
-def _check_sizes(config: DecodeConfig, context: int) -> None:
+def _check_sizes(config: DecodingConfig, context: int) -> None:
     sizes = {
         "num_speculative_tokens": config.most_drafted,
         "level_speculative_tokens": config.level_speculative_tokens,
@@ -143,19 +147,19 @@ def _check_sizes(config: DecodeConfig, context: int) -> None:
 
 def _encode(
     values: FlagValues, prompts: list[Prompt], models: OpenPair
-) -> tuple[list[Prompt], list[list[int]]]:
+) -> tuple[list[Prompt], list[CheckedPrompt]]:
     """The prompts that fit the context, and their tokens."""
     from fly_jax.decoding.decoder import check_prompt
 
-    fitting: list[tuple[Prompt, list[int]]] = []
+    fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:
         ids = models.target.tokenizer.encode(prompt.text)
         try:
-            check_prompt(ids, models.target.config, name=prompt.source)
+            checked = check_prompt(ids, models.target.config, name=prompt.source)
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
         else:
-            fitting.append((prompt, ids))
+            fitting.append((prompt, checked))
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]

@@ -11,7 +11,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules.registry import RULES
 
 LOSSLESS_RULES = ("autoregressive", "exact", "sampled")
-LOOSENED_RULES = tuple(RULES)
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.BitAnd: operator.and_,
@@ -28,15 +27,15 @@ def rule_names(text: str) -> tuple[str, ...]:
     """
     names = tuple(_names(_parsed(text), text))
     for name in names:
-        if name not in LOSSLESS_RULES + LOOSENED_RULES:
+        if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
                 f"rule is {text!r} and there is no rule {name!r}; the rules are "
-                f"{', '.join(LOSSLESS_RULES + LOOSENED_RULES)}."
+                f"{', '.join((*LOSSLESS_RULES, *RULES))}."
             )
         if name in LOSSLESS_RULES and len(names) > 1:
             raise FlyJaxError(
                 f"rule is {text!r}, and {name} is lossless, which nothing can be added to or taken "
-                f"from; combine only {', '.join(LOOSENED_RULES)}."
+                f"from; combine only {', '.join(RULES)}."
             )
     return names
 

@@ -2,20 +2,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fly_jax.decoding.config import DecodeConfig, from_reference_json, from_toml, load_config
+from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
+from fly_jax.decoding.config_files import from_reference_json, from_toml, load_config
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
+from fly_jax.parameters import parameter
+from fly_jax.verification.data import data_tree
 from fly_jax.verification.rules import (
+    RULES,
     Budget,
+    Clause,
     Csd,
     Exact,
     Fly,
     Lenience,
+    Loose,
     Lossy,
     Margin,
     Typical,
@@ -39,16 +48,21 @@ def sentence(path: Path) -> str:
 @pytest.mark.parametrize(
     ("config", "rule", "sampling", "lookup"),
     [
-        (DecodeConfig(), Fly(), None, None),
-        (DecodeConfig(rule="exact"), Exact(), None, None),
-        (DecodeConfig(rule="exact", prompt_lookup_max=4), Exact(), None, Lookup(4, 1, 6, "latest")),
-        (DecodeConfig(rule="sampled"), Exact(), Sampling(), None),
-        (DecodeConfig(rule="sampled", temperature=0.5, top_k=7), Exact(), Sampling(0.5, 7), None),
-        (DecodeConfig(temperature=1, top_p=0.9), Fly(), Sampling(1, None, 0.9), None),
-        (DecodeConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None, None),
-        (DecodeConfig(rule="autoregressive", temperature=0.7), Exact(), Sampling(0.7), None),
+        (DecodingConfig(), Fly(), None, None),
+        (DecodingConfig(rule="exact"), Exact(), None, None),
         (
-            DecodeConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
+            DecodingConfig(rule="exact", prompt_lookup_max=4),
+            Exact(),
+            None,
+            Lookup(4, 1, 6, "latest"),
+        ),
+        (DecodingConfig(rule="sampled"), Exact(), Sampling(), None),
+        (DecodingConfig(rule="sampled", temperature=0.5, top_k=7), Exact(), Sampling(0.5, 7), None),
+        (DecodingConfig(temperature=1, top_p=0.9), Fly(), Sampling(1, None, 0.9), None),
+        (DecodingConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None, None),
+        (DecodingConfig(rule="autoregressive", temperature=0.7), Exact(), Sampling(0.7), None),
+        (
+            DecodingConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
             Fly(0.1, 2, "full", 5),
             None,
             None,
@@ -56,7 +70,7 @@ def sentence(path: Path) -> str:
     ],
 )
 def test_rules_and_lookups(
-    config: DecodeConfig, rule: object, sampling: object, lookup: object
+    config: DecodingConfig, rule: object, sampling: object, lookup: object
 ) -> None:
     assert config.to_rule() == rule
     assert config.to_sampling() == sampling
@@ -69,7 +83,7 @@ def test_rules_and_lookups(
     [
         ({"rule": "csd"}, Csd()),
         ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False)),
-        ({"rule": "csd", "csd_consistency": 0}, Csd(None)),
+        ({"rule": "csd", "csd_consistency": 0}, Csd(0)),
         ({"rule": "lossy", "lossy_threshold": 0.2}, Lossy(0.2)),
         ({"rule": "lenience", "lenience": 0.7}, Lenience(0.7)),
         ({"rule": "lenience", "temperature": 1}, Lenience(0.5)),
@@ -105,14 +119,14 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
     best = measured["best_k"]
     assert (lossless.num_drafted, recommended.num_drafted) == (best["exact"], best["margin"])
     assert published.to_rule() == Fly()
-    alone = dataclasses.replace(config, rule="exact")
+    alone = config.replace(rule="exact")
     assert alone.num_drafted == best["exact"]
 
 
 def test_side_by_side() -> None:
-    greedy = [one.to_rule() for one in DecodeConfig(rule="exact", window_size=3).side_by_side()]
+    greedy = [one.to_rule() for one in DecodingConfig(rule="exact", window_size=3).side_by_side()]
     assert greedy == [Exact(), Exact(), Fly(window_size=3)]
-    drawn = DecodeConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
+    drawn = DecodingConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
     assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
     assert [one.to_rule() for one in drawn] == [Exact(), Exact(), Fly()]
     assert [one.to_sampling() for one in drawn] == [Sampling()] * 3
@@ -120,19 +134,19 @@ def test_side_by_side() -> None:
 
 
 def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
-    config = DecodeConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
+    config = DecodingConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
     rules = [one.to_rule() for one in config.side_by_side()]
     assert rules == [Exact(), Exact(), Fly(window_size=3), Budget(Margin(), 2)]
     assert [one.num_drafted for one in config.side_by_side()] == [0, 4, 4, 4]
-    small = dataclasses.replace(config, num_speculative_tokens=3)
+    small = config.replace(num_speculative_tokens=3)
     assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
-    deferring = DecodeConfig(boundary="defer", num_speculative_tokens=6)
+    deferring = DecodingConfig(boundary="defer", num_speculative_tokens=6)
     assert [one.rule for one in deferring.side_by_side()] == ["autoregressive", "exact", "fly"]
 
 
 def test_a_window_that_does_not_fit() -> None:
     with pytest.raises(FlyJaxError, match="window_size=6"):
-        DecodeConfig(num_speculative_tokens=6).to_rule()
+        DecodingConfig(num_speculative_tokens=6).to_rule()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +179,7 @@ def test_published_reference_json() -> None:
     ],
 )
 def test_reference_keys(changes: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = dataclasses.asdict(from_reference_json(PUBLISHED | changes))
+    found = from_reference_json(PUBLISHED | changes).to_dict()
     assert {name: found[name] for name in expected} == expected
 
 
@@ -219,4 +233,77 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 def test_from_toml_keeps_the_defaults() -> None:
-    assert from_toml({"window_size": 3}) == DecodeConfig(window_size=3)
+    assert from_toml({"window_size": 3}) == DecodingConfig(window_size=3)
+
+
+def test_a_config_says_all_that_is_declared() -> None:
+    """Whoever declares a parameter has said all there is to say of it."""
+    names = [one.name for group in parameter_groups().values() for one in group]
+    assert len(names) == len(set(names))
+    config = DecodingConfig()
+    for name, declared in decoding_parameters().items():
+        if name != "temperature":
+            assert getattr(config, name) == declared.default
+        assert declared.help
+        assert not declared.help.endswith(".")
+    assert DecodingConfig(**config.to_dict()) == config
+    assert hash(config) == hash(DecodingConfig(window_size=6))
+    assert not hasattr(config, "windw_size")
+    assert pickle.loads(pickle.dumps(DecodingConfig(window_size=3))).window_size == 3
+    with pytest.raises(FlyJaxError, match="'windw_size' is unknown"):
+        DecodingConfig(windw_size=3)
+
+
+def test_values_lie_over_one_another() -> None:
+    config = from_toml({"rule": "margin", "margin_gap": 1.0, "lossless_speculative_tokens": 9})
+    assert config.replace(rule="exact").num_drafted == 9
+    assert config.replace(rule="exact", num_speculative_tokens=4).num_drafted == 4
+    assert config.replace(margin_gap=2).to_rule() == Margin(gap=2)
+    assert config.replace(margin_gap=0.3) == config.replace(margin_gap=Margin.gap)
+    with pytest.raises(FlyJaxError, match=r"margin_gap is \[1\]; it must be a number"):
+        config.replace(margin_gap=[1])
+
+
+def test_parts_may_be_given_as_what_they_are() -> None:
+    config = DecodingConfig(
+        rule=Fly(window_size=2) & Margin(),
+        lookup=Lookup(3, 2),
+        sampling=Sampling(0.5, top_k=4),
+        draft_stop=EntropyStop(gamma=0.3),
+    )
+    assert config.replace(num_speculative_tokens=4).to_rule() == Fly(window_size=2) & Margin()
+    assert config.to_lookup() == Lookup(3, 2)
+    assert config.to_sampling() == Sampling(0.5, top_k=4)
+    assert config.to_draft_stop() == EntropyStop(gamma=0.3)
+    assert config.replace(rule="exact", temperature=0, top_k=0).to_rule() == Exact()
+    assert DecodingConfig(rule=Exact()).rule == "exact"
+    assert DecodingConfig(rule=Exact(), temperature=1).rule == "sampled"
+    assert DecodingConfig(rule=Fly(), risk_budget=3).to_rule() == Budget(Fly(), 3)
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Lucky(Loose):
+    """What a new rule's file holds."""
+
+    luck: float = parameter(0.5, "lucky: how much of it", name="luck", low=0.0, high=1.0)
+
+    def clauses(self) -> tuple[Clause, ...]:
+        return Margin(gap=self.luck).clauses()
+
+
+def test_a_new_rule_is_its_file_and_its_registration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(RULES, "lucky", Lucky)
+    path = tmp_path / "lucky.toml"
+    path.write_text('rule = "lucky & fly"\nluck = 0.25\n')
+    assert load_config(path).to_rule() == Lucky(0.25) & Fly()
+    path.write_text("luck = 2\n")
+    assert "luck is 2; it must be a number of at least 0 and of at most 1" in sentence(path)
+    flags = Flags("generate")
+    add_decoding_flags(flags)
+    values = flags.parse(["--rule=lucky", "--luck=0.75"])
+    assert DecodingConfig(**decoding_overrides(values)).to_rule() == Lucky(0.75)
+    assert "lucky: how much of it; 0.5 if not given" in flags.help()
+    assert "margin, lucky, several joined" in " ".join(flags.help().split())

@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fly_jax.decoding.config import DecodeConfig, load_config
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config_files import load_config
 from fly_jax.evaluation.gate import Candidate, best, upper_bound
 from fly_jax.evaluation.strictness import as_toml
 
 
 def test_the_laxer_the_bound_the_more_is_promised() -> None:
     rng = np.random.default_rng(0)
-    found = [Candidate(DecodeConfig(), *rng.random(2)) for _ in range(200)]
+    found = [Candidate(DecodingConfig(), *rng.random(2)) for _ in range(200)]
     promised = []
     for limit in np.linspace(0, 1, 30):
         chosen = best(found, limit)
@@ -25,7 +26,7 @@ def test_the_laxer_the_bound_the_more_is_promised() -> None:
             promised.append(chosen.mean_accepted_tokens)
     assert promised == sorted(promised)
     assert len(set(promised)) > 2
-    same = [Candidate(DecodeConfig(), rate, 5.0) for rate in (0.3, 0.1, 0.2)]
+    same = [Candidate(DecodingConfig(), rate, 5.0) for rate in (0.3, 0.1, 0.2)]
     assert best(same, 1.0) == same[1]
 
 
@@ -40,7 +41,7 @@ def test_the_upper_bound_is_that_of_prompts_drawn_anew() -> None:
 
 
 def test_a_config_is_read_as_it_was_written(tmp_path: Path) -> None:
-    config = DecodeConfig(
+    config = DecodingConfig(
         rule="typical", typical_delta=1e-5, protect=("\\d", '"'), csd_online=False, memory="ä.npz"
     )
     path = tmp_path / "config.toml"

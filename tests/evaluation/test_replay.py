@@ -9,7 +9,7 @@ import pytest
 from tiny_pair import write_pair
 from tqdm import tqdm
 
-from fly_jax.decoding.config import DecodeConfig
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.pair import Pair, load_pair
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def decoder_of(pair: Pair, rule: Rule, draft_stop: EntropyStop | None = None) -> Decoder:
-    spec = pair.spec(rule, 6, draft_stop=draft_stop)
+    spec = pair.spec(rule=rule, num_speculative_tokens=6, draft_stop=draft_stop)
     spec = dataclasses.replace(spec, reports_evidence=True, eos_token_ids=EOS)
     return pair.decoder(spec, capacity=64, batch_size=3)
 
@@ -71,7 +71,7 @@ def test_the_rule_that_decoded_finds_its_own_rounds_again(
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Rounds]) -> None:
     decoder, rounds = exact
-    config = DecodeConfig(rule=name, num_speculative_tokens=6, window_size=0)
+    config = DecodingConfig(rule=name, num_speculative_tokens=6, window_size=0)
     strictness = strictness_of(config)
     values = strictness.values(rounds, 9)
     assert len(values) > (1 if name == "typical" else 3)  # of which 1 is the most

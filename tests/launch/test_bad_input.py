@@ -91,7 +91,7 @@ def test_a_target_without_a_draft(
     refused: Callable[..., str], tiny_pair: tuple[Path, Path]
 ) -> None:
     target = f"--target={tiny_pair[0]}"
-    assert "--draft" in refused(target, "--prompt=x")
+    assert "--draft" in refused(target, "--prompt=x", "--rule=exact")
     comparing = refused(target, "--prompt=x", "--rule=autoregressive", "--compare")
     assert "--compare" in comparing
 

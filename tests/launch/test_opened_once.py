@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fly_jax.decoding import decoder
 from fly_jax.decoding.pair import generate, load_pair, open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
@@ -81,17 +82,25 @@ def test_everything_is_opened_once(
 def test_each_prompt_is_encoded_and_checked_once(
     models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The decoder's own check is for those who call it; the command says which prompt it was."""
+    """The command says which prompt it was, and its decoders believe it, in a comparison too."""
     encoded: list[str] = []
-    original = tokenizer.Tokenizer.encode
+    checked: list[str] = []
+    encode, check = tokenizer.Tokenizer.encode, decoder.check_prompt
 
-    def encode(self: tokenizer.Tokenizer, text: str, add_bos: bool = True) -> list[int]:
+    def encoding(self: tokenizer.Tokenizer, text: str, add_bos: bool = True) -> list[int]:
         encoded.append(text)
-        return original(self, text, add_bos)
+        return encode(self, text, add_bos)
 
-    monkeypatch.setattr(tokenizer.Tokenizer, "encode", encode)
-    assert main([*models, "--prompt=Ada", "--prompt=Boris", *SIZES]) == 0
+    def checking(*args: Any, name: str) -> decoder.CheckedPrompt:
+        checked.append(name)
+        return check(*args, name=name)
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", encoding)
+    monkeypatch.setattr(decoder, "check_prompt", checking)
+    arguments = [*models, "--prompt=Ada", "--prompt=Boris", "--rule=exact"]
+    assert main([*arguments, "--compare", *SIZES]) == 0
     assert encoded == ["Ada", "Boris"]
+    assert checked == ["Prompt 1", "Prompt 2"]
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == encoded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ from jaxtyping import Array, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.errors import FlyJaxError
+from fly_jax.parameters import check_parameters, parameter
 from fly_jax.verification.sampling import Sampling
+
+Match = Literal["earliest", "latest"]
 
 
 @jax.tree_util.register_static
@@ -28,21 +31,29 @@ class Lookup(Drafter):
       match: the first or the last earlier occurrence (the reference code takes the first).
     """
 
-    max_ngram: int = 4
-    min_ngram: int = 1
-    num_tokens: int = 6
-    match: Literal["earliest", "latest"] = "latest"
+    max_ngram: int = parameter(
+        4,
+        "longest n-gram that the next tokens are looked up by in the text so far",
+        name="prompt_lookup_max", low=1,
+    )  # fmt: skip
+    min_ngram: int = parameter(1, "shortest such n-gram", name="prompt_lookup_min", low=1)
+    num_tokens: int = parameter(
+        6,
+        "tokens that the lookup proposes to a draft model at a time",
+        name="prompt_lookup_tokens", low=1,
+    )  # fmt: skip
+    match: Match = parameter(
+        "latest",
+        "which earlier occurrence counts",
+        name="prompt_lookup_match", choices=get_args(Match), flag=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram:
+        check_parameters(self)
+        if self.min_ngram > self.max_ngram:
             raise FlyJaxError(
                 f"The lookup was given n-grams of {self.min_ngram} to {self.max_ngram} tokens; it "
-                "needs 1 <= prompt_lookup_min <= prompt_lookup_max: correct the two flags."
-            )
-        if self.num_tokens < 1:
-            raise FlyJaxError(
-                f"The lookup was given {self.num_tokens} tokens to propose; it needs at least 1: "
-                "correct prompt_lookup_tokens, or set prompt_lookup_max to 0 for no lookup."
+                "needs prompt_lookup_min <= prompt_lookup_max: correct the two."
             )
 
     may_fall_short = True

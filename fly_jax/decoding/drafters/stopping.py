@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from fly_jax.errors import FlyJaxError
+from fly_jax.parameters import check_parameters, parameter
 
 # Below any bound: the threshold of a row that does not stop.
 NEVER = -math.inf
@@ -38,18 +38,29 @@ class EntropyStop:
       FlyJaxError: a value outside its range.
     """
 
-    gamma: float = 0.2
-    share: float = 0.4
-    first: float = 0.2
-    step: float = 0.05
+    gamma: float = parameter(
+        0.2,
+        "draft_stop: weight of the draft model's entropy",
+        name="draft_stop_gamma", above=0.0, flag=False,
+    )  # fmt: skip
+    share: float = parameter(
+        0.4,
+        "draft_stop: share of the drafted tokens that is wanted to be accepted",
+        name="draft_stop_share", above=0.0, below=1.0, flag=False,
+    )  # fmt: skip
+    first: float = parameter(
+        0.2,
+        "draft_stop: threshold of a row of which nothing has been seen",
+        name="draft_stop_first", low=0.0, high=1.0, flag=False,
+    )  # fmt: skip
+    step: float = parameter(
+        0.05,
+        "draft_stop: how fast the threshold moves",
+        name="draft_stop_step", low=0.0, flag=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not (self.gamma > 0 and 0 < self.share < 1 and 0 <= self.first <= 1 and self.step >= 0):
-            raise FlyJaxError(
-                f"Early stopping was given gamma={self.gamma}, share={self.share}, "
-                f"first={self.first} and step={self.step}; gamma must be above 0, share and first "
-                "between 0 and 1, and step at least 0: correct them."
-            )
+        check_parameters(self)
 
     def stops(
         self, logits: Float[Array, "rows time vocab"], threshold: Float32[Array, " rows"]

@@ -64,7 +64,7 @@ class Fly(Loose):
     window: WindowKind = parameter(
         "paper",
         "fly: the window of the paper, or that of the reference code, which is one shorter",
-        choices=get_args(WindowKind), static=True,
+        choices=get_args(WindowKind), flag=False, static=True,
     )  # fmt: skip
     window_mismatches: Count = parameter(
         0, "fly: mismatches that a window may hold, if each passes the gate", low=0

@@ -1,0 +1,59 @@
+"""Drafters by name, beside draft models: a drafter is its file and its registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.llama import Llama
+
+NGRAM = "ngram"  # the lookup alone
+
+Build = Callable[[Llama, RoundSpec], Drafter]
+
+_BUILDS: dict[str, Build] = {}
+
+
+def register_drafter(name: str, build: Build) -> None:
+    """Makes a drafter known by a name, which can then be given wherever a draft model can.
+
+    Args:
+      name: stands before a folder or hub id that is called so.
+      build: the drafter for a target and the rounds that it is to draft for.
+
+    Raises:
+      FlyJaxError: another drafter has the name.
+    """
+    if name in _BUILDS and _BUILDS[name] is not build:
+        raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")
+    _BUILDS[name] = build
+
+
+def is_registered(name: str) -> bool:
+    """Whether a drafter has this name."""
+    return name in _BUILDS
+
+
+def build_drafter(name: str, target: Llama, spec: RoundSpec) -> Drafter:
+    """The drafter of a name.
+
+    Raises:
+      FlyJaxError: there is none.
+    """
+    if name not in _BUILDS:
+        raise FlyJaxError(
+            f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "
+            "register yours with register_drafter."
+        )
+    return _BUILDS[name](target, spec)
+
+
+def _ngram(target: Llama, spec: RoundSpec) -> Drafter:
+    del target
+    return spec.lookup or Lookup()
+
+
+register_drafter(NGRAM, _ngram)

@@ -223,7 +223,8 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     if shards > 1:
         assert collectives, "a sharded vocabulary must be merged somehow"
     assert (expected.asked is not None) == (sampling is not None)
-    positions = SHARDED_ROWS * (DRAFTED + 1)
+    # The distributions of target and draft are processed together.
+    positions = SHARDED_ROWS * (DRAFTED + 1) * (1 if sampling is None else 2)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
     numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1
     if sampling is not None and sampling.top_k is not None:

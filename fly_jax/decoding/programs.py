@@ -1,4 +1,4 @@
-"""The two compiled programs of decoding, prefill and rounds, and the models as they take them."""
+"""The compiled programs of decoding, prefill and rounds, and the models as they take them."""
 
 from __future__ import annotations
 

@@ -248,6 +248,7 @@ class Decoder:
 
     def lower_rounds(self, state: DecodeState) -> Lowered:
         """The program of a dispatch, given the abstract state that prefilling leaves."""
+        self._refresh()
         return cast(Lowered, self._programs.run(state, self._inputs))
 
     def checked(self, prompts: Sequence[Sequence[int]]) -> list[CheckedPrompt]:

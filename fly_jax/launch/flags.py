@@ -230,8 +230,13 @@ def add_prompt_flags(into: Flags, group: str) -> None:
     into.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
 
 
-def add_decoding_flags(into: Flags) -> None:
-    """Adds a flag for every parameter of decoding that has one; None is 'not given'."""
+def add_decoding_flags(into: Flags, without: Sequence[str] = ()) -> None:
+    """Adds a flag for every parameter of decoding that has one; None is 'not given'.
+
+    Args:
+      into: the command's flags.
+      without: names of parameters that do not matter to the command.
+    """
     into.string(
         "Decoding", "config", None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
@@ -239,7 +244,7 @@ def add_decoding_flags(into: Flags) -> None:
     )  # fmt: skip
     for group, declared in parameter_groups().items():
         for one in declared:
-            if one.flag:
+            if one.flag and one.name not in without:
                 into.parameter(group, one)
 
 

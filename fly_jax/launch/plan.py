@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fly_jax.launch.flags import Flags
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, add_decoding_flags, config_from_flags
 
-if TYPE_CHECKING:  # JAX is imported only when the flags are good
+if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators alone
     from absl.flags import FlagValues
 
+    from fly_jax.decoding.spec import RoundSpec
     from fly_jax.models.config import LlamaConfig
     from fly_jax.planning.request import Request
 
@@ -26,6 +28,7 @@ chip's memory, what travels between the chips, and how fast decoding would be at
 Examples:
   python -m fly_jax.launch plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8
   python -m fly_jax.launch plan --target llama-3.1-70b --draft llama-3.1-8b --chip h200 --mesh 2
+  python -m fly_jax.launch plan --config configs/fly_llama3_405b.toml --num_speculative_tokens auto
 
 {flags}
 """
@@ -49,7 +52,6 @@ def main(arguments: Sequence[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")
 
-    from fly_jax.errors import FlyJaxError
     from fly_jax.planning.plan import make_plan
     from fly_jax.planning.table import table
 
@@ -78,7 +80,7 @@ def _flags() -> Flags:
     flags.string(group, "chip", "v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
     flags.string(group, "mesh", "8x8", "chips along each axis; their product is that of a slice")
     flags.boolean(group, "no_compile", "count from shapes alone, without libtpu")
-    group = "Decoding"
+    group = "Size"
     flags.integer(
         group, "context", 8192, "tokens of a row, prompt and new ones together", lower_bound=2
     )
@@ -88,11 +90,13 @@ def _flags() -> Flags:
         lower_bound=1,
     )  # fmt: skip
     flags.integer(group, "batch_size", 1, "rows decoded together", lower_bound=1)
-    flags.integer(group, "num_speculative_tokens", 25, "draft tokens of a round (K)", lower_bound=1)
     flags.number(
         group, "mean_accepted_tokens", None,
         "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
     )  # fmt: skip
+    # What is looked up on the host is the same to a chip, whatever it says.
+    add_decoding_flags(flags, without=("protect", "memory", "csd_min_count"))
+    flags.boolean("Decoding", "audits", "rounds report on every token, as for generate --audit")
     group = "Output"
     flags.boolean(group, "json", "the plan as one JSON object on standard output")
     flags.boolean(group, "help", "show this")
@@ -100,7 +104,7 @@ def _flags() -> Flags:
 
 
 def _request(values: FlagValues) -> Request:
-    from fly_jax.planning.request import Request, default_round
+    from fly_jax.planning.request import Request
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
@@ -113,10 +117,29 @@ def _request(values: FlagValues) -> Request:
         context=values.context,
         prompt_length=values.prompt_length,
         rows=values.batch_size,
-        spec=default_round(values.num_speculative_tokens),
+        spec=_round(values),
         mean_accepted_tokens=values.mean_accepted_tokens,
         compiles=not values.no_compile,
     )
+
+
+def _round(values: FlagValues) -> RoundSpec:
+    """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
+    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.planning.speed import PUBLISHED_K
+
+    config = config_from_flags(values)
+    if values.config is None:
+        if values.num_speculative_tokens is None:
+            config = config.replace(num_speculative_tokens=PUBLISHED_K)
+        if values.rule is None and config.largest_k <= config.window_size:
+            config = config.replace(rule="exact")
+    if not config.num_drafted:
+        raise FlyJaxError(
+            "The rule is autoregressive, which every plan shows beside speculation; give the rule "
+            "that drafts are to be verified with."
+        )
+    return RoundSpec.of(config, num_drafts=1, audits=values.audits)
 
 
 def _config(name: str) -> LlamaConfig:

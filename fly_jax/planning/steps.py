@@ -28,6 +28,7 @@ from fly_jax.models.llama import Llama, Parameters, parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Exact
 from fly_jax.verification.sampling import Sampling
@@ -108,7 +109,8 @@ def compiled_steps(
     compiles = functools.partial(
         _compile, layout=target.layout, large=large, most=spec.num_speculative_tokens
     )
-    decoder = Decoder(*models, spec, capacity=capacity, batch_size=rows)
+    memory = CorrectionMemory("") if spec.rule.uses_memory or spec.reports_mismatches else None
+    decoder = Decoder(*models, spec, capacity=capacity, batch_size=rows, memory=memory)
     lowered = decoder.lower_prefill(prompt_length)
     step, compiled = compiles("prefill", lowered)
     yield step

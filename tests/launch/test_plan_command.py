@@ -6,10 +6,17 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fly_jax.decoding.config import AUTO_DEPTHS
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.launch.__main__ import main
+from fly_jax.planning import plan as plan_module
+from fly_jax.planning.plan import Plan
+from fly_jax.planning.request import Request
+from fly_jax.verification.sampling import Sampling
 
 H200 = ("--chip=h200", "--mesh=8", "--target=llama-3.1-70b")
 STEP_KEYS = {
@@ -90,8 +97,57 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
+        ["--prompt_lookup_max=4", "--num_speculative_tokens=auto", "--draft_stop=entropy"],
+        ["--boundary=defer", "--level_speculative_tokens=3", "--window_size=4"],
+        ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
+        ["--rule=csd", "--nocsd_online"],
+    ],
+)
+def test_every_round_is_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    made: list[RoundSpec] = []
+    original = plan_module.make_plan
+
+    def make(request: Request, *rest: Any) -> Plan:
+        made.append(request.spec)
+        return original(request, *rest)
+
+    monkeypatch.setattr(plan_module, "make_plan", make)
+    assert planned(capsys, *H200, "--no_compile", *arguments)["fits"]
+    (spec,) = made
+    given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
+    assert spec.audits == ("audits" in given)
+    assert (spec.lookup is not None) == ("prompt_lookup_max" in given)
+    assert (spec.draft_stop is not None) == ("draft_stop" in given)
+    assert spec.boundary == given.get("boundary", "reject")
+    assert spec.sampling == (Sampling(0.7, 40, 0.9) if "temperature" in given else None)
+    assert spec.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())
+    assert spec.rule.uses_memory == (given.get("rule") == "csd")
+    assert (spec.rule.budget is not None) == ("risk_budget" in given)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_what_would_run_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ("--target=llama-3.2-1b", "--draft=llama-3.2-1b", "--chip=v5e", "--mesh=2x2")
+    options = ("--prompt_lookup_max=4", "--num_speculative_tokens=auto")
+    plan = planned(capsys, *models, "--context=512", *options)
+    assert {step["source"] for step in plan["steps"].values()} == {"compiled"}
+    a_round = plan["steps"]["round"]
+    assert a_round["copies"] == []
+    assert any(one["kind"] == "all-reduce" for one in a_round["collectives"])
+    assert a_round["peak_bytes_per_chip"] > a_round["temporary_bytes_per_chip"] > 0
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--rule=autoregressive"], ["autoregressive", "every plan"]),
+        (["--rule=fly", "--num_speculative_tokens=3"], ["window_size=6"]),
+        (["--prompt_lookup_max=-1"], ["prompt_lookup_max is -1"]),
         (["--chip=v9"], ["no chip 'v9'", "v5e", "h200"]),
         (["--mesh=3x3"], ["mesh 3x3 needs 9 chips", "64"]),
         (["--mesh=8by8"], ["'8by8' is not a mesh"]),

@@ -120,8 +120,6 @@ def round_hlo(
     decoder = Decoder(
         models[0], models[1:], spec, capacity=capacity, batch_size=rows, memory=memory
     )
-    if memory is not None:
-        decoder._refresh()
     state = abstract_state(decoder, [model.layout for model in models], prompt)
     sharding = models[0].parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.

@@ -148,6 +148,12 @@ class DecodingConfig:
                 f"The rule csd is greedy and the temperature is {self.temperature}; give "
                 "temperature 0, or a rule without csd."
             )
+        if "lossy" in names and self.temperature == 0 and self.lossy_threshold > 0.5:
+            raise FlyJaxError(
+                f"lossy_threshold is {self.lossy_threshold} and decoding is greedy: a draft token "
+                "that probable is the target's own choice, so nothing would be rescued; give at "
+                "most 0.5."
+            )
         if self.risk_budget is None and (self.risk_per_token, self.risk_per_block) != (None, None):
             raise FlyJaxError(
                 "risk_per_token or risk_per_block was given without risk_budget, of which they are "

@@ -174,6 +174,7 @@ def test_the_comparison_is_with_the_rule_that_was_asked_for(
         (["--rule=csd", "--update_memory"], ["give --memory as well"]),
         (["--rule=csd", "--update_memory", "--memory=x", "--nocsd_online"], ["--csd_online"]),
         (["--rule=csd", "--csd_min_count=-1"], ["csd_min_count"]),
+        (["--rule=lossy", "--lossy_threshold=0.7"], ["lossy_threshold", "0.5"]),
         (["--rule=lossy", "--lossy_threshold=1.7"], ["lossy_threshold", "at most 1"]),
         (["--rule=lenience", "--lenience=0"], ["lenience is 0"]),
         (["--rule=margin", "--margin_gap=nan"], ["margin_gap"]),

@@ -141,9 +141,7 @@ def test_what_would_run_is_compiled(
     assert {step["source"] for step in plan["steps"].values()} == {"compiled"}
     a_round = plan["steps"]["round"]
     # So small matrices are copied into another order; test_no_copies_on_slices has real ones.
-    for one in a_round["copies"]:
-        assert one["operation"] in ("copy", "fusion", "transpose")
-        assert one["bytes"] > 0
+    assert all(one["bytes"] > 0 and one["count"] >= 1 for one in a_round["copies"])
     assert any(one["kind"] == "all-reduce" for one in a_round["collectives"])
     assert a_round["peak_bytes_per_chip"] > a_round["temporary_bytes_per_chip"] > 0
 

@@ -174,15 +174,22 @@ class Decoder:
     def warm_up(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> None:
         """Compiles what decoding these prompts needs; the memory learns nothing from it."""
         prompts = self.checked(prompts)
+        self._refresh()
+        compiled: set[tuple[int, ...]] = set()
         for batch in like_lengths(prompts, self.batch_size):
             some = [prompts[index] for index in batch]
-            self._refresh()
+            # What programs differ by: few batches of many have others than those before them.
+            capacity = self._capacity(some, max_new_tokens)
+            reach = self._reach(some, max_new_tokens, capacity).all()
+            bucket = bucket_for(max(map(len, some)), self.batch_size)
+            if (bucket, capacity, *reach) in compiled:
+                continue
+            compiled.add((bucket, capacity, *reach))
             if self.spec.depths and self._seconds is None:
                 self._seconds = self._measure(some)
             # Rows that are finished from the start take no round.
             state = self._admit(some, max_new_tokens, 0, self._seconds, finished=True)
-            reach = self._reach(some, max_new_tokens, state.target.capacity)
-            for attended in reach.all():
+            for attended in reach:
                 state = self._programs.run(state.attending(attended), self._inputs)[0]
 
     def _refresh(self) -> None:

@@ -79,7 +79,7 @@ def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Ro
     levels = strictness.levels(rounds)
     rescues = []
     for value in values:
-        one = dataclasses.replace(config, **{strictness.name: value})
+        one = config.replace(**{strictness.name: value})
         found = replay(
             rounds, one.to_rule(), protected=np.asarray(decoder.protected), eos_token_ids=EOS
         )

@@ -20,7 +20,7 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.round import RoundSpec
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
 from fly_jax.verification.rules import Csd, Exact, Rule

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.errors import FlyJaxError
 
-if TYPE_CHECKING:  # patterns are checked before JAX is imported
+if TYPE_CHECKING:
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 

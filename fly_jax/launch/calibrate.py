@@ -30,7 +30,7 @@ from fly_jax.launch.flags import (
 )
 from fly_jax.launch.inputs import Inputs, Prompt, load_models, open_inputs, read_prompts, say
 
-if TYPE_CHECKING:  # JAX is imported only when the flags and the prompts are good
+if TYPE_CHECKING:
     from absl.flags import FlagValues
 
 _HELP = """\

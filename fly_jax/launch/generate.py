@@ -32,7 +32,7 @@ from fly_jax.launch.inputs import (
     say,
 )
 
-if TYPE_CHECKING:  # JAX is imported only when the flags are good
+if TYPE_CHECKING:
     from absl.flags import FlagValues
 
     from fly_jax.decoding.config import DecodingConfig

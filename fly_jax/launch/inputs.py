@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fly_jax.errors import FlyJaxError
 from fly_jax.training.problems import Problem, problems
 
-if TYPE_CHECKING:  # JAX is imported only when the flags are good
+if TYPE_CHECKING:
     from absl.flags import FlagValues
 
     from fly_jax.decoding.config import DecodingConfig

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.protection import compile_patterns
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.tokenizers.patterns import compile_patterns
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
 from fly_jax.verification.expression import LOSSLESS_RULES, combined, rule_names
 from fly_jax.verification.rules import RULES, Budget, Exact, Loose, Rule
@@ -228,13 +229,8 @@ class DecodingConfig:
             rule = self._made(Budget, rule=rule)
         if self.boundary == "reject":
             rule.check(self.largest_k)
-        elif self.temperature > 0 or not rule.longest_window or rule.has_lax_windows:
-            raise FlyJaxError(
-                f"boundary is 'defer' with the rule {self.rule}, temperature "
-                f"{self.temperature:g} and window_mismatches {self.window_mismatches}; windows "
-                "are deferred in greedy decoding, with a rule that has one, such as fly, and "
-                "without mismatches in it: change them, or leave boundary at 'reject'."
-            )
+        else:
+            check_deferral(rule, self.to_sampling())
         return rule
 
     def _made(self, declaring: type[_Declaring], **other: Any) -> _Declaring:

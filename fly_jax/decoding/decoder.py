@@ -23,14 +23,14 @@ from fly_jax.decoding.capacity import (
 )
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Generation, Settled
-from fly_jax.decoding.programs import Programs, drafter_of
+from fly_jax.decoding.programs import Programs, drafter_of, prefill_piece
 from fly_jax.decoding.reports import token_reports
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.sharding.processes import decide, share
+from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Why
 
@@ -227,7 +227,7 @@ class Decoder:
                 if repeat:
                     seconds[depth] = min(seconds[depth], taken) if repeat > 1 else taken
         if self._programs.spans_processes:  # which must all choose the same
-            seconds = np.asarray(share(seconds.tolist()), np.float32)
+            seconds = np.asarray(broadcast(seconds.tolist()), np.float32)
         return seconds
 
     @property
@@ -252,6 +252,19 @@ class Decoder:
         """
         prompts = [[0] * prompt_length] * self.batch_size
         return cast(Lowered, self._admit(self.checked(prompts), 1, 0))
+
+    def lower_last_piece(self, state: DecodeState, prompt_length: int) -> Lowered | None:
+        """The program that takes in the last piece of prompts; None where the first is all.
+
+        It attends to all that was taken in before.
+
+        Args:
+          state: the abstract state that the pieces before it leave.
+          prompt_length: of the prompts.
+        """
+        piece = prefill_piece(self.batch_size)
+        start = bucket_for(prompt_length, self.batch_size) - piece
+        return cast(Lowered, self._programs.take_in(state, piece, start)) if start > 0 else None
 
     def lower_rounds(self, state: DecodeState) -> Lowered:
         """The program of a dispatch, given the abstract state that prefilling leaves."""
@@ -339,8 +352,12 @@ class Decoder:
         return self._programs.admit(text, lengths, limits, seeds, bucket, budget, seconds)
 
     def _goes_on(self, is_live: bool) -> bool:
-        """Whether there is another dispatch; process 0's word where the mesh is of several."""
-        return decide(is_live) if self._programs.spans_processes else is_live
+        """Whether there is another dispatch; process 0's word where the mesh is of several.
+
+        What the hosts read of a round is the same on all, so they would agree by themselves; but
+        only process 0 knows of what is not in the arrays.
+        """
+        return bool(broadcast(is_live)) if self._programs.spans_processes else is_live
 
     def _read(
         self, output: RoundOutput, generations: list[Generation], live: set[int]

@@ -17,8 +17,10 @@ from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
 from fly_jax.decoding.reports import Reports, no_reports
+from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import TargetEvidence
-from fly_jax.verification.rules import Verdict, Why
+from fly_jax.verification.rules import Rule, Verdict, Why
+from fly_jax.verification.sampling import Sampling
 
 # Mismatches come in clusters, so that a window which lacks few tokens is completed less often than
 # the rate of single tokens promises. Chosen on the embedded pair: benchmarks/deferral.py has what
@@ -51,6 +53,21 @@ class OpenWindow:
     def is_open(self) -> Bool[Array, " rows"]:
         """The row has a provisional end."""
         return self.remaining > 0
+
+
+def check_deferral(rule: Rule, sampling: Sampling | None) -> None:
+    """Raises FlyJaxError for a rule whose windows cannot stay open."""
+    if rule.longest_window == 0 or sampling is not None or rule.has_lax_windows:
+        given = type(rule).__name__
+        if rule.has_lax_windows:
+            given += " with window_mismatches"
+        if sampling is not None:
+            given += " and a temperature above 0"
+        raise FlyJaxError(
+            f"boundary is 'defer' with the rule {given}; windows are deferred in greedy decoding, "
+            "with a rule that has one, such as fly, and without mismatches in it: change the rule, "
+            "window_mismatches or temperature, or leave boundary at 'reject'."
+        )
 
 
 def most_provisional(window_size: int) -> int:

@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.config_files import default_config
-from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.decoder import CheckedPrompt, Decoder, check_prompt
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.protection import matching_tokens
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
@@ -27,7 +26,7 @@ from fly_jax.models.llama import Llama, parameter_specs
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
-from fly_jax.sharding.processes import together
+from fly_jax.sharding.processes import joint_errors
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
@@ -138,7 +137,7 @@ class Pair:
             batch_size=batch_size,
             protected_token_ids=(
                 *self.tokenizer.control_token_ids,
-                *matching_tokens(self.tokenizer, protect),
+                *self.tokenizer.matching(protect),
             ),
             memory=memory,
         )
@@ -164,6 +163,19 @@ class OpenPair:
     default_dtype: Dtype
     is_embedded: bool
     drafter: str | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Of the target."""
+        return self.target.config.max_context
+
+    def encode(self, text: str, *, name: str = "The prompt") -> CheckedPrompt:
+        """The text's tokens, for a decoder of this pair.
+
+        Raises:
+          FlyJaxError: the target cannot continue them; see `check_prompt`.
+        """
+        return check_prompt(self.target.tokenizer.encode(text), self.target.config, name=name)
 
 
 def open_pair(
@@ -250,8 +262,8 @@ def load_pair(
             )
         opened = target
     else:
-        name = target
-        opened = together(lambda: open_pair(name, draft, revision=revision))
+        with joint_errors():
+            opened = open_pair(target, draft, revision=revision)
     devices = spec if isinstance(spec, Mesh) else _created(spec)
     dtype = dtype or opened.default_dtype
     int8 = dtype == "int8"

@@ -161,14 +161,18 @@ class Programs:
             None if budget is None else self.put(budget, (None,)),
             None if seconds is None else self.put(seconds, (None,)),
         )
-        if not self._is_abstract:  # of which the first piece stands for all
+        if not self._is_abstract:  # whose first piece is lowered, and no state comes of it
             for start in range(piece, bucket, piece):
-                begin = self.put(np.asarray(start, np.int32), ())
-                attended = 1 << (start - 1).bit_length()
-                state = _take_in(
-                    self._shapes, piece, attended, self._parameters, self._drafter, state, begin
-                )
+                state = self.take_in(state, piece, start)
         return cast(DecodeState, state)
+
+    def take_in(self, state: DecodeState, piece: int, start: int) -> DecodeState:
+        """Runs `piece` more tokens of the prompts, from `start` on; the state is donated."""
+        attended = 1 << (start - 1).bit_length()
+        begin = self.put(np.asarray(start, np.int32), ())
+        return self._call(
+            _take_in, self._shapes, piece, attended, self._parameters, self._drafter, state, begin
+        )
 
     def run(self, state: DecodeState, inputs: RuleInputs) -> tuple[DecodeState, RoundOutput]:
         """One dispatch; the state is donated."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fly_jax.decoding.config import AUTO_DEPTHS, Boundary, DecodingConfig
+from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
@@ -120,15 +121,8 @@ class RoundSpec:
                 f"level_speculative_tokens is {self.level_speculative_tokens}; a draft model "
                 "proposes at least 1 token at a time: give larger numbers."
             )
-        if self.boundary == "defer" and (
-            self.rule.longest_window == 0 or self.sampling is not None or self.rule.has_lax_windows
-        ):
-            raise FlyJaxError(
-                f"boundary='defer' was asked for with the rule {type(self.rule).__name__}; it "
-                "defers the windows of greedy decoding, without mismatches in them: choose a rule "
-                "with such a window, as Fly has by default, and temperature 0, or "
-                "boundary='reject'."
-            )
+        if self.boundary == "defer":
+            check_deferral(self.rule, self.sampling)
 
     @property
     def deferred_window(self) -> int:

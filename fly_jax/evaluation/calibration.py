@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.processes import process_id, share, together
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 _SECONDS_BETWEEN_SAVES = 10.0
@@ -94,14 +94,11 @@ def begin_memory(
       FlyJaxError: as `fill_memory`, on every process.
     """
     run = _digest(prompts, num_speculative_tokens, max_new_tokens, models)
-
-    def begun() -> tuple[CorrectionMemory, int]:
-        if process_id() != 0:
-            return CorrectionMemory(vocabulary), 0
-        return _begun(path, vocabulary, run)
-
-    memory, done = together(begun)
-    return memory, share(done)
+    memory, done = CorrectionMemory(vocabulary), 0
+    with joint_errors():
+        if process_id() == 0:
+            memory, done = _begun(path, vocabulary, run)
+    return memory, broadcast(done)
 
 
 def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int]:

@@ -16,7 +16,7 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
 from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
-from fly_jax.sharding.processes import process_id, share
+from fly_jax.sharding.processes import broadcast, process_id
 from fly_jax.verification.expression import rule_names
 from fly_jax.verification.rules import Budget, Loose, Rule
 
@@ -225,7 +225,7 @@ def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
         for index, one in enumerate(found)
         if one.rate <= allowed
     ]
-    index = share(max(within)[2] if within else None)  # that all processes decode with the same
+    index = broadcast(max(within)[2] if within else None)  # that all processes decode with the same
     return None if index is None else found[index]
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
+from fly_jax.sharding.processes import process_id
 
 if TYPE_CHECKING:
-    from absl.flags import FlagValues
-
     from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.verification.evidence import Entropy
@@ -28,8 +28,6 @@ def check_audit(path: Path) -> None:
     Raises:
       FlyJaxError: it cannot.
     """
-    from fly_jax.sharding.processes import process_id
-
     if process_id() == 0:
         check_writable(path)
 
@@ -96,8 +94,6 @@ def auditing(
     ids: Sequence[Sequence[int]],
 ) -> Iterator[Auditor]:
     """Opens the audit."""
-    from fly_jax.sharding.processes import process_id
-
     measure = decoder.spec.needs.entropy
     assert measure is not None
     settings = {**config.to_dict(), "max_new_tokens": values.max_new_tokens}

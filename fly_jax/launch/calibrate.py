@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -29,9 +30,7 @@ from fly_jax.launch.flags import (
     decoding_overrides,
 )
 from fly_jax.launch.inputs import Inputs, Prompt, load_models, open_inputs, read_prompts, say
-
-if TYPE_CHECKING:
-    from absl.flags import FlagValues
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _HELP = """\
 python -m fly_jax.launch calibrate --prompts_file FILE (--memory OUT | --gate OUT BOUND) [flags]
@@ -151,17 +150,13 @@ def _check_flags(values: FlagValues) -> None:
 
 def _run(values: FlagValues, command: str) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
-    from fly_jax.sharding.processes import process_id, together
-
-    def begin() -> tuple[DecodingConfig, list[Prompt]]:
+    prompts: list[Prompt] = []
+    with joint_errors():
         config = _config(values)
-        if process_id() != 0:
-            return config, []
-        if values.gate is not None:
-            check_new(Path(values.gate))
-        return config, read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
-
-    config, prompts = together(begin)
+        if process_id() == 0:
+            if values.gate is not None:
+                check_new(Path(values.gate))
+            prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
     inputs = open_inputs(values, config, prompts)
     if values.gate is None:
         _fill(values, config, inputs)
@@ -188,7 +183,6 @@ def _bound(values: FlagValues) -> Bound:
 
 def _find(values: FlagValues, config: DecodingConfig, inputs: Inputs, command: str) -> None:
     from fly_jax.evaluation.gate import check_prompts, find_gate
-    from fly_jax.sharding.processes import process_id
 
     check_prompts(inputs.ids)
     gate = find_gate(
@@ -210,18 +204,17 @@ def _find(values: FlagValues, config: DecodingConfig, inputs: Inputs, command: s
 def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.identity import identity
-    from fly_jax.sharding.processes import process_id, share, together
 
-    def which_models() -> str:
-        if process_id() != 0:
-            return ""
-        # What the draft models below the first one are does not change a token.
-        models = inputs.models
-        dtype = values.dtype or models.default_dtype
-        draft = models.drafter or identity(models.drafts[0].folder)
-        return " ".join([identity(models.target.folder), draft, dtype])
-
-    path, which = Path(values.memory), share(together(which_models))
+    which = ""
+    with joint_errors():
+        if process_id() == 0:
+            # What the draft models below the first one are does not change a token.
+            models = inputs.models
+            draft = models.drafter or identity(models.drafts[0].folder)
+            which = " ".join(
+                [identity(models.target.folder), draft, values.dtype or models.default_dtype]
+            )
+    path, which = Path(values.memory), broadcast(which)
     sizes = (config.most_drafted, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)

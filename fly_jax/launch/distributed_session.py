@@ -7,12 +7,19 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+
+import jax
+from absl.flags import FlagValues
 
 from fly_jax.errors import FlyJaxError
-
-if TYPE_CHECKING:
-    from absl.flags import FlagValues
+from fly_jax.launch import crash_handler
+from fly_jax.sharding.processes import (
+    HEARTBEAT_SECONDS,
+    broadcast,
+    check_same,
+    detect_process,
+    initialize,
+)
 
 # Added to what the service takes to miss a process.
 _MARGIN_SECONDS = 15
@@ -34,14 +41,6 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
       FlyJaxError: the flags do not say which processes there are, or the command is not the same
         on all of them.
     """
-    from fly_jax.sharding.processes import (
-        HEARTBEAT_SECONDS,
-        check_same,
-        detect_process,
-        initialize,
-        share,
-    )
-
     process = detect_process(
         values.coordinator_address,
         values.num_processes,
@@ -51,8 +50,6 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
     if process is None:
         yield
         return
-    from fly_jax.launch import crash_handler
-
     handler = crash_handler.install(process, values.coordinator_timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -62,7 +59,7 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
     try:
         check_same({name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS})
         yield
-        share("done")  # process 0 may still be writing
+        broadcast("done")  # process 0 may still be writing
     except (FlyJaxError, OSError):
         raise
     except Exception as error:
@@ -74,6 +71,4 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
 
 def _is_of_another(error: Exception) -> bool:
     """Whether it may come of another process's end: a collective or a message that failed."""
-    import jax
-
     return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from absl.flags import FlagValues
+
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.distributed_session import distributed_session
 from fly_jax.launch.flags import (
@@ -31,15 +34,13 @@ from fly_jax.launch.inputs import (
     read_prompts,
     say,
 )
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
-if TYPE_CHECKING:
-    from absl.flags import FlagValues
-
-    from fly_jax.decoding.config import DecodingConfig
+if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
-    from fly_jax.verification.correction_memory import CorrectionMemory
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -76,12 +77,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def _run(values: FlagValues) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
-    from fly_jax.sharding.processes import together
-
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    config, prompts = together(lambda: (_config(values, compares), _prompts(values)))
+    with joint_errors():
+        config, prompts = _config(values, compares), _prompts(values)
     inputs = open_inputs(values, config, prompts)
-    memory = _shared(together(lambda: _memory(values, config, inputs.models.target.tokenizer)))
+    with joint_errors():
+        memory = _memory(values, config, inputs.models.target.tokenizer)
+    _share(memory)
     pair = load_models(values, config, inputs)
     _decode(values, config, pair, memory, inputs)
     if compares:
@@ -163,8 +165,6 @@ def _has_draft(values: FlagValues) -> bool:
 
 def _prompts(values: FlagValues) -> list[Prompt]:
     """The prompts, in process 0; the others are told which tokens there are to go on from."""
-    from fly_jax.sharding.processes import process_id
-
     if process_id() != 0:
         return []
     if not _has_prompts(values):
@@ -179,9 +179,6 @@ def _memory(
     values: FlagValues, config: DecodingConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory | None:
     """What the rule begins with: the file that is named, which process 0 reads, or nothing yet."""
-    from fly_jax.sharding.processes import process_id
-    from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
-
     if not config.to_rule().uses_memory:
         return None
     path = None if config.memory is None or process_id() != 0 else Path(config.memory)
@@ -194,15 +191,12 @@ def _memory(
     return memory
 
 
-def _shared(memory: CorrectionMemory | None) -> CorrectionMemory | None:
-    """The memory as process 0 has read it: with different ones the devices would part ways."""
-    from fly_jax.sharding.processes import process_id, share
-
+def _share(memory: CorrectionMemory | None) -> None:
+    """Fills the memory with what process 0 read: with others the devices would part ways."""
     if memory is not None:
-        for draft_token, target_token, count in share(memory.counts()):
+        for draft_token, target_token, count in broadcast(memory.counts()):
             if process_id() != 0:
                 memory.add([(draft_token, target_token)], count)
-    return memory
 
 
 def _decode(
@@ -264,8 +258,6 @@ def _decode(
 @contextlib.contextmanager
 def _learning(values: FlagValues, config: DecodingConfig, decoder: Decoder) -> Iterator[None]:
     """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
-    from fly_jax.sharding.processes import process_id
-
     try:
         yield
     finally:

@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from absl.flags import FlagValues
+
+from fly_jax.compilation_cache import enable_compilation_cache
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
+from fly_jax.sharding.processes import broadcast, check_same, joint_errors, process_id
 from fly_jax.training.problems import Problem, problems
 
-if TYPE_CHECKING:
-    from absl.flags import FlagValues
-
-    from fly_jax.decoding.config import DecodingConfig
+if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import OpenPair, Pair
-    from fly_jax.sharding.mesh import MeshSpec
 
 _BUILT_IN_PROBLEMS = 8
 _BUILT_IN_SEED = 2511
@@ -60,8 +62,6 @@ class Inputs:
 
 def say(line: str) -> None:
     """Writes to standard error, where whatever is not a result goes, once for all processes."""
-    from fly_jax.sharding.processes import process_id
-
     if process_id() == 0:
         print(line, file=sys.stderr, flush=True)
 
@@ -77,10 +77,6 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
-    from fly_jax.compilation_cache import enable_compilation_cache
-    from fly_jax.sharding.mesh import parse_mesh, prepare_devices
-    from fly_jax.sharding.processes import check_same, process_id, share, together
-
     # What a file said may differ although the command is the same.
     check_same(json.loads(json.dumps(config.to_dict())))
     mesh = parse_mesh(values.mesh)
@@ -93,19 +89,14 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
     from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import open_pair
 
-    def begin() -> Inputs:
+    with joint_errors():
         models = open_pair(values.target, values.draft, revision=values.revision)
-        _check_sizes(config, models.target.config.max_context)
-        encoded = _encode(values, prompts, models) if process_id() == 0 else ([], [])
-        return Inputs(models, mesh, *encoded)
-
-    inputs = together(begin)
-    texts, ids = share([[(one.text, one.source) for one in inputs.prompts], inputs.ids])
-    if process_id() == 0:
-        return inputs
-    return dataclasses.replace(
-        inputs, prompts=[Prompt(*one) for one in texts], ids=[CheckedPrompt(one) for one in ids]
-    )
+        _check_sizes(config, models.max_context)
+        prompts, ids = _encode(values, prompts, models) if process_id() == 0 else ([], [])
+    texts, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
+    if process_id() != 0:
+        prompts, ids = [Prompt(*one) for one in texts], [CheckedPrompt(one) for one in ids]
+    return Inputs(models, mesh, prompts, ids)
 
 
 def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> Pair:
@@ -113,13 +104,12 @@ def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> P
     from fly_jax.decoding.capacity import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
     from fly_jax.models.layouts import Workload
-    from fly_jax.sharding.mesh import create_mesh, describe
 
     mesh = create_mesh(inputs.mesh)
     if mesh.size > 1:
         say(describe(mesh))
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
-    longest = min(longest, inputs.models.target.config.max_context)
+    longest = min(longest, inputs.models.max_context)
     workload = Workload(
         rows=min(values.batch_size, len(inputs.ids)),
         capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
@@ -149,17 +139,14 @@ def _encode(
     values: FlagValues, prompts: list[Prompt], models: OpenPair
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
     """The prompts that fit the context, and their tokens."""
-    from fly_jax.decoding.decoder import check_prompt
-
     fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:
-        ids = models.target.tokenizer.encode(prompt.text)
         try:
-            checked = check_prompt(ids, models.target.config, name=prompt.source)
+            ids = models.encode(prompt.text, name=prompt.source)
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
         else:
-            fitting.append((prompt, checked))
+            fitting.append((prompt, ids))
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]

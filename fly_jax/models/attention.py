@@ -19,8 +19,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, Entries, KVCache, rows_here
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
-_QUERY_AXES = ("rows", None, "q_heads", "head")
-
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
 
@@ -69,10 +67,11 @@ def attend_cached(
             query, key, value, cache.keys, cache.values, layer, cache.length,
             heads=here, attended=cache.attended, joins=jax.default_backend() == "cpu",
         )  # fmt: skip
-    query_spec = _evenly_shared(layout, query.shape, here.group)
+    split = query_axes(layout, query.shape[2], here.group)
+    query_spec = PartitionSpec(layout.spec(("rows",), query.shape[:1])[0], None, split or None)
     cache_spec = layout.spec(CACHE_AXES, cache.keys.shape)
     new_spec = PartitionSpec(*layout.spec(NEW_AXES, (1, *key.shape))[1:])
-    rows, split = axes_in(query_spec[0]), axes_in(query_spec[2])
+    rows = axes_in(query_spec[0])
     more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
     lengths = axes_in(cache_spec[3])
     gathered = tuple(name for name in split if name in (*more_rows, *lengths))
@@ -97,6 +96,26 @@ def attend_cached(
         out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
     )(query, key, value, cache.keys, cache.values, layer, cache.length)  # fmt: skip
+
+
+def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
+    """The mesh axes that split query heads: a device's share whole key/value heads, or one.
+
+    They are those of their matrix but where the heads of a device would be parts of several
+    groups: then fewer, and the compiler moves the queries.
+
+    Args:
+      layout: of the model.
+      num_heads: query heads of a layer.
+      group: query heads that share a key/value head.
+    """
+    axes = layout.axes_of("q_heads", num_heads)
+    while axes:
+        here = num_heads // layout.devices(axes)
+        if here % group == 0 or group % here == 0:
+            break
+        axes = axes[:-1]
+    return axes
 
 
 def attention(
@@ -272,22 +291,6 @@ def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | I
     if heads.kv_split:
         first -= jax.lax.axis_index(heads.kv_split) * kv_heads
     return first, needed
-
-
-def _evenly_shared(layout: Layout, shape: tuple[int, ...], group: int) -> PartitionSpec:
-    """How queries are split, so that each device's heads share whole key/value heads, or one.
-
-    That is as their matrix is split but where the heads of a device would be parts of several
-    groups: then over fewer axes, and the compiler moves them.
-    """
-    rows, _, split, _ = (*layout.spec(_QUERY_AXES, shape), None, None, None)[:4]
-    axes = axes_in(split)
-    while axes:
-        here = shape[2] // layout.devices(axes)
-        if here % group == 0 or group % here == 0:
-            break
-        axes = axes[:-1]
-    return PartitionSpec(rows, None, axes or None, None)
 
 
 def _some(values: Array, first: int | Int[Array, ""], count: int, axis: int) -> Array:

@@ -8,11 +8,12 @@ import itertools
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import parameter_specs
 from fly_jax.sharding.chips import Chip, group_of
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import RULES, Layout, axes_in
 
 # Part of a chip's memory that parameters and caches may take; the rest is for what programs need
 # while they run.
@@ -127,13 +128,10 @@ def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> 
     """Kinds of the exchanges over y that attention over the cache needs: see `attend_cached`."""
     shape = cache_shape(config, workload.rows, workload.capacity)
     _, rows, _, length, _ = layout.spec(CACHE_AXES, shape)
-    queries = layout.spec(
-        ("kv_heads", "q_heads"), (config.num_kv_heads, config.queries_per_kv_head)
-    )
-    is_split = queries[1] is not None
+    is_split = "y" in query_axes(layout, config.num_heads, config.queries_per_kv_head)
     if length is not None:
         return (("all-gather",) if is_split else ()) + ("all-reduce", "all-reduce")
-    if rows is not None and "y" in (rows if isinstance(rows, tuple) else (rows,)):
+    if "y" in axes_in(rows):
         return ("all-to-all", "all-to-all") if is_split else ("all-gather",)
     return ()
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
@@ -63,24 +64,21 @@ def pass_work(
         scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
         if spec.inputs and ((scores and logits) or name not in ("embedding", "unembedding")):
             matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
-    shape = cache_shape(config, workload.rows, workload.capacity)
-    entries = layout.shard_bytes(CACHE_AXES, shape, 1) / workload.capacity
-    heads = (config.num_kv_heads, config.queries_per_kv_head)
-    groups = axes_in(layout.spec(("kv_heads", "q_heads"), heads)[1])
-    # Devices that hold other rows or positions of the cache take all queries of a head.
-    cache = layout.spec(CACHE_AXES, shape)
-    shared = {name for entry in (cache[1], cache[3]) for name in axes_in(entry)}
-    split = layout.devices(tuple(name for name in groups if name not in shared))
-    queries = config.queries_per_kv_head / split
-    flops = 2 * rows * tokens * matrices + 4 * entries * workload.capacity * tokens * queries
+    cache = layout.spec(CACHE_AXES, cache_shape(config, workload.rows, workload.capacity))
+    # Devices that hold other rows or positions of the cache take all queries of their heads.
+    apart = (*axes_in(cache[1]), *axes_in(cache[3]))
+    split = query_axes(layout, config.num_heads, config.queries_per_kv_head)
+    split = tuple(name for name in split if name not in apart)
+    positions = config.num_layers * workload.rows * workload.capacity / layout.devices(apart)
+    attended = positions * tokens * config.num_heads / layout.devices(split)
+    flops = 2 * rows * tokens * matrices + 4 * attended * config.head_size
     num_bytes: float = parameter_bytes(layout, config, int8=workload.int8)
     if not config.tied_embeddings:
         num_bytes -= layout.shard_bytes(
             ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if workload.int8 else 2
         )
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
-    positions = entries * workload.capacity / config.head_size
-    score_bytes = 4 * positions * tokens * queries
+    score_bytes = 4 * attended
     if score_bytes / config.num_layers > vector_memory:
         num_bytes += 2 * score_bytes
     return Work(float(flops), num_bytes)

@@ -111,7 +111,10 @@ def compiled_steps(
     )
     memory = CorrectionMemory("") if spec.rule.uses_memory or spec.reports_mismatches else None
     decoder = Decoder(*models, spec, capacity=capacity, batch_size=rows, memory=memory)
-    lowered = decoder.lower_prefill(prompt_length)
+    first = decoder.lower_prefill(prompt_length)
+    begun = abstract_state(decoder, (target.layout, draft.layout), first)
+    # The last piece of a long prompt takes most: it attends to all pieces before it.
+    lowered = decoder.lower_last_piece(begun, prompt_length) or first
     step, compiled = compiles("prefill", lowered)
     yield step
     if compiled is None:
@@ -183,16 +186,16 @@ def _left_by(lowered: Lowered, compiled: Compiled) -> DecodeState:
 
 
 def abstract_state(
-    decoder: Decoder, layouts: Sequence[Layout | None], prompt_length: int
+    decoder: Decoder, layouts: Sequence[Layout | None], prefill: Lowered
 ) -> DecodeState:
     """The state that prefilling leaves, without compiling it: caches lie as their models do.
 
     Args:
       decoder: of abstract models.
       layouts: of the target and the drafts.
-      prompt_length: tokens of the prompts.
+      prefill: from `Decoder.lower_prefill`.
     """
-    state = _with_pace(decoder, cast(DecodeState, decoder.lower_prefill(prompt_length).out_info))
+    state = _with_pace(decoder, cast(DecodeState, prefill.out_info))
     placed = [layout for layout in layouts if layout is not None]
     if not placed:
         return state

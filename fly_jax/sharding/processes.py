@@ -14,8 +14,8 @@ import itertools
 import json
 import socket
 import warnings
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax._src import distributed
@@ -23,7 +23,6 @@ from jax._src.clusters import ClusterEnv
 
 from fly_jax.errors import FlyJaxError, file_trouble
 
-T = TypeVar("T")
 Json = Any
 
 # Without a sign of life for so long a process counts as lost, and JAX stops all the others.
@@ -180,7 +179,7 @@ def gather(value: Json) -> list[Json]:
     return [_await(f"{key}/{index}") for index in range(num_processes())]
 
 
-def share(value: Json) -> Json:
+def broadcast(value: Json) -> Json:
     """What process 0 gives. Every process must call it, in the same turn."""
     if num_processes() == 1:
         return value
@@ -201,19 +200,21 @@ def _await(key: str) -> Json:
                 raise
 
 
-def together(work: Callable[[], T]) -> T:
-    """Does what each process must do by itself, such as reading files, before they go on together.
+@contextlib.contextmanager
+def joint_errors() -> Iterator[None]:
+    """Around what each process does by itself, such as reading files: all succeed, or all fail.
 
     Raises:
-      JointError: on every process, with the same sentence, if the work failed on any of them.
-      FlyJaxError: as `work` raises it, where there is but one process.
+      JointError: on every process, with the same sentence, if one of them failed.
+      FlyJaxError: as it comes, where there is but one process.
       OSError: likewise.
     """
     if num_processes() == 1:
-        return work()
-    problem, result = None, None
+        yield
+        return
+    problem = None
     try:
-        result = work()
+        yield
     except FlyJaxError as error:
         problem = str(error)
     except OSError as error:
@@ -224,7 +225,6 @@ def together(work: Callable[[], T]) -> T:
         host, sentence = found[failed[0]]
         everywhere = len(failed) == len(found) and len({problem for _, problem in found}) == 1
         raise JointError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")
-    return result  # type: ignore[return-value]  # without a problem there is a result
 
 
 def check_same(settings: dict[str, Json]) -> None:
@@ -233,26 +233,14 @@ def check_same(settings: dict[str, Json]) -> None:
     Raises:
       JointError: on every process; it names the first setting that differs.
     """
-    first = share(settings)
-
-    def compare() -> None:
+    first = broadcast(settings)
+    with joint_errors():
         for name, wanted in first.items():
             if settings[name] != wanted:
                 raise FlyJaxError(
                     f"--{name} is {settings[name]} here and {wanted} on process 0; all processes "
                     "need the same command: correct one of them."
                 )
-
-    together(compare)
-
-
-def decide(flag: bool) -> bool:
-    """Process 0's decision, which all follow.
-
-    The host loop asks before each dispatch. What the hosts read of a round is the same on all, so
-    they would agree by themselves; but only one of them knows of what is not in the arrays.
-    """
-    return bool(share(flag))
 
 
 def _client() -> Any:

@@ -231,5 +231,5 @@ def test_the_budget_pays_for_what_stands() -> None:
     ],
 )
 def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
-    with pytest.raises(FlyJaxError, match="boundary='defer'"):
+    with pytest.raises(FlyJaxError, match="boundary is 'defer'"):
         RoundSpec(rule, 4, boundary="defer", sampling=sampling)

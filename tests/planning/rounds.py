@@ -120,7 +120,8 @@ def round_hlo(
     decoder = Decoder(
         models[0], models[1:], spec, capacity=capacity, batch_size=rows, memory=memory
     )
-    state = abstract_state(decoder, [model.layout for model in models], prompt)
+    prefill = decoder.lower_prefill(prompt)
+    state = abstract_state(decoder, [model.layout for model in models], prefill)
     sharding = models[0].parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"

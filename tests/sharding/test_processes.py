@@ -7,7 +7,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.processes import ProcessInfo, decide, detect_process, gather, share, together
+from fly_jax.sharding.processes import ProcessInfo, broadcast, detect_process, gather, joint_errors
 
 SLURM = {
     "SLURM_JOB_ID": "4096",
@@ -34,19 +34,13 @@ def in_slurm(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 def test_alone() -> None:
     assert detect_process() is None
     assert detect_process(num_processes=1) is None
-    assert share({"a": 1}) == {"a": 1}
+    assert broadcast({"a": 1}) == {"a": 1}
     assert gather("b") == ["b"]
-    assert decide(True) is True
-    assert decide(False) is False
 
 
 def test_alone_an_error_is_its_own() -> None:
-    def fail() -> None:
+    with pytest.raises(FlyJaxError, match=r"^It is broken; mend it\.$"), joint_errors():
         raise FlyJaxError("It is broken; mend it.")
-
-    with pytest.raises(FlyJaxError, match=r"^It is broken; mend it\.$"):
-        together(fail)
-    assert together(lambda: 3) == 3
 
 
 def test_what_is_typed() -> None:

@@ -23,7 +23,8 @@ class Draft:
       tokens: [rows, K].
       logits: [rows, K, vocab], which the tokens were drawn from; None where they were not drawn.
       num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
-      num_passes: [models], passes of each draft model that it took, the first drafter's own first.
+      num_passes: [models], passes of each draft model that it took, the first drafter's own first;
+        [0] from a drafter without models, which is what may stand below a draft model.
     """
 
     tokens: Int[Array, "rows draft"]

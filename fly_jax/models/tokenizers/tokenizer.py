@@ -13,6 +13,7 @@ from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
+from fly_jax.models.tokenizers.patterns import compile_patterns
 from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 
@@ -71,6 +72,19 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """What one token spells by itself, within a text; U+FFFD for a part of a character."""
         return self.vocabulary.token_bytes(token_id, False).decode("utf-8", "replace")
+
+    def matching(self, patterns: Sequence[str]) -> tuple[int, ...]:
+        """The ids of tokens in whose own text (`token_text`) one of the patterns is found.
+
+        Raises:
+          FlyJaxError: a pattern that is no regular expression.
+        """
+        compiled = compile_patterns(patterns)
+        return tuple(
+            index
+            for index in range(self.vocab_size if compiled else 0)
+            if any(pattern.search(self.token_text(index)) for pattern in compiled)
+        )
 
     def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
         """Each token's own text; joined they are `decode` of all.

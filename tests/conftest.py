@@ -1,7 +1,8 @@
-"""Eight simulated devices for every test, and one folder for what any of them compiles.
+"""Eight simulated devices for every test, programs that compile fast, and one folder for them.
 
-Both are set before any JAX backend exists. The folder lives as long as the run: workers and the
-commands that tests start take each other's programs from it.
+All is set before any JAX backend exists. The folder lives as long as the run: workers and the
+commands that tests start take each other's programs from it. Nearly all the time of the tests is
+that of compiling small programs, and what they compute does not depend on how well LLVM does it.
 """
 
 from __future__ import annotations
@@ -13,20 +14,33 @@ import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if "FLY_JAX_TESTS" not in os.environ:  # workers inherit it
     os.environ["FLY_JAX_TESTS"] = tempfile.mkdtemp(prefix="fly_jax_tests_")
     atexit.register(shutil.rmtree, os.environ["FLY_JAX_TESTS"], ignore_errors=True)
 os.environ["FLY_JAX_COMPILATION_CACHE"] = os.environ["FLY_JAX_TESTS"]
 
 import jax
+import jaxlib
 import pytest
+
+if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know the flag
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 from fly_jax.compilation_cache import enable_compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 enable_compilation_cache()
 # Programs that compile faster than this are not worth a file.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture
+def compiled_well() -> Iterator[None]:
+    """For tests that look at a program, which must be the one that users run."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,7 +29,10 @@ def decode_rounds(
     target would not fit (docs/planner.md). The price is the round that the host has dispatched
     ahead when the last row finishes: it runs, and changes nothing.
     """
-    one_round = functools.partial(decode_round, structure, target, drafter, inputs=inputs)
+    # Jitted to be traced once, for its shapes and for the loop.
+    one_round = jax.jit(
+        functools.partial(decode_round, structure, target, drafter, inputs=inputs), inline=True
+    )
     if structure.rounds_per_dispatch == 1:
         return one_round(state)
     shapes = jax.eval_shape(one_round, state)[1]

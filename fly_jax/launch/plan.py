@@ -94,8 +94,9 @@ def _flags() -> Flags:
         group, "mean_accepted_tokens", None,
         "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
     )  # fmt: skip
-    # What is looked up on the host is the same to a chip, whatever it says.
-    add_decoding_flags(flags, without=("protect", "memory", "csd_min_count"))
+    # What is looked up on the host is the same to a chip, and there is one draft model.
+    without = ("protect", "memory", "csd_min_count", "level_speculative_tokens")
+    add_decoding_flags(flags, without=without)
     flags.boolean("Decoding", "audits", "rounds report on every token, as for generate --audit")
     group = "Output"
     flags.boolean(group, "json", "the plan as one JSON object on standard output")

@@ -94,6 +94,7 @@ def _greedy(
     parameters: dict[str, Array],
     tokens: Int[Array, "rows time"],
     length: Int[Array, " rows"],
+    count: Int[Array, ""],
 ) -> Int[Array, "rows time"]:
     rows = jnp.arange(tokens.shape[0])
 
@@ -102,7 +103,7 @@ def _greedy(
         end = length + index
         return tokens.at[rows, end].set(jnp.argmax(logits[rows, end - 1], axis=-1))
 
-    return jax.lax.fori_loop(0, MOST_TOKENS, step, tokens)
+    return jax.lax.fori_loop(0, count, step, tokens)
 
 
 def greedy(
@@ -113,12 +114,13 @@ def greedy(
     found = []
     for first in range(0, len(texts), _ROWS):
         some = texts[first : first + _ROWS]
-        padded = np.zeros((_ROWS, _UNCACHED), np.int32)
-        length = np.ones(_ROWS, np.int32)
+        rows = 1 if len(texts) == 1 else _ROWS  # two programs, whatever the number of texts
+        padded = np.zeros((rows, _UNCACHED), np.int32)
+        length = np.ones(rows, np.int32)
         for row, text in enumerate(some):
             padded[row, : len(text)] = text
             length[row] = len(text)
-        tokens = np.asarray(_greedy(model.config, model.parameters(), padded, length))
+        tokens = np.asarray(_greedy(model.config, model.parameters(), padded, length, count))
         found += [
             tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
         ]

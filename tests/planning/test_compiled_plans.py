@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fly_jax.decoding.programs import prefill_piece
+from fly_jax.launch.__main__ import main
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
+COMMAND = "plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8"
 K, CAPACITY = 25, 8256
 CONTEXT = 8192
 
@@ -40,19 +43,33 @@ Steps = dict[str, CompiledStep]
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[Plan, Steps]:
-    """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context."""
+    """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context.
+
+    The README's command makes the plan.
+    """
     steps: Steps = {}
+    plans: list[Plan] = []
 
     def recorded(*given: Any, **sizes: Any) -> Iterator[CompiledStep]:
         for step in compiled_steps(*given, **sizes):
             steps[step.name] = step
             yield step
 
+    def kept(request: Request, progress: Callable[[str], None]) -> Plan:
+        plans.append(make_plan(request, progress))
+        return plans[-1]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "compiled_steps", recorded)
-        mesh = parse_mesh("8x8")
-        plan = make_plan(Request(target=LARGE, draft=SMALL, chip=V5E, mesh=mesh, context=CONTEXT))
-    return plan, steps
+        patch.setattr(plan_module, "make_plan", kept)
+        patch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets for its process
+        assert main(COMMAND.split()) == 0
+    return plans[0], steps
+
+
+def test_it_is_the_readmes_command() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    assert f"\npython -m fly_jax.launch {COMMAND}\n" in readme.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ class HuggingFaceSource:
             files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
                 stored.shape,
                 DTYPES[stored.dtype],
-                sharding=_row_sharding(layout, spec, stored.shape[0]),
+                sharding=row_sharding(layout, spec, stored.shape[0]),
             )
         context = ocp.Context()
         context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
@@ -135,7 +135,7 @@ def _check(
             )
 
 
-def _row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> Sharding:
+def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> Sharding:
     """Where a stored matrix goes first: its rows over as many devices as the parameter takes.
 
     Rows are contiguous in the file, so each device's part is one read; parts of columns would make

@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
+from fly_jax.models.checkpoints.gguf_file import open_gguf
+from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     is_transposed,
@@ -29,21 +31,22 @@ from fly_jax.models.checkpoints.source import Group, Source, groups, parameter_s
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
 from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
+from fly_jax.models.tokenizers.gguf import gguf_tokenizer
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fly_jax.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A folder that has been opened: all of it was checked but the weights' own values.
+    """What has been opened: all of it was checked but the weights' own values.
 
     Attributes:
-      folder: where it lies.
+      path: the folder, or the GGUF file.
       source: gives the weights.
       tokenizer: its tokenizer.
     """
 
-    folder: Path
+    path: Path
     source: Source
     tokenizer: Tokenizer
 
@@ -53,24 +56,33 @@ class Checkpoint:
         return self.source.config
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens the folder of a model and its tokenizer, without reading a weight.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a model and its tokenizer, without reading a weight.
+
+    Args:
+      path: a folder, or a GGUF file.
 
     Raises:
-      FlyJaxError: what `open_weights` and `load_tokenizer` raise.
+      FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
-    source = open_weights(folder)
-    return Checkpoint(folder, source, load_tokenizer(folder, source.config))
+    if path.is_file():
+        file = open_gguf(path)
+        weights = GgufSource(file)
+        return Checkpoint(path, weights, gguf_tokenizer(file, weights.config.eos_token_ids))
+    source = open_weights(path)
+    return Checkpoint(path, source, load_tokenizer(path, source.config))
 
 
-def open_weights(folder: Path) -> Source:
-    """Checks a folder of weights without reading one.
+def open_weights(path: Path) -> Source:
+    """Checks a folder of weights, or a GGUF file, without reading one.
 
     Raises:
       FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
         tensor has a shape or type that the configuration does not ask for.
     """
-    return ConvertedSource(folder) if is_converted(folder) else HuggingFaceSource(folder)
+    if path.is_file():
+        return GgufSource(open_gguf(path))
+    return ConvertedSource(path) if is_converted(path) else HuggingFaceSource(path)
 
 
 def save_hf(model: Llama, folder: Path) -> None:

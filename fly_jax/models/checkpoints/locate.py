@@ -25,7 +25,7 @@ _HUB_FILES = [
 
 
 def resolve(name_or_path: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: a local one, else that of a hub id, downloaded if need be.
+    """Where a checkpoint lies: a local folder or GGUF file, else what a hub id gives.
 
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
@@ -43,17 +43,17 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
         raise FlyJaxError(
             f"'{name_or_path}' cannot be looked up ({error}); give the folder of a checkpoint."
         ) from error
-    if is_folder:
+    if is_folder or (is_file and path.suffix == ".gguf"):
         if revision is not None:
             raise FlyJaxError(
-                f"The revision '{revision}' was given for the folder '{name_or_path}'; only hub "
+                f"The revision '{revision}' was given for '{name_or_path}'; only hub "
                 "ids have revisions: leave it out, or give a hub id."
             )
         return path
     if is_file:
         raise FlyJaxError(
-            f"'{name_or_path}' is a file; fly_jax needs the folder of a checkpoint: give "
-            f"'{path.parent}'."
+            f"'{name_or_path}' is a file; fly_jax needs a GGUF file or the folder of a checkpoint: "
+            f"give '{path.parent}'."
         )
     repository, _, own = name_or_path.partition("@")
     if own and revision is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.tokenizers.patterns import compile_patterns
-from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+from fly_jax.models.tokenizers.vocabulary import Vocabulary, read_json, read_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +207,11 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 def _load_vocabulary(folder: Path) -> Vocabulary:
     if (folder / "tokenizer.json").exists():
-        return JsonVocabulary(folder / "tokenizer.json")
+        return read_json(folder / "tokenizer.json")
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
-            return SentencePieceVocabulary(path)
+            return read_model(path)
     raise FlyJaxError(
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."

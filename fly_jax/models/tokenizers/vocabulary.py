@@ -43,21 +43,11 @@ class Vocabulary(Protocol):
 
 
 class JsonVocabulary:
-    """A `tokenizer.json`, read by the tokenizers library alone (transformers starts slowly)."""
+    """A tokenizer of the tokenizers library alone (transformers starts slowly)."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file.
-
-        Raises:
-          FlyJaxError: the tokenizers library cannot read it.
-        """
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise FlyJaxError(
-                f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
-                "download the file again."
-            ) from error
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Takes the library's tokenizer, such as `read_json` gives."""
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         added = self._tokenizer.get_added_tokens_decoder()
         self.control_ids = frozenset(index for index, token in added.items() if token.special)
@@ -110,21 +100,11 @@ class JsonVocabulary:
 
 
 class SentencePieceVocabulary:
-    """A SentencePiece `.model`."""
+    """A SentencePiece model."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file.
-
-        Raises:
-          FlyJaxError: the sentencepiece library cannot read it.
-        """
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError, ValueError) as error:
-            raise FlyJaxError(
-                f"{path} is not a SentencePiece model ({error}); download the file again."
-            ) from error
-        model = self._model
+    def __init__(self, model: sentencepiece.SentencePieceProcessor) -> None:
+        """Takes the library's model, such as `read_model` gives."""
+        self._model = model
         self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))
         self.control_ids = frozenset(
             index
@@ -160,6 +140,36 @@ class SentencePieceVocabulary:
 
     def _encode_part(self, part: str | int) -> list[int]:
         return [part] if isinstance(part, int) else self._model.encode(part)
+
+
+def read_json(path: Path) -> JsonVocabulary:
+    """A `tokenizer.json`.
+
+    Raises:
+      FlyJaxError: the tokenizers library cannot read it.
+    """
+    try:
+        return JsonVocabulary(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception
+        raise FlyJaxError(
+            f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
+            "download the file again."
+        ) from error
+
+
+def read_model(path: Path) -> SentencePieceVocabulary:
+    """A SentencePiece `.model`.
+
+    Raises:
+      FlyJaxError: the sentencepiece library cannot read it.
+    """
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise FlyJaxError(
+            f"{path} is not a SentencePiece model ({error}); download the file again."
+        ) from error
+    return SentencePieceVocabulary(model)
 
 
 @functools.cache

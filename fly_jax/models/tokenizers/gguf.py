@@ -1,0 +1,129 @@
+"""The tokenizer that a GGUF file carries, made again with the libraries that made it."""
+
+from __future__ import annotations
+
+import sentencepiece
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2 as proto
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.gguf_file import GgufFile
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+
+# Kinds of tokens, which both GGUF and SentencePiece number so.
+_CONTROL, _USER_DEFINED = 3, 4
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
+    """The file's tokenizer.
+
+    Args:
+      file: opened.
+      eos_token_ids: tokens that end a text.
+
+    Raises:
+      FlyJaxError: the file has none, or one of a kind that is not known.
+    """
+    kind = file.needed("tokenizer.ggml.model")
+    if kind == "gpt2":
+        vocabulary: Vocabulary = JsonVocabulary(_byte_level(file))
+    elif kind == "llama":
+        vocabulary = SentencePieceVocabulary(_sentence_piece(file))
+    else:
+        raise FlyJaxError(
+            f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "
+            "safetensors checkpoint of the model."
+        )
+    bos = file.value("tokenizer.ggml.bos_token_id")
+    named = {
+        name: vocabulary.names[file.value(f"tokenizer.ggml.{name}_id")]
+        for name in ("bos_token", "eos_token", "unknown_token", "padding_token")
+        if file.value(f"tokenizer.ggml.{name}_id") is not None
+    }
+    adds_bos = file.value("tokenizer.ggml.add_bos_token", kind == "llama")
+    return Tokenizer(
+        vocabulary=vocabulary,
+        bos_token_id=bos if adds_bos else None,
+        eos_token_ids=eos_token_ids,
+        control_token_ids=tuple(sorted(vocabulary.control_ids | set(eos_token_ids))),
+        chat_template=file.value("tokenizer.chat_template"),
+        special_tokens={
+            {"unknown_token": "unk_token", "padding_token": "pad_token"}.get(name, name): token
+            for name, token in named.items()
+        },
+    )
+
+
+def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
+    """Byte-level BPE, as the tokenizers library has it for this model."""
+    names: list[str] = file.needed("tokenizer.ggml.tokens")
+    kinds: list[int] = file.needed("tokenizer.ggml.token_type")
+    merges = [tuple(one.split(" ")) for one in file.needed("tokenizer.ggml.merges")]
+    split = file.value("tokenizer.ggml.pre", "gpt-2")
+    made = tokenizers.Tokenizer(
+        BPE(
+            {name: index for index, name in enumerate(names)},
+            merges,
+            ignore_merges=split in ("llama-bpe", "llama3"),
+        )
+    )
+    made.pre_tokenizer = _pre_tokenizer(file, split)
+    if split == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    for name, kind in zip(names, kinds, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED):
+            special = kind == _CONTROL
+            made.add_tokens([AddedToken(name, special=special, normalized=False)])
+    return made
+
+
+def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
+    """How text is cut before pairs are merged, by the name that llama.cpp has for it."""
+    if split in ("gpt-2", "default"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split == "smollm":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    patterns = {"llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "qwen2": _QWEN_2}
+    if split not in patterns:
+        raise FlyJaxError(
+            f"{file.path} has the pre-tokenizer '{split}'; fly_jax knows gpt-2, smollm, "
+            f"{', '.join(patterns)}: give the safetensors checkpoint of the model."
+        )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(patterns[split]), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _sentence_piece(file: GgufFile) -> sentencepiece.SentencePieceProcessor:
+    """The SentencePiece model whose pieces and scores the file has."""
+    model = proto.ModelProto()  # type: ignore[attr-defined]
+    names = file.needed("tokenizer.ggml.tokens")
+    scores = file.needed("tokenizer.ggml.scores")
+    kinds = file.needed("tokenizer.ggml.token_type")
+    for name, score, kind in zip(names, scores, kinds, strict=True):
+        model.pieces.add(piece=name, score=score, type=int(kind))
+    model.trainer_spec.model_type = proto.TrainerSpec.BPE  # type: ignore[attr-defined]
+    model.trainer_spec.byte_fallback = True
+    model.trainer_spec.vocab_size = len(names)
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = file.value("tokenizer.ggml.add_space_prefix", True)
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())

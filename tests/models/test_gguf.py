@@ -1,0 +1,295 @@
+"""GGUF files: each type of weights, the configuration, the tokenizer, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from test_tokenizers import CONTROLS, llama3_json, write_sentencepiece
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
+from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
+from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
+from fly_jax.models.checkpoints.source import groups
+from fly_jax.models.config import LlamaConfig, RopeScaling
+from fly_jax.models.llama import Llama
+from fly_jax.models.rope import inverse_frequencies
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+
+# Rows of 256 numbers, which the types with two levels of scales need.
+CONFIG = LlamaConfig(
+    vocab_size=24, embed_size=256, ffw_size=256, num_layers=2, num_heads=8, num_kv_heads=4,
+    head_size=32, max_context=64, rope_theta=5e4, norm_epsilon=1e-6, bos_token_id=1,
+    eos_token_ids=(2,),
+)  # fmt: skip
+# What llama.cpp calls Hugging Face's tensors.
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+def tensors_of(model: Llama) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors [out, in] of a model, by GGUF's names and in its order of heads."""
+    found: dict[str, np.ndarray] = {}
+    for group in groups(model.config):
+        for name, spec in group.specs(model.config).items():
+            values = np.asarray(model.parameters()[name], np.float32)
+            part = values if group.layer is None else values[group.layer]
+            shape = tensor_shape(name, spec)
+            part = part.reshape(*reversed(shape)).T if is_transposed(name) else part
+            part = part.reshape(shape)
+            if name in ("query", "key"):  # the two halves of a head become neighbours
+                heads = model.config.num_heads if name == "query" else model.config.num_kv_heads
+                halves = part.reshape(heads, 2, model.config.head_size // 2, -1)
+                part = halves.swapaxes(1, 2).reshape(shape)
+            _, _, rest = tensor_name(group, name).partition(f"layers.{group.layer}.")
+            own = NAMES[rest or tensor_name(group, name)]
+            found[own if group.layer is None else f"blk.{group.layer}.{own}"] = part
+    return found
+
+
+def write(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    kind: str = "F32",
+    *,
+    config: LlamaConfig = CONFIG,
+    architecture: str = "llama",
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
+    """A file of these tensors, matrices in the type of that name."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.embed_size)
+    writer.add_feed_forward_length(config.ffw_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_size)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    writer.add_vocab_size(config.vocab_size)
+    if tokenizer is None:
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    else:
+        tokenizer(writer)
+    stored = GGMLQuantizationType[kind]
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1 or kind == "F32":
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, quantised(tensor, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def quantised(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The tensor in that type; where the library only reads it, blocks of random bytes."""
+    try:
+        return gguf.quantize(tensor, kind)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(3)
+        # Bytes below 60 are finite whatever number of two bytes they are a part of.
+        shape = (tensor.shape[0], tensor.shape[1] // block * size)
+        return random.integers(0, 60, shape, dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama.random(CONFIG, jax.random.key(1))
+
+
+@pytest.fixture(scope="module")
+def tensors(model: Llama) -> dict[str, np.ndarray]:
+    return tensors_of(model)
+
+
+def same(found: Llama, expected: Llama) -> None:
+    for name, values in expected.parameters().items():
+        np.testing.assert_array_equal(found.parameters()[name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("mesh", [None, "2x2"])
+def test_weights_and_configuration_come_back(
+    tmp_path: Path, model: Llama, tensors: dict[str, np.ndarray], mesh: str | None
+) -> None:
+    path = write(tmp_path / "model.gguf", tensors)
+    layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
+    found = load_llama(path, layout=layout)
+    assert found.config == CONFIG
+    same(found, model)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_read(tmp_path: Path, tensors: dict[str, np.ndarray], kind: str) -> None:
+    path = write(tmp_path / "model.gguf", tensors, kind)
+    stored = GGMLQuantizationType[kind]
+    # What the library's blocks say, taken through a file that holds it in float32.
+    plain = {
+        name: tensor if tensor.ndim == 1 else gguf.dequantize(quantised(tensor, stored), stored)
+        for name, tensor in tensors.items()
+    }
+    expected = load_llama(write(tmp_path / "plain.gguf", plain))
+    same(load_llama(path), expected)
+    if kind == "Q8_0":
+        name = "blk.0.ffn_up.weight"
+        np.testing.assert_allclose(
+            plain[name], tensors[name], atol=np.abs(tensors[name]).max() / 127
+        )
+
+
+def test_it_is_quantised_as_it_loads(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    found = load_llama(write(tmp_path / "model.gguf", tensors, "Q8_0"), int8=True)
+    assert found.int8
+    assert found.parameters()["gate"].dtype == jnp.int8
+
+
+def test_llama_3_1_states_its_frequencies_as_factors(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    scaling = RopeScaling(
+        factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192
+    )
+    scaled = LlamaConfig(**{**vars(CONFIG), "rope_scaling": scaling})
+    factors = inverse_frequencies(CONFIG) / inverse_frequencies(scaled)
+    with_factors = tensors | {"rope_freqs.weight": factors.astype(np.float32)}
+    assert open_weights(write(tmp_path / "model.gguf", with_factors)).config == scaled
+    other = tensors | {"rope_freqs.weight": factors.astype(np.float32) ** 2}
+    with pytest.raises(FlyJaxError, match=r"other factors than Llama 3\.1 and 3\.2"):
+        open_weights(write(tmp_path / "other.gguf", other))
+
+
+def test_the_output_may_be_the_embedding(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
+    tied = {name: tensor for name, tensor in tensors.items() if name != "output.weight"}
+    assert open_weights(write(tmp_path / "model.gguf", tied)).config.tied_embeddings
+
+
+def byte_level(writer: gguf.GGUFWriter) -> None:
+    made = llama3_json()
+    model = json.loads(made.to_str())["model"]
+    names = sorted(made.get_vocab(), key=made.get_vocab().__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types([3 if name in CONTROLS else 1 for name in names])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(3)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ messages[0].content }}<|eot|>")
+
+
+TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
+
+
+def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": llama3_json().get_vocab_size()})
+    sized = tensors | {
+        name: np.resize(tensors[name], (config.vocab_size, config.embed_size))
+        for name in ("token_embd.weight", "output.weight")
+    }
+    path = write(tmp_path / "model.gguf", sized, config=config, tokenizer=byte_level)
+    found = open_checkpoint(path).tokenizer
+    assert found.eos_token_ids == (2, 3)
+    reference = llama3_json()
+    reference.encode_special_tokens = True
+    for text in TEXTS:
+        ids = found.encode(text)
+        assert ids == [1, *reference.encode(text, add_special_tokens=False).ids]
+        assert found.decode(ids) == text
+    assert found.apply_chat_template([{"role": "user", "content": "fox"}])[-1] == 3
+
+
+def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_sentencepiece(folder / "tokenizer.model")
+    expected = load_tokenizer(folder)
+    model: Any = expected.vocabulary
+
+    def sentence_piece(writer: gguf.GGUFWriter) -> None:
+        pieces = model._model
+        count = pieces.get_piece_size()
+        kinds = [
+            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
+            else 6 if pieces.is_byte(one) else 1
+            for one in range(count)
+        ]  # fmt: skip
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
+        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": expected.vocab_size})
+    sized = tensors | {
+        name: np.resize(tensors[name], (config.vocab_size, config.embed_size))
+        for name in ("token_embd.weight", "output.weight")
+    }
+    path = write(tmp_path / "model.gguf", sized, config=config, tokenizer=sentence_piece)
+    found = open_checkpoint(path).tokenizer
+    for text in TEXTS:
+        assert found.encode(text, add_bos=False) == expected.encode(text, add_bos=False)
+        assert found.decode(found.encode(text)) == text
+    assert found.encode("the")[0] == 1
+
+
+def test_what_cannot_be_read_is_one_sentence(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    path = write(tmp_path / "model.gguf", tensors)
+    whole = path.read_bytes()
+    for name, data, words in (
+        ("cut", whole[: len(whole) // 2], "cut off"),
+        ("header", whole[:100], "cut off"),
+        ("version", whole[:4] + (99).to_bytes(4, "little") + whole[8:], "99"),
+        ("text", b"no such thing", "no GGUF file"),
+    ):
+        (tmp_path / f"{name}.gguf").write_bytes(data)
+        with pytest.raises(FlyJaxError, match=words):
+            open_gguf(tmp_path / f"{name}.gguf")
+    with pytest.raises(FlyJaxError, match="cannot be read"):
+        open_gguf(tmp_path / "missing.gguf")
+    with pytest.raises(FlyJaxError, match="architecture 'gemma'"):
+        open_weights(write(tmp_path / "gemma.gguf", tensors, architecture="gemma"))
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "blk.1.ffn_up.weight"}
+    with pytest.raises(FlyJaxError, match=r"lacks the tensor blk\.1\.ffn_up\.weight"):
+        open_weights(write(tmp_path / "fewer.gguf", fewer))
+    narrow = tensors | {"blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"][:64]}
+    with pytest.raises(FlyJaxError, match=r"has shape \[64, 256\]"):
+        open_weights(write(tmp_path / "narrow.gguf", narrow))
+    with pytest.raises(FlyJaxError, match="stored as IQ4_NL"):
+        open_weights(write(tmp_path / "rare.gguf", tensors, "IQ4_NL"))

@@ -16,7 +16,16 @@ import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizers.tokenizer import (
@@ -29,6 +38,7 @@ from fly_jax.models.tokenizers.tokenizer import (
 WORDS = ["the quick brown fox", "he said: there are 42 heads", "  the end\n", "fox heads the"] * 5
 SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
 CONTROLS = ["<unk>", "<s>", "</s>", "<|eot|>"]
+BEGIN = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('Who is this?') }}"
@@ -83,6 +93,7 @@ def llama2_json() -> tokenizers.Tokenizer:
         ]
     )
     tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in CONTROLS])
+    tokenizer.post_processor = BEGIN
     return tokenizer
 
 
@@ -96,6 +107,7 @@ def llama3_json() -> tokenizers.Tokenizer:
         vocab_size=300, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
     )
     tokenizer.train_from_iterator(WORDS, trainer)
+    tokenizer.post_processor = BEGIN
     return tokenizer
 
 
@@ -185,7 +197,6 @@ def test_half_a_character_is_kept_back(case: Case) -> None:
 
 def test_control_tokens(case: Case) -> None:
     tokenizer = case.tokenizer
-    assert tokenizer.bos_token_id == 1
     assert tokenizer.eos_token_ids == (2,)
     assert {tokenizer.vocabulary.names[i] for i in tokenizer.control_token_ids} == set(CONTROLS)
     assert tokenizer.vocab_size == len(tokenizer.vocabulary.names) > 256
@@ -203,8 +214,24 @@ def test_end_of_text_ids_of_the_model_too(tmp_path: Path) -> None:
     assert 9 in tokenizer.control_token_ids
 
 
-def test_begin_of_text_as_the_folder_says(tmp_path: Path) -> None:
-    folder = fill(tmp_path, "llama3", add_bos_token=False)
+@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+def test_the_post_processor_decides_on_the_begin_of_text(tmp_path: Path, kind: str) -> None:
+    """A bos_token by name, or a setting beside the file, adds none; nor is it added twice."""
+    folder = fill(tmp_path, kind, add_bos_token=True)
+    assert load_tokenizer(folder).encode("x")[:2].count(1) == 1
+    without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    without.post_processor = processors.Sequence([])
+    without.enable_truncation(3)
+    without.enable_padding(length=8)
+    without.save(str(folder / "tokenizer.json"))
+    ids = load_tokenizer(folder).encode("he said: fox heads")
+    assert 1 not in ids
+    assert len(ids) > 3
+    assert ids == AutoTokenizer.from_pretrained(folder).encode("he said: fox heads")
+
+
+def test_a_sentencepiece_model_begins_a_text_unless_told(tmp_path: Path) -> None:
+    folder = fill(tmp_path, "sentencepiece", add_bos_token=False)
     assert load_tokenizer(folder).encode("x") == load_tokenizer(folder).encode("x", add_bos=False)
 
 

@@ -33,25 +33,25 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
       FlyJaxError: the file has none, or one of a kind that is not known.
     """
     kind = file.needed("tokenizer.ggml.model")
+    bos = file.value("tokenizer.ggml.bos_token_id")
+    if not file.value("tokenizer.ggml.add_bos_token", kind == "llama"):
+        bos = None
     if kind == "gpt2":
-        vocabulary: Vocabulary = JsonVocabulary(_byte_level(file))
+        vocabulary: Vocabulary = JsonVocabulary(_byte_level(file, bos))
     elif kind == "llama":
-        vocabulary = SentencePieceVocabulary(_sentence_piece(file))
+        vocabulary = SentencePieceVocabulary(_sentence_piece(file), bos)
     else:
         raise FlyJaxError(
             f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "
             "safetensors checkpoint of the model."
         )
-    bos = file.value("tokenizer.ggml.bos_token_id")
     named = {
         name: vocabulary.names[file.value(f"tokenizer.ggml.{name}_id")]
         for name in ("bos_token", "eos_token", "unknown_token", "padding_token")
         if file.value(f"tokenizer.ggml.{name}_id") is not None
     }
-    adds_bos = file.value("tokenizer.ggml.add_bos_token", kind == "llama")
     return Tokenizer(
         vocabulary=vocabulary,
-        bos_token_id=bos if adds_bos else None,
         eos_token_ids=eos_token_ids,
         control_token_ids=tuple(sorted(vocabulary.control_ids | set(eos_token_ids))),
         chat_template=file.value("tokenizer.chat_template"),
@@ -62,7 +62,7 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     )
 
 
-def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
+def _byte_level(file: GgufFile, bos: int | None) -> tokenizers.Tokenizer:
     """Byte-level BPE, as the tokenizers library has it for this model."""
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
@@ -79,11 +79,14 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     if split == "qwen2":
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=False)
     for name, kind in zip(names, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
             special = kind == _CONTROL
             made.add_tokens([AddedToken(name, special=special, normalized=False)])
+    if bos is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{names[bos]} $A", special_tokens=[(names[bos], bos)]
+        )
     return made
 
 

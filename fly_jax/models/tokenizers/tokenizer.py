@@ -26,7 +26,6 @@ class Tokenizer:
 
     Attributes:
       vocabulary: the tokens themselves.
-      bos_token_id: put before a prompt, if any.
       eos_token_ids: every id that ends a text, from the tokenizer and the model's configuration.
       control_token_ids: every token that is no text (begin, end, padding, headers, unknown),
         sorted: never rescued, and left out of decoded text.
@@ -35,7 +34,6 @@ class Tokenizer:
     """
 
     vocabulary: Vocabulary
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     control_token_ids: tuple[int, ...]
     chat_template: str | None
@@ -56,13 +54,12 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """The text's tokens, after the token that begins a text if the model has one.
+        """The text's tokens, after the begin of text if the model's makers put one there.
 
         A control token spelt out in the text, such as "</s>", is text like any other: only
         `apply_chat_template` makes control tokens, so that no prompt can end its own turn.
         """
-        ids = self.vocabulary.encode(text, parse_controls=False)
-        return [self.bos_token_id, *ids] if add_bos and self.bos_token_id is not None else ids
+        return self.vocabulary.encode(text, adds_special=add_bos)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The tokens' text; control tokens are left out unless asked for."""
@@ -156,8 +153,8 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     Raises:
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
     """
-    vocabulary = _load_vocabulary(folder)
     settings = _read_settings(folder / "tokenizer_config.json")
+    vocabulary = _load_vocabulary(folder, adds_bos=settings.get("add_bos_token", True))
     if config is None and (folder / "config.json").exists():
         config = LlamaConfig.from_folder(folder)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
@@ -166,15 +163,13 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
-    bos, eos = ids.get(special.get("bos_token", "")), ids.get(special.get("eos_token", ""))
+    eos = ids.get(special.get("eos_token", ""))
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     if config is not None:
-        bos = config.bos_token_id if bos is None else bos
         eos_ids = tuple(dict.fromkeys(eos_ids + config.eos_token_ids))
     named = {ids[name] for name in special.values() if name in ids}
     return Tokenizer(
         vocabulary=vocabulary,
-        bos_token_id=bos if settings.get("add_bos_token", True) else None,
         eos_token_ids=eos_ids,
         control_token_ids=tuple(sorted(vocabulary.control_ids | named | set(eos_ids))),
         chat_template=_chat_template(folder, settings),
@@ -205,13 +200,14 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
             )
 
 
-def _load_vocabulary(folder: Path) -> Vocabulary:
+def _load_vocabulary(folder: Path, *, adds_bos: bool) -> Vocabulary:
+    """A `tokenizer.json`, whose post-processor alone says what is added, or a `.model`."""
     if (folder / "tokenizer.json").exists():
         return read_json(folder / "tokenizer.json")
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
-            return read_model(path)
+            return read_model(path, adds_bos=adds_bos)
     raise FlyJaxError(
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."

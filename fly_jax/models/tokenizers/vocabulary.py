@@ -23,7 +23,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary(Protocol):
-    """The tokens of a model, without what only its other files tell (begin and end of text).
+    """The tokens of a model, without what only its other files tell (ends of text).
 
     Attributes:
       names: every token as the file spells it, by id; '' for an id without a token.
@@ -33,8 +33,16 @@ class Vocabulary(Protocol):
     names: tuple[str, ...]
     control_ids: frozenset[int]
 
-    def encode(self, text: str, parse_controls: bool) -> list[int]:
-        """The tokens of the text alone; spelt-out control tokens become one token if asked."""
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+          text: what to encode.
+          parse_controls: control tokens that are spelt out become one token each.
+          adds_special: adds what the model's makers put around a prompt, such as a begin of text.
+        """
         ...
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
@@ -46,7 +54,9 @@ class JsonVocabulary:
     """A tokenizer of the tokenizers library alone (transformers starts slowly)."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Takes the library's tokenizer, such as `read_json` gives."""
+        """Takes the library's tokenizer, whose post-processor says what is put around a prompt."""
+        tokenizer.no_truncation()  # which a file may ask for
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -59,11 +69,13 @@ class JsonVocabulary:
         self._byte_fallback = "ByteFallback" in repr(self._tokenizer.decoder)
         self._token_bytes = functools.lru_cache(maxsize=None)(self._read_token_bytes)
 
-    def encode(self, text: str, parse_controls: bool) -> list[int]:
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
         """See `Vocabulary`."""
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=adds_special).ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
         """See `Vocabulary`."""
@@ -102,9 +114,11 @@ class JsonVocabulary:
 class SentencePieceVocabulary:
     """A SentencePiece model."""
 
-    def __init__(self, model: sentencepiece.SentencePieceProcessor) -> None:
-        """Takes the library's model, such as `read_model` gives."""
-        self._model = model
+    def __init__(
+        self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None
+    ) -> None:
+        """Takes the library's model, and the token that begins a prompt, if any."""
+        self._model, self._bos = model, bos_token_id
         self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))
         self.control_ids = frozenset(
             index
@@ -116,10 +130,13 @@ class SentencePieceVocabulary:
         spaced = [index for index, name in enumerate(self.names) if name.startswith(_SPACE)]
         self._strips_space = bool(spaced) and not model.decode(spaced[:1]).startswith(" ")
 
-    def encode(self, text: str, parse_controls: bool) -> list[int]:
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
         """See `Vocabulary`."""
         parts = self._split(text) if parse_controls else iter([text])
-        return [index for part in parts for index in self._encode_part(part)]
+        ids = [index for part in parts for index in self._encode_part(part)]
+        return [self._bos, *ids] if adds_special and self._bos is not None else ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
         """See `Vocabulary`."""
@@ -157,8 +174,12 @@ def read_json(path: Path) -> JsonVocabulary:
         ) from error
 
 
-def read_model(path: Path) -> SentencePieceVocabulary:
+def read_model(path: Path, *, adds_bos: bool) -> SentencePieceVocabulary:
     """A SentencePiece `.model`.
+
+    Args:
+      path: the file.
+      adds_bos: the model's begin of text is put before a prompt.
 
     Raises:
       FlyJaxError: the sentencepiece library cannot read it.
@@ -169,7 +190,8 @@ def read_model(path: Path) -> SentencePieceVocabulary:
         raise FlyJaxError(
             f"{path} is not a SentencePiece model ({error}); download the file again."
         ) from error
-    return SentencePieceVocabulary(model)
+    bos = model.bos_id()
+    return SentencePieceVocabulary(model, bos if adds_bos and bos >= 0 else None)
 
 
 @functools.cache

@@ -24,11 +24,11 @@ from fly_jax.decoding.capacity import (
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.programs import Programs, drafter_of, prefill_piece
+from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.reports import token_reports
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -396,35 +396,6 @@ class Decoder:
                     reason = generation.finish_reason = "stop" if stopped else "length"
                     live.discard(row)
                 yield Settled(row, tokens, why, reason)
-
-
-class CheckedPrompt(tuple[int, ...]):
-    """A prompt that `check_prompt` has passed; a decoder of the same target takes it as it is."""
-
-
-def check_prompt(
-    prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
-) -> CheckedPrompt:
-    """Raises FlyJaxError where the model cannot continue a prompt.
-
-    It is empty, leaves no room in the context, or has ids beyond the vocabulary (which an array
-    lookup would silently take for other tokens).
-    """
-    max_context = config.max_context
-    if not prompt:
-        raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
-    if len(prompt) >= max_context:
-        raise FlyJaxError(
-            f"{name} has {len(prompt)} tokens and the model's context is {max_context}; at least "
-            "one position must be left for new text: shorten the prompt."
-        )
-
-    if not all(0 <= token < config.vocab_size for token in prompt):
-        raise FlyJaxError(
-            f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
-            "tokenise it with the model's own tokenizer."
-        )
-    return CheckedPrompt(prompt)
 
 
 def _checked_drafter(

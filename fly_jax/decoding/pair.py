@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.config_files import default_config
-from fly_jax.decoding.decoder import CheckedPrompt, Decoder, check_prompt
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint

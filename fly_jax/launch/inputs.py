@@ -20,8 +20,8 @@ from fly_jax.sharding.processes import broadcast, check_same, joint_errors, proc
 from fly_jax.training.problems import Problem, problems
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
-    from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.decoding.prompts import CheckedPrompt
 
 _BUILT_IN_PROBLEMS = 8
 _BUILT_IN_SEED = 2511
@@ -86,8 +86,8 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
     except FlyJaxError as error:
         say(str(error))
 
-    from fly_jax.decoding.decoder import CheckedPrompt
     from fly_jax.decoding.pair import open_pair
+    from fly_jax.decoding.prompts import CheckedPrompt
 
     with joint_errors():
         models = open_pair(values.target, values.draft, revision=values.revision)

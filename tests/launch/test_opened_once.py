@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding import decoder
+from fly_jax.decoding import decoder, pair
 from fly_jax.decoding.pair import generate, load_pair, open_pair
+from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints import load
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.tokenizers import tokenizer
-from fly_jax.sharding import mesh
 from fly_jax.verification.rules import Exact
 
 SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
@@ -43,8 +44,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
         (tokenizer, "SentencePieceVocabulary"),
         (tokenizer, "_read_settings"),
         (LlamaConfig, "from_folder"),
-        (mesh, "parse_mesh"),
-        (mesh, "create_mesh"),
+        (inputs, "parse_mesh"),
+        (pair, "parse_mesh"),
+        (inputs, "create_mesh"),
+        (pair, "create_mesh"),
     ):
         count(owner, name)
     return counts
@@ -85,18 +88,19 @@ def test_each_prompt_is_encoded_and_checked_once(
     """The command says which prompt it was, and its decoders believe it, in a comparison too."""
     encoded: list[str] = []
     checked: list[str] = []
-    encode, check = tokenizer.Tokenizer.encode, decoder.check_prompt
+    encode, check = tokenizer.Tokenizer.encode, pair.check_prompt
 
     def encoding(self: tokenizer.Tokenizer, text: str, add_bos: bool = True) -> list[int]:
         encoded.append(text)
         return encode(self, text, add_bos)
 
-    def checking(*args: Any, name: str) -> decoder.CheckedPrompt:
+    def checking(*args: Any, name: str) -> CheckedPrompt:
         checked.append(name)
         return check(*args, name=name)
 
     monkeypatch.setattr(tokenizer.Tokenizer, "encode", encoding)
-    monkeypatch.setattr(decoder, "check_prompt", checking)
+    for owner in (pair, decoder):
+        monkeypatch.setattr(owner, "check_prompt", checking)
     arguments = [*models, "--prompt=Ada", "--prompt=Boris", "--rule=exact"]
     assert main([*arguments, "--compare", *SIZES]) == 0
     assert encoded == ["Ada", "Boris"]
@@ -107,12 +111,12 @@ def test_each_prompt_is_encoded_and_checked_once(
 
 def test_the_library_and_the_command_decode_alike(capsys: pytest.CaptureFixture[str]) -> None:
     """With the embedded pair and nothing else said, and with a rule alone."""
-    pair = load_pair()
+    embedded = load_pair()
     prompt = "Problem: Mia has 12 shells and finds 9 more. How many has she?\nSolution:"
     for flags, given in (([], {}), (["--rule=exact"], {"rule": Exact()})):
         assert main([f"--prompt={prompt}", "--max_new_tokens=24", "--json", *flags]) == 0
         record = json.loads(capsys.readouterr().out)
-        (one,) = generate(pair, [prompt], max_new_tokens=24, **given)
+        (one,) = generate(embedded, [prompt], max_new_tokens=24, **given)
         assert record["token_ids"] == one.token_ids
         assert record["why"] == "".join(why.letter for why in one.why)
         assert record["num_draft_tokens"] == one.num_draft_tokens

@@ -101,7 +101,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
     [
         ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
         ["--prompt_lookup_max=4", "--num_speculative_tokens=auto", "--draft_stop=entropy"],
-        ["--boundary=defer", "--level_speculative_tokens=3", "--window_size=4"],
+        ["--boundary=defer", "--window_size=4"],
         ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
         ["--rule=csd", "--nocsd_online"],
     ],

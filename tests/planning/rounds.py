@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax.sharding import SingleDeviceSharding
 
 from fly_jax.decoding.capacity import CAPACITY_STEP
@@ -125,7 +126,11 @@ def round_hlo(
     sharding = models[0].parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
-    options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"} if is_cpu else {}
+    options: dict[str, str | bool] = {}
+    if is_cpu:
+        options["xla_backend_optimization_level"] = "0"
+        if jaxlib.version.__version_info__ < (0, 11):  # which tests/conftest.py switches off
+            options["xla_cpu_use_fusion_emitters"] = True
     hlo = decoder.lower_rounds(state).compile(compiler_options=options).as_text()
     assert hlo is not None
     return hlo, capacity

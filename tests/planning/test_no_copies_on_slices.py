@@ -66,8 +66,7 @@ def _compiled(
         ("defer", LARGE, SMALL, "8x8"),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("lookup", MIDDLE, SMALL, "2x8"),
-        # Two models that one chip holds.
-        ("fly", LITTLE, LITTLE, "1x1"),
+        # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.
         ("lookup", LITTLE, LITTLE, "1x1"),
     ],
 )

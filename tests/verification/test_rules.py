@@ -29,6 +29,7 @@ LETTER = {"m": True, "x": False}  # one letter per position of a block: match or
 UNDECIDED, SURE = 0.5, 0.1
 
 decide = jax.jit(accept)
+gathered = jax.jit(evidence, static_argnames="needs")
 
 
 def seen(
@@ -298,7 +299,7 @@ def test_a_token_that_top_k_removed_is_never_rescued() -> None:
     draft = jnp.full((rows, 1), 2)
     for top_k, expected in [(2, "REFUSED"), (3, "RESCUED")]:
         rule = Fly(0.0, window_size=0)
-        found = evidence(
+        found = gathered(
             logits,
             draft,
             needs=rule.needs,

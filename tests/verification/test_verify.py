@@ -393,11 +393,11 @@ def test_what_is_missing_is_said() -> None:
     block = block_of(0)
     for rule, words in ((Csd(), "CorrectionMemory"), (Budget(Margin(), 1.0), "initial_state")):
         with pytest.raises(FlyJaxError, match=words):
-            verify(rule, block.logits, block.draft_tokens)
+            decide(rule, block.logits, block.draft_tokens)
     with pytest.raises(FlyJaxError, match="key"):
-        verify(Exact(), block.logits, block.draft_tokens, sampling=Sampling())
+        decide(Exact(), block.logits, block.draft_tokens, sampling=Sampling())
     with pytest.raises(FlyJaxError, match="key"):
-        verify_flat(
+        decide_flat(
             Exact(),
             block.logits[0],
             np.zeros(DRAFT + 1, np.int32),
@@ -406,6 +406,6 @@ def test_what_is_missing_is_said() -> None:
             sampling=Sampling(),
         )
     with pytest.raises(FlyJaxError, match="one row of logits"):
-        verify_flat(
+        decide_flat(
             Exact(), block.logits[0], block.draft_tokens[0], np.array([DRAFT]), max_drafted=DRAFT
         )

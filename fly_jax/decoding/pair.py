@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,14 +154,12 @@ class OpenPair:
     Attributes:
       target: the model whose text is wanted.
       drafts: see `Pair`.
-      default_dtype: of the weights where none is asked for: small for all but the embedded target.
       is_embedded: it is the pair that ships with the package.
       drafter: see `Pair`.
     """
 
     target: Checkpoint
     drafts: tuple[Checkpoint, ...]
-    default_dtype: Dtype
     is_embedded: bool
     drafter: str | None = None
 
@@ -170,13 +168,29 @@ class OpenPair:
         """Of the target."""
         return self.target.config.max_context
 
-    def encode(self, text: str, *, name: str = "The prompt") -> CheckedPrompt:
-        """The text's tokens, for a decoder of this pair.
+    @property
+    def default_dtype(self) -> Dtype:
+        """Of the weights where none is asked for: the fastest on this backend, which it starts."""
+        is_small = self.target.path == embedded_pair()[0]
+        return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
+
+    def encode(
+        self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"
+    ) -> CheckedPrompt:
+        """The tokens of a text or a conversation, for a decoder of this pair.
 
         Raises:
-          FlyJaxError: the target cannot continue them; see `check_prompt`.
+          FlyJaxError: the target cannot continue them, see `check_prompt`, or its chat template
+            refuses the messages.
         """
-        return check_prompt(self.target.tokenizer.encode(text), self.target.config, name=name)
+        tokenizer = self.target.tokenizer
+        if isinstance(prompt, str):
+            return check_prompt(tokenizer.encode(prompt), self.target.config, name=name)
+        try:
+            ids = tokenizer.apply_chat_template(prompt)
+        except FlyJaxError as error:
+            raise FlyJaxError(f"{name}: {error}") from error
+        return check_prompt(ids, self.target.config, name=name)
 
 
 def open_pair(
@@ -218,9 +232,7 @@ def open_pair(
     for one in proposing:
         check_pair(opened.config, one.config)
         check_same_vocabulary(opened.tokenizer, one.tokenizer)
-    return OpenPair(
-        opened, proposing, "float32" if target is None else "bfloat16", is_embedded, drafter
-    )
+    return OpenPair(opened, proposing, is_embedded, drafter)
 
 
 def load_pair(
@@ -244,9 +256,9 @@ def load_pair(
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
-      dtype: of the weights and the caches; None takes float32 for the embedded pair and bfloat16
-        for other models. "int8" is for matrices, with bfloat16 for the rest; those of a folder
-        converted to int8 are int8 with any of them.
+      dtype: of the weights and the caches; None takes float32 for the embedded pair and on
+        CPUs, and bfloat16 for other models on accelerators. "int8" is for matrices, with bfloat16
+        for the rest; those of a folder converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
 

@@ -211,7 +211,7 @@ def audited(
 
 def _ended(generation: Generation, tokenizer: Tokenizer) -> tuple[str, str | None]:
     """A generation's text, and its answer if it came to its end."""
-    text = tokenizer.decode(generation.token_ids)
+    text = tokenizer.decode(generation.token_ids, continues=True)
     return text, final_answer(text) if generation.finish_reason == "stop" else None
 
 

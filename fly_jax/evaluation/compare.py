@@ -228,7 +228,7 @@ def _result(
     seconds: float,
     check: Callable[[int, str], bool | None] | None,
 ) -> RuleResult:
-    texts = tuple(pair.tokenizer.decode(one.token_ids) for one in generations)
+    texts = tuple(pair.tokenizer.decode(one.token_ids, continues=True) for one in generations)
     verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
     return RuleResult(
         name=name,

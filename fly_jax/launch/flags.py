@@ -209,8 +209,9 @@ def add_model_flags(into: Flags) -> None:
     )  # fmt: skip
     into.choice(
         group, "dtype", None, ("float32", "bfloat16", "int8"),
-        "type of weights and caches; if not given, float32 for the pair that ships with the "
-        "package and bfloat16 for others; int8 is for matrices, with bfloat16 for the rest",
+        "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
+        "with the package, and bfloat16 for others; int8 is for matrices, with bfloat16 for the "
+        "rest",
     )  # fmt: skip
     into.string(
         group, "compilation_cache", None,
@@ -223,8 +224,15 @@ def add_prompt_flags(into: Flags, group: str) -> None:
     """Adds the flags of a file of prompts, and of how far and how many at a time they go on."""
     into.string(
         group, "prompts_file", None,
-        "a prompt on each line, as plain text or as a JSON object with prompt; - is standard input",
+        "a prompt on each line, as plain text or as a JSON object with prompt, or with messages; - "
+        "is standard input",
     )  # fmt: skip
+    into.switch(
+        group, "chat",
+        "put prompts that are plain text as messages of a user; on by itself for a target with a "
+        "chat template, --nochat to continue them as they stand",
+    )  # fmt: skip
+    into.string(group, "system", None, "message of the system, at the beginning of conversations")
     into.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
     into.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
     into.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)

@@ -246,7 +246,10 @@ def _decode(
                     continue
                 while num_printed in finished:  # in order, each as soon as those before it are done
                     one = finished[num_printed]
-                    print(json.dumps(_record(pair, config, texts[num_printed], one)), flush=True)
+                    print(
+                        json.dumps(_record(pair, config, inputs.prompts[num_printed], one)),
+                        flush=True,
+                    )
                     num_printed += 1
             if audit is not None:
                 audit.add(batch, {row: finished[index] for row, index in enumerate(batch)})
@@ -266,14 +269,15 @@ def _learning(values: FlagValues, config: DecodingConfig, decoder: Decoder) -> I
 
 
 def _record(
-    pair: Pair, config: DecodingConfig, prompt: str, generation: Generation
+    pair: Pair, config: DecodingConfig, prompt: Prompt, generation: Generation
 ) -> dict[str, object]:
+    asked = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
     risk = {} if generation.regret is None else {"regret": generation.regret}
     return {
-        "prompt": prompt,
+        **asked,
         "prompt_token_ids": list(generation.prompt_token_ids),
         "token_ids": generation.token_ids,
-        "text": pair.tokenizer.decode(generation.token_ids),
+        "text": pair.tokenizer.decode(generation.token_ids, continues=True),
         "finish_reason": generation.finish_reason,
         "rule": config.rule,
         "num_rounds": generation.num_rounds,

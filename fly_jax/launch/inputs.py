@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from absl.flags import FlagValues
 
@@ -33,14 +33,16 @@ class Prompt:
     """What to continue.
 
     Attributes:
-      text: the prompt.
+      text: the prompt; of a conversation its last message.
       source: where it comes from, as an error names it.
       problem: what the continuation can be checked against, if anything.
+      messages: the conversation, if it is one.
     """
 
     text: str
     source: str
     problem: Problem | None = None
+    messages: tuple[Mapping[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +141,14 @@ def _encode(
     values: FlagValues, prompts: list[Prompt], models: OpenPair
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
     """The prompts that fit the context, and their tokens."""
+    chats = _chats(values, prompts, models)
     fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:
         try:
-            ids = models.encode(prompt.text, name=prompt.source)
+            messages = prompt.messages or ([_message("user", prompt.text)] if chats else [])
+            if values.system is not None and messages:
+                messages = [_message("system", values.system), *messages]
+            ids = models.encode(messages or prompt.text, name=prompt.source)
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
         else:
@@ -150,6 +156,33 @@ def _encode(
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
+
+
+def _chats(values: FlagValues, prompts: list[Prompt], models: OpenPair) -> bool:
+    """Whether plain texts are messages of a user; what was not asked for is said.
+
+    Raises:
+      FlyJaxError: flags that need a chat, and there is none.
+    """
+    has_template = models.target.tokenizer.chat_template is not None
+    chats = has_template if values.chat is None else bool(values.chat)
+    if chats and not has_template:
+        raise FlyJaxError(
+            "--chat was given, and the target's tokenizer has no chat template; leave it out, or "
+            "give an instruct model."
+        )
+    if values.system is not None and not (chats or any(one.messages for one in prompts)):
+        raise FlyJaxError(
+            "--system was given, and no prompt is a conversation; leave it out, or give an "
+            "instruct model and no --nochat."
+        )
+    if chats and values.chat is None and not all(one.messages for one in prompts):
+        say("Prompts are put as a user's messages, as this model has it; --nochat continues them.")
+    return chats
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _refuse(error: FlyJaxError, *, skip: bool) -> None:
@@ -179,7 +212,7 @@ def prompts_from_flags(texts: list[str]) -> list[Prompt]:
 
 
 def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
-    """The prompts of a file: an object with `prompt` on each line, or plain text line by line.
+    """The prompts of a file: an object with `prompt` or `messages` on each line, or plain text.
 
     A file has JSON lines if its name ends in .jsonl or .json, or its first line begins with "{".
     Lines of nothing but white space are passed over.
@@ -202,12 +235,12 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
     found: list[Prompt] = []
     for source, line in _lines(name, data):
         try:
-            text = _prompt_of(line, source) if is_json else _decoded(line, source)
-            _check_text(text, source)
+            one = _prompt_of(line, source) if is_json else Prompt(_decoded(line, source), source)
+            _check_text(one.text, source)
         except FlyJaxError as error:
             _refuse(error, skip=skip_bad)
         else:
-            found.append(Prompt(text, source))
+            found.append(one)
     if not found:
         raise FlyJaxError(
             f"{name} has no prompt; write one on each line, as plain text or as a JSON object such "
@@ -237,7 +270,7 @@ def _decoded(line: bytes, source: str) -> str:
         ) from error
 
 
-def _prompt_of(line: bytes, source: str) -> str:
+def _prompt_of(line: bytes, source: str) -> Prompt:
     text = _decoded(line, source)
     try:
         value = json.loads(text)
@@ -246,12 +279,31 @@ def _prompt_of(line: bytes, source: str) -> str:
         raise FlyJaxError(
             f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
         ) from error
+    if isinstance(value, dict) and "messages" in value and "prompt" not in value:
+        return _conversation(value["messages"], source)
     if not (isinstance(value, dict) and isinstance(value.get("prompt"), str)):
         raise FlyJaxError(
-            f"{source} is not a JSON object with a text named prompt; write such as "
-            '{"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
+            f"{source} is not a JSON object with a text named prompt, or with messages alone; "
+            'write such as {"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
         )
-    return str(value["prompt"])
+    return Prompt(value["prompt"], source)
+
+
+def _conversation(messages: object, source: str) -> Prompt:
+    is_list = isinstance(messages, list) and messages
+    if not is_list or not all(
+        isinstance(one, dict)
+        and set(one) == {"role", "content"}
+        and all(isinstance(text, str) for text in one.values())
+        for one in cast(list[object], messages)
+    ):
+        raise FlyJaxError(
+            f"{source} has messages that are not a list of objects with a role and a content; "
+            'write such as {"messages": [{"role": "user", "content": "Hello"}]}, or give '
+            "--skip_bad_prompts."
+        )
+    given = tuple(cast(list[dict[str, str]], messages))
+    return Prompt(given[-1]["content"], source, messages=given)
 
 
 def _check_text(text: str, source: str) -> None:

@@ -71,7 +71,8 @@ class TextView:
         """Starts a batch."""
         self._rows = []
         for prompt in prompts:
-            self._rows.append(_Row(self._shown(prompt, _DIM), TextStream(self._tokenizer)))
+            stream = TextStream(self._tokenizer, continues=True)
+            self._rows.append(_Row(self._shown(prompt, _DIM), stream))
         self._current = 0
         self._write(self._rows[0].heading)
 

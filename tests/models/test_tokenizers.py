@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,84 @@ def test_streamed_and_coloured_text_is_the_decoded_text(
     pieces = tokenizer.piece_texts(ids, skip_special_tokens=skip)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == whole
+
+
+def test_a_continuation_keeps_its_first_space(case: Case) -> None:
+    ids = case.tokenizer.encode("the fox", add_bos=False)
+    before = len(case.tokenizer.encode("the", add_bos=False))
+    assert case.tokenizer.decode(ids[before:], continues=True) == " fox"
+    stream = TextStream(case.tokenizer, continues=True)
+    assert stream.push(ids[before:]) + stream.finish() == " fox"
+
+
+# Texts of what tokenizers treat differently: digits, spaces, contractions, accents, scripts.
+HARD = [
+    "I have 1234567 apples.", "  two  spaces\n\n\ttab ", "don't DON'T we'll", "e\u0301 caf\u00e9",
+    "\u65e5\u672c\u8a9e \U0001f642\U0001f469\u200d\U0001f680", "x = y[3:-1]  # why?\r\n", "", " ",
+]  # fmt: skip
+
+
+def byte_level(
+    *steps: pre_tokenizers.PreTokenizer, normalizer: Any = None, post_processor: Any = None
+) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer as its makers cut text, trained on a little of it."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=CONTROLS, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([*WORDS, *HARD] * 3, trainer)
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    return tokenizer
+
+
+def split(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
+    return [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "Llama 2": llama2_json,
+    "Llama 3": lambda: byte_level(
+        *split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")),
+        post_processor=processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGIN]),
+    ),
+    "SmolLM2": lambda: byte_level(
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ),
+    "Qwen 2.5 and 3": lambda: byte_level(
+        *split(QWEN),
+        normalizer=normalizers.NFC(),
+        post_processor=processors.ByteLevel(trim_offsets=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_ids_are_those_of_transformers(tmp_path: Path, maker: str) -> None:
+    """With the same folder, whatever its settings ask for."""
+    tokenizer = MAKERS[maker]()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = SETTINGS | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    found = load_tokenizer(tmp_path)
+    for text in HARD:
+        assert found.encode(text) == reference.encode(text), text
 
 
 def test_half_a_character_is_kept_back(case: Case) -> None:

@@ -61,9 +61,18 @@ class Tokenizer:
         """
         return self.vocabulary.encode(text, adds_special=add_bos)
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The tokens' text; control tokens are left out unless asked for."""
-        stream = TextStream(self, skip_special_tokens)
+    def decode(
+        self, ids: Iterable[int], skip_special_tokens: bool = True, *, continues: bool = False
+    ) -> str:
+        """The tokens' text; control tokens are left out unless asked for.
+
+        Args:
+          ids: the tokens.
+          skip_special_tokens: leaves control tokens out.
+          continues: the text goes on behind another one, so that a first space is its own; many
+            tokenizers put one before a text, and take it away again.
+        """
+        stream = TextStream(self, skip_special_tokens, continues=continues)
         return stream.push(ids) + stream.finish()
 
     def token_text(self, token_id: int) -> str:
@@ -118,12 +127,14 @@ class TextStream:
     Half a character is kept back until its last byte is there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        """Starts where a text starts; control tokens are left out unless asked for."""
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
+    ) -> None:
+        """Starts where a text starts, or behind one; see `Tokenizer.decode`."""
         self._vocabulary = tokenizer.vocabulary
         self._skipped = frozenset(tokenizer.control_token_ids if skip_special_tokens else ())
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._first = True
+        self._first = not continues
 
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete."""

@@ -1,0 +1,119 @@
+"""Prompts as messages: by --chat, by a template that is there, and as lines of a file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
+    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SIZES = ["--max_new_tokens=4", "--rule=exact", "--num_speculative_tokens=2", "--json"]
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(tiny_pair[0], folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def decoded(
+    chatty: Path, tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[dict], str]]:
+    """Runs the command; gives the objects that it prints, and what it says."""
+
+    def run(*arguments: str) -> tuple[list[dict], str]:
+        models = [f"--target={chatty}", f"--draft={tiny_pair[1]}"]
+        assert main([*models, *SIZES, *arguments]) == 0
+        captured = capsys.readouterr()
+        return [json.loads(line) for line in captured.out.splitlines()], captured.err
+
+    return run
+
+
+def text_of(folder: Path, ids: list[int]) -> str:
+    return load_tokenizer(folder).decode(ids, skip_special_tokens=False)
+
+
+def test_a_text_is_a_users_message_where_there_is_a_template(
+    decoded: Callable[..., tuple[list[dict], str]], chatty: Path
+) -> None:
+    (record,), said = decoded("--prompt=Ada has 3")
+    assert text_of(chatty, record["prompt_token_ids"]) == "user:Ada has 3</s>assistant:"
+    assert record["prompt"] == "Ada has 3"
+    assert said.count("--nochat") == 1
+    (asked,), said = decoded("--prompt=Ada has 3", "--chat")
+    assert asked["token_ids"] == record["token_ids"]
+    assert "--nochat" not in said
+
+
+def test_nochat_continues_the_text(
+    decoded: Callable[..., tuple[list[dict], str]], chatty: Path
+) -> None:
+    (record,), said = decoded("--prompt=Ada has 3", "--nochat")
+    assert text_of(chatty, record["prompt_token_ids"]) == "<s>Ada has 3"
+    assert "--nochat" not in said
+
+
+def test_a_system_message_and_lines_of_messages(
+    decoded: Callable[..., tuple[list[dict], str]], chatty: Path, tmp_path: Path
+) -> None:
+    turns = [
+        {"role": "user", "content": "Ada"},
+        {"role": "assistant", "content": "has"},
+        {"role": "user", "content": "</s>3"},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"messages": turns}, {"prompt": "Boris"}]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    first, second = decoded(f"--prompts_file={file}", "--system=Be short.")[0]
+    begin = "system:Be short.</s>"
+    rendered = f"{begin}user:Ada</s>assistant:has</s>user:</s>3</s>assistant:"
+    assert text_of(chatty, first["prompt_token_ids"]) == rendered
+    assert first["messages"] == turns
+    assert text_of(chatty, second["prompt_token_ids"]) == f"{begin}user:Boris</s>assistant:"
+    raw = decoded(f"--prompts_file={file}", "--nochat")[0]
+    assert text_of(chatty, raw[1]["prompt_token_ids"]) == "<s>Boris"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["Hello", [], [{"role": "user"}], [{"role": "user", "content": 3}], [["user", "Hello"]]],
+)
+def test_messages_of_the_wrong_shape(
+    refused: Callable[..., str], models: list[str], tmp_path: Path, messages: object
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    sentence = refused(*models, *SIZES, f"--prompts_file={file}")
+    assert "line 1 has messages that are not a list" in sentence
+
+
+def test_a_template_that_refuses(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], chatty: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}))
+    models = [f"--target={chatty}", f"--draft={tiny_pair[1]}"]
+    sentence = refused(*models, *SIZES, f"--prompts_file={file}")
+    assert "line 1: The chat template refuses these messages (No tools.)" in sentence
+
+
+def test_flags_without_a_template(refused: Callable[..., str], models: list[str]) -> None:
+    assert "no chat template" in refused(*models, *SIZES, "--prompt=Ada", "--chat")
+    assert "no prompt is a conversation" in refused(
+        *models, *SIZES, "--prompt=Ada", "--system=Be short."
+    )

@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Lowered
+from jax.stages import Traced
 from jaxtyping import Array, Bool
 
 from fly_jax.decoding.capacity import (
@@ -240,7 +240,7 @@ class Decoder:
         """True for the tokens that are never rescued."""
         return self._inputs.protected
 
-    def lower_prefill(self, prompt_length: int) -> Lowered:
+    def trace_prefill(self, prompt_length: int) -> Traced:
         """The program that takes in prompts of this length, or their first piece.
 
         For a decoder of abstract models.
@@ -251,9 +251,9 @@ class Decoder:
           FlyJaxError: a length that the models or the decoder cannot take.
         """
         prompts = [[0] * prompt_length] * self.batch_size
-        return cast(Lowered, self._admit(self.checked(prompts), 1, 0))
+        return cast(Traced, self._admit(self.checked(prompts), 1, 0))
 
-    def lower_last_piece(self, state: DecodeState, prompt_length: int) -> Lowered | None:
+    def trace_last_piece(self, state: DecodeState, prompt_length: int) -> Traced | None:
         """The program that takes in the last piece of prompts; None where the first is all.
 
         It attends to all that was taken in before.
@@ -264,12 +264,12 @@ class Decoder:
         """
         piece = prefill_piece(self.batch_size)
         start = bucket_for(prompt_length, self.batch_size) - piece
-        return cast(Lowered, self._programs.take_in(state, piece, start)) if start > 0 else None
+        return cast(Traced, self._programs.take_in(state, piece, start)) if start > 0 else None
 
-    def lower_rounds(self, state: DecodeState) -> Lowered:
+    def trace_rounds(self, state: DecodeState) -> Traced:
         """The program of a dispatch, given the abstract state that prefilling leaves."""
         self._refresh()
-        return cast(Lowered, self._programs.run(state, self._inputs))
+        return cast(Traced, self._programs.run(state, self._inputs))
 
     def checked(self, prompts: Sequence[Sequence[int]]) -> list[CheckedPrompt]:
         """The prompts, each checked unless that has been done."""

@@ -161,7 +161,7 @@ class Programs:
             None if budget is None else self.put(budget, (None,)),
             None if seconds is None else self.put(seconds, (None,)),
         )
-        if not self._is_abstract:  # whose first piece is lowered, and no state comes of it
+        if not self._is_abstract:  # whose first piece is traced, and no state comes of it
             for start in range(piece, bucket, piece):
                 state = self.take_in(state, piece, start)
         return cast(DecodeState, state)
@@ -179,8 +179,8 @@ class Programs:
         return self._call(_run, self._shapes, self._parameters, self._drafter, state, inputs)
 
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a program; one of abstract models is lowered instead."""
-        run = cast(Wrapped, program).lower if self._is_abstract else program
+        """Runs a program; one of abstract models is traced instead."""
+        run = cast(Wrapped, program).trace if self._is_abstract else program
         return run(*arguments)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Traced
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.decoder import Decoder
@@ -111,22 +111,22 @@ def compiled_steps(
     )
     memory = CorrectionMemory("") if spec.rule.uses_memory or spec.reports_mismatches else None
     decoder = Decoder(*models, spec, capacity=capacity, batch_size=rows, memory=memory)
-    first = decoder.lower_prefill(prompt_length)
+    first = decoder.trace_prefill(prompt_length)
     begun = abstract_state(decoder, (target.layout, draft.layout), first)
     # The last piece of a long prompt takes most: it attends to all pieces before it.
-    lowered = decoder.lower_last_piece(begun, prompt_length) or first
-    step, compiled = compiles("prefill", lowered)
+    prefill = decoder.trace_last_piece(begun, prompt_length) or first
+    step, compiled = compiles("prefill", prefill)
     yield step
     if compiled is None:
         return
-    state = _with_pace(decoder, _left_by(lowered, compiled))
-    yield compiles("round", decoder.lower_rounds(state))[0]
-    yield compiles("draft", _lower_draft(decoder, state))[0]
-    yield compiles("verify", _lower_verify(models[0], state, spec))[0]
+    state = _with_pace(decoder, _left_by(prefill, compiled))
+    yield compiles("round", decoder.trace_rounds(state))[0]
+    yield compiles("draft", _trace_draft(decoder, state))[0]
+    yield compiles("verify", _trace_verify(models[0], state, spec))[0]
     none = RoundSpec(Exact(), 0, None, spec.eos_token_ids)
     alone = Decoder(models[0], None, none, capacity=capacity, batch_size=rows)
-    lowered = alone.lower_rounds(dataclasses.replace(state, drafter=None, pace=None, window=None))
-    yield compiles("autoregressive", lowered)[0]
+    traced = alone.trace_rounds(dataclasses.replace(state, drafter=None, pace=None, window=None))
+    yield compiles("autoregressive", traced)[0]
 
 
 def _large_shapes(models: Sequence[Model], rows: int, capacity: int) -> set[tuple[int, ...]]:
@@ -137,20 +137,20 @@ def _large_shapes(models: Sequence[Model], rows: int, capacity: int) -> set[tupl
 
 
 def _compile(
-    name: str, lowered: Lowered, *, layout: Layout, large: set[tuple[int, ...]], most: int
+    name: str, traced: Traced, *, layout: Layout, large: set[tuple[int, ...]], most: int
 ) -> tuple[CompiledStep, Compiled | None]:
     """Compiles a step.
 
     Args:
       name: of the step.
-      lowered: the program.
+      traced: the program.
       layout: with the mesh that it is compiled for.
       large: shapes of what is not to be copied.
       most: trips of a loop that nothing but data ends.
     """
     start = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower().compile()
     except JaxRuntimeError as error:
         needed = _NEEDED.search(str(error))
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
@@ -176,24 +176,24 @@ def _compile(
     return step, compiled
 
 
-def _left_by(lowered: Lowered, compiled: Compiled) -> DecodeState:
+def _left_by(traced: Traced, compiled: Compiled) -> DecodeState:
     """The state that prefilling leaves, with the shardings that the compiler gave it."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        lowered.out_info,
+        traced.out_info,
         compiled.output_shardings,
     )
 
 
 def abstract_state(
-    decoder: Decoder, layouts: Sequence[Layout | None], prefill: Lowered
+    decoder: Decoder, layouts: Sequence[Layout | None], prefill: Traced
 ) -> DecodeState:
     """The state that prefilling leaves, without compiling it: caches lie as their models do.
 
     Args:
       decoder: of abstract models.
       layouts: of the target and the drafts.
-      prefill: from `Decoder.lower_prefill`.
+      prefill: from `Decoder.trace_prefill`.
     """
     state = _with_pace(decoder, cast(DecodeState, prefill.out_info))
     placed = [layout for layout in layouts if layout is not None]
@@ -233,7 +233,7 @@ def _with_pace(decoder: Decoder, state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, pace=pace)
 
 
-def _lower_draft(decoder: Decoder, state: DecodeState) -> Lowered:
+def _trace_draft(decoder: Decoder, state: DecodeState) -> Traced:
     drafter, spec = decoder.drafter, decoder.spec
     assert drafter is not None
     is_drawn = spec.sampling is not None
@@ -256,10 +256,10 @@ def _lower_draft(decoder: Decoder, state: DecodeState) -> Lowered:
             keys=keys if is_drawn else None,
         )
 
-    return step.lower(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
+    return step.trace(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
 
 
-def _lower_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Lowered:
+def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
     @_donating
     def step(
         cache: KVCache,
@@ -277,7 +277,7 @@ def _lower_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Lowered
     drafted = jax.ShapeDtypeStruct(
         shape, np.int32, sharding=target.layout.sharding((None, None), shape)
     )
-    return step.lower(state.target, target.parameters(), state.tokens, state.length, drafted)
+    return step.trace(state.target, target.parameters(), state.tokens, state.length, drafted)
 
 
 def _donating(step: Callable[..., object]) -> jax.stages.Wrapped:

@@ -93,9 +93,13 @@ class Job:
         try:
             return [process.wait(PATIENCE) for process in self.processes]
         finally:
-            for process in self.processes:
-                process.kill()
-                process.wait()
+            self.end()
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 def _environment() -> dict[str, str]:

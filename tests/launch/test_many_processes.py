@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import decode_together
@@ -85,28 +86,28 @@ def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
         assert files[0][name].tolist() == files[1][name].tolist()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_that_is_killed_stops_the_other(models: list[str], tmp_path: Path, victim: int) -> None:
-    """In the middle of decoding, where the other one waits for it."""
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(20_000)))
-    arguments = [*models, *SIZES, f"--prompts_file={prompts}", "--mesh=1x2"]
-    job = Job(tmp_path, arguments, 2)
-    job.wait_for_output()
-    job.processes[victim].send_signal(signal.SIGKILL)
-    statuses = job.statuses()
-    survivor = 1 - victim
-    assert statuses[victim] == -signal.SIGKILL
-    assert statuses[survivor] == 1
-    sentence = job.err(survivor).splitlines()[-1]
-    assert sentence.startswith(
-        f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
-    )
-    said = [line for line in job.err(survivor).splitlines() if "simulated devices" not in line]
-    assert said == [sentence]
-    kept = Path(sentence.rpartition("(")[2].split()[0])
-    assert kept.parent == tmp_path
-    assert "coordination" in kept.read_text()
+@pytest.fixture(scope="module", autouse=True)
+def bereaved(
+    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Job]]:
+    """Two jobs, of which one process was killed in the middle of decoding.
+
+    JAX misses it after half a minute, in which the other tests of this file run.
+    """
+    jobs = []
+    for victim in range(2):
+        folder = tmp_path_factory.mktemp(f"victim_{victim}")
+        prompts = folder / "prompts.txt"
+        prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(20_000)))
+        target, draft = tiny_pair
+        models = [f"--target={target}", f"--draft={draft}", "--dtype=float32"]
+        arguments = [*models, *SIZES, f"--prompts_file={prompts}", "--mesh=1x2"]
+        jobs.append(Job(folder, arguments, 2))
+        jobs[-1].wait_for_output()
+        jobs[-1].processes[victim].send_signal(signal.SIGKILL)
+    yield jobs
+    for job in jobs:
+        job.end()
 
 
 def refusals(job: Job) -> list[str]:
@@ -154,3 +155,22 @@ def test_others_that_do_not_come(models: list[str], tmp_path: Path, index: int) 
     assert f"have not all met at {address.partition('=')[2]} within 3 seconds" in job.err(index)
     assert job.err(index).count("\n") == 1
     assert job.out(index) == ""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_that_is_killed_stops_the_other(bereaved: list[Job], victim: int) -> None:
+    """Where the other one waits for it."""
+    job = bereaved[victim]
+    statuses = job.statuses()
+    survivor = 1 - victim
+    assert statuses[victim] == -signal.SIGKILL
+    assert statuses[survivor] == 1
+    sentence = job.err(survivor).splitlines()[-1]
+    assert sentence.startswith(
+        f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
+    )
+    said = [line for line in job.err(survivor).splitlines() if "simulated devices" not in line]
+    assert said == [sentence]
+    kept = Path(sentence.rpartition("(")[2].split()[0])
+    assert kept.parent == job.folder
+    assert "coordination" in kept.read_text()

@@ -121,7 +121,7 @@ def round_hlo(
     decoder = Decoder(
         models[0], models[1:], spec, capacity=capacity, batch_size=rows, memory=memory
     )
-    prefill = decoder.lower_prefill(prompt)
+    prefill = decoder.trace_prefill(prompt)
     state = abstract_state(decoder, [model.layout for model in models], prefill)
     sharding = models[0].parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
@@ -131,7 +131,7 @@ def round_hlo(
         options["xla_backend_optimization_level"] = "0"
         if jaxlib.version.__version_info__ < (0, 11):  # which tests/conftest.py switches off
             options["xla_cpu_use_fusion_emitters"] = True
-    hlo = decoder.lower_rounds(state).compile(compiler_options=options).as_text()
+    hlo = decoder.trace_rounds(state).lower().compile(compiler_options=options).as_text()
     assert hlo is not None
     return hlo, capacity
 

@@ -78,9 +78,9 @@ def plan(planned: tuple[Plan, Steps]) -> Plan:
 
 
 def prefill_and_round(
-    mesh: str, rules: Sequence[str], *, large: bool, int8: bool, rows: int
+    mesh: str, rules: Sequence[str], *, large: bool, int8: bool, rows: int, prompt: int
 ) -> Steps:
-    """The first two steps of a pair, after a prompt of the whole context."""
+    """The first two steps of a pair, after a prompt of so many tokens."""
     devices = slice_mesh(V5E, parse_mesh(mesh))
     target, draft = (Layout(devices, RULES[name]) for name in rules)
     steps = compiled_steps(
@@ -89,7 +89,7 @@ def prefill_and_round(
         default_round(K),
         rows=rows,
         capacity=CAPACITY,
-        prompt_length=CONTEXT - 1,
+        prompt_length=prompt,
     )
     return {step.name: step for step in (next(steps), next(steps))}
 
@@ -97,14 +97,16 @@ def prefill_and_round(
 @pytest.fixture(scope="module")
 def int8_batch() -> Steps:
     """405B in int8 with 8 rows, which are split over y."""
-    return prefill_and_round("8x8", ("tensor", "tensor"), large=True, int8=True, rows=8)
+    return prefill_and_round(
+        "8x8", ("tensor", "tensor"), large=True, int8=True, rows=8, prompt=CONTEXT - 1
+    )
 
 
 @pytest.fixture(scope="module")
 def long_70b() -> Steps:
     """70B whose cache is split by positions, with a draft in every column."""
     return prefill_and_round(
-        "8x8", ("tensor_long", "narrow_whole"), large=False, int8=False, rows=1
+        "8x8", ("tensor_long", "narrow_whole"), large=False, int8=False, rows=1, prompt=64
     )
 
 

@@ -25,7 +25,7 @@ def tiny(num_layers: int, embed_size: int, ffw_size: int) -> LlamaConfig:
     )
 
 
-TINY = (tiny(3, 144, 320), tiny(2, 72, 192), tiny(2, 40, 96))
+TINY = (tiny(2, 144, 320), tiny(2, 72, 192), tiny(2, 40, 96))
 ROWS = 3
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
 )
 
-K = 15
+K = 5
 LARGE, MIDDLE, SMALL, LITTLE = (
     "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b", "llama-3.2-3b",
 )  # fmt: skip

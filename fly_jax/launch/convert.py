@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
 def _flags() -> Flags:
     flags = Flags("convert")
     group = "Conversion"
-    flags.string(group, "target", None, "folder or hub id of the model to convert")
+    flags.string(group, "target", None, "folder, GGUF file or hub id of the model to convert")
     flags.string(group, "revision", None, "branch, tag or commit of the hub id")
     flags.string(group, "output", None, "folder to write; new, or of an interrupted conversion")
     flags.choice(

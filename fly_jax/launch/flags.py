@@ -191,12 +191,14 @@ def _shown(flag: flags.Flag) -> str:
 def add_model_flags(into: Flags) -> None:
     """Adds the flags that name a target and a draft, their mesh and their type."""
     group = "Models"
-    into.string(group, "target", None, "folder or hub id of the model whose text is wanted")
+    into.string(
+        group, "target", None, "folder, GGUF file or hub id of the model whose text is wanted"
+    )
     into.strings(
         group, "draft",
-        "folder or hub id of the model that proposes; may be given several times, the first "
-        "proposing to the target and each other one to the one before it; or ngram, which looks "
-        "drafts up in the text so far",
+        "folder, GGUF file or hub id of the model that proposes; may be given several times, the "
+        "first proposing to the target and each other one to the one before it; or ngram, which "
+        "looks drafts up in the text so far",
     )  # fmt: skip
     into.string(
         group, "revision", None,

@@ -72,7 +72,7 @@ def _flags() -> Flags:
     group = "Models"
     flags.string(
         group, "target", "llama-3.1-405b",
-        "preset, or folder with a config.json, of the model whose text is wanted",
+        "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
     )  # fmt: skip
     flags.string(group, "draft", "llama-3.1-8b", "the same of the model that proposes")
     flags.choice(group, "dtype", "bfloat16", ("bfloat16", "int8"), "type of the matrices of both")
@@ -144,8 +144,12 @@ def _round(values: FlagValues) -> RoundSpec:
 
 
 def _config(name: str) -> LlamaConfig:
+    from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+    from fly_jax.models.checkpoints.gguf_source import config_of
     from fly_jax.models.config import LlamaConfig
     from fly_jax.models.presets import preset
 
-    folder = Path(name)
-    return LlamaConfig.from_folder(folder) if folder.is_dir() else preset(name)
+    path = Path(name)
+    if is_gguf(path):
+        return config_of(open_gguf(path))
+    return LlamaConfig.from_folder(path) if path.is_dir() else preset(name)

@@ -41,7 +41,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     for owner, name in (
         (load, "HuggingFaceSource"),
         (load, "load_tokenizer"),
-        (tokenizer, "SentencePieceVocabulary"),
+        (tokenizer, "read_model"),
         (tokenizer, "_read_settings"),
         (LlamaConfig, "from_folder"),
         (inputs, "parse_mesh"),
@@ -74,7 +74,7 @@ def test_everything_is_opened_once(
         expected |= {
             f"HuggingFaceSource {folder}",
             f"load_tokenizer {folder}",
-            f"SentencePieceVocabulary {folder / 'tokenizer.model'}",
+            f"read_model {folder / 'tokenizer.model'}",
             f"_read_settings {folder / 'tokenizer_config.json'}",
         }
     # A method of a class, whose first argument is not the class.

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sentencepiece
 from gguf import GGMLQuantizationType
 from test_tokenizers import CONTROLS, llama3_json, write_sentencepiece
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
@@ -210,15 +211,53 @@ def byte_level(writer: gguf.GGUFWriter) -> None:
 TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
 
 
+def sentence_piece(folder: Path) -> tuple[int, Callable[[gguf.GGUFWriter], None]]:
+    """A SentencePiece model, written into the folder, and what puts it into a GGUF file."""
+    write_sentencepiece(folder / "tokenizer.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    count = pieces.get_piece_size()
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        kinds = [
+            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
+            else 6 if pieces.is_byte(one) else 1
+            for one in range(count)
+        ]  # fmt: skip
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
+        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    return count, put
+
+
+TOKENIZERS: dict[str, Callable[[Path], tuple[int, Callable[[gguf.GGUFWriter], None]]]] = {
+    "gpt2": lambda _: (llama3_json().get_vocab_size(), byte_level),
+    "llama": sentence_piece,
+}
+
+
+def write_sized(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    vocab_size: int,
+    tokenizer: Callable[[gguf.GGUFWriter], None],
+) -> Path:
+    """A file with this tokenizer, whose embeddings are as many as its tokens."""
+    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": vocab_size})
+    sized = tensors | {
+        name: np.resize(tensors[name], (vocab_size, config.embed_size))
+        for name in ("token_embd.weight", "output.weight")
+    }
+    return write(path, sized, config=config, tokenizer=tokenizer)
+
+
 def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(
     tmp_path: Path, tensors: dict[str, np.ndarray]
 ) -> None:
-    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": llama3_json().get_vocab_size()})
-    sized = tensors | {
-        name: np.resize(tensors[name], (config.vocab_size, config.embed_size))
-        for name in ("token_embd.weight", "output.weight")
-    }
-    path = write(tmp_path / "model.gguf", sized, config=config, tokenizer=byte_level)
+    path = write_sized(tmp_path / "model.gguf", tensors, *TOKENIZERS["gpt2"](tmp_path))
     found = open_checkpoint(path).tokenizer
     assert found.eos_token_ids == (2, 3)
     reference = llama3_json()
@@ -235,34 +274,10 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(
 ) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    write_sentencepiece(folder / "tokenizer.model")
-    expected = load_tokenizer(folder)
-    model: Any = expected.vocabulary
-
-    def sentence_piece(writer: gguf.GGUFWriter) -> None:
-        pieces = model._model
-        count = pieces.get_piece_size()
-        kinds = [
-            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
-            else 6 if pieces.is_byte(one) else 1
-            for one in range(count)
-        ]  # fmt: skip
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
-        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
-        writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-
-    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": expected.vocab_size})
-    sized = tensors | {
-        name: np.resize(tensors[name], (config.vocab_size, config.embed_size))
-        for name in ("token_embd.weight", "output.weight")
-    }
-    path = write(tmp_path / "model.gguf", sized, config=config, tokenizer=sentence_piece)
-    found = open_checkpoint(path).tokenizer
+    path = write_sized(tmp_path / "model.gguf", tensors, *TOKENIZERS["llama"](folder))
+    found, expected = open_checkpoint(path).tokenizer, load_tokenizer(folder)
     for text in TEXTS:
-        assert found.encode(text, add_bos=False) == expected.encode(text, add_bos=False)
+        assert found.encode(text) == expected.encode(text)
         assert found.decode(found.encode(text)) == text
     assert found.encode("the")[0] == 1
 
@@ -293,3 +308,19 @@ def test_what_cannot_be_read_is_one_sentence(
         open_weights(write(tmp_path / "narrow.gguf", narrow))
     with pytest.raises(FlyJaxError, match="stored as IQ4_NL"):
         open_weights(write(tmp_path / "rare.gguf", tensors, "IQ4_NL"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_conversion_carries_the_tokenizer(
+    tmp_path: Path, tensors: dict[str, np.ndarray], kind: str
+) -> None:
+    vocab_size, tokenizer = TOKENIZERS[kind](tmp_path)
+    path = write_sized(tmp_path / "model.gguf", tensors, vocab_size, tokenizer)
+    convert(path, tmp_path / "converted", "float32")
+    found, expected = (open_checkpoint(one) for one in (tmp_path / "converted", path))
+    assert found.config == expected.config
+    for text in TEXTS:
+        assert found.tokenizer.encode(text) == expected.tokenizer.encode(text)
+    assert found.tokenizer.chat_template == expected.tokenizer.chat_template
+    assert found.tokenizer.special_tokens == expected.tokenizer.special_tokens
+    same(load_llama(tmp_path / "converted"), load_llama(path))

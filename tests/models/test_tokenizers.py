@@ -255,7 +255,10 @@ def test_ids_are_those_of_transformers(tmp_path: Path, maker: str) -> None:
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    settings = SETTINGS | {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True,
+        "bos_token": "<s>", "eos_token": "</s>",
+    }  # fmt: skip
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     reference = AutoTokenizer.from_pretrained(tmp_path)
     found = load_tokenizer(tmp_path)
@@ -296,7 +299,7 @@ def test_end_of_text_ids_of_the_model_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama2", "llama3"])
 def test_the_post_processor_decides_on_the_begin_of_text(tmp_path: Path, kind: str) -> None:
     """A bos_token by name, or a setting beside the file, adds none; nor is it added twice."""
-    folder = fill(tmp_path, kind, add_bos_token=True)
+    folder = fill(tmp_path, kind, add_bos_token=True, eos_token="</s>")
     assert load_tokenizer(folder).encode("x")[:2].count(1) == 1
     without = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     without.post_processor = processors.Sequence([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 from pathlib import Path
@@ -20,10 +21,12 @@ from fly_jax.models.checkpoints.converted import (
     stored_files,
     write_group,
 )
+from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
 from fly_jax.models.checkpoints.load import open_weights, read_group
 from fly_jax.models.checkpoints.source import Group, groups
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
+from fly_jax.models.tokenizers.gguf import write_tokenizer
 
 _CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
 _NOT_CARRIED = "*.safetensors.index.json"
@@ -36,7 +39,8 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
     the same source and type is kept.
 
     Args:
-      source: folder of a Hugging Face checkpoint, or of one converted to another type.
+      source: folder of a Hugging Face checkpoint, or of one converted to another type; or a GGUF
+        file.
       output: a folder that is new, empty, or holds an unfinished conversion of this kind.
       dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
 
@@ -70,6 +74,9 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
                 read_group(checkpoint, group, layout=None, dtype=width, int8=int8),
             )
             bar.update(sizes[group])
+    if is_gguf(source):
+        write_tokenizer(open_gguf(source), output)
+        (output / "config.json").write_text(json.dumps(checkpoint.config.to_hf(), indent=2) + "\n")
     for pattern in _CARRIED:
         for file in source.glob(pattern):
             if not file.match(_NOT_CARRIED) and not (output / file.name).exists():
@@ -117,6 +124,7 @@ def _left(output: Path, config: LlamaConfig) -> list[Group]:
 def _fingerprint(source: Path) -> dict[str, list[int]]:
     """Size and time of change of each file of the source that bears on the weights."""
     files = [*source.glob("*.safetensors"), *source.glob("co*.json")]
+    files += [source] if is_gguf(source) else []
     stats = {str(file.resolve()): file.stat() for file in sorted(files)}
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 

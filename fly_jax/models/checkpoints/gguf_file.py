@@ -59,6 +59,11 @@ class GgufFile:
         return gguf.dequantize(np.asarray(tensor.data[rows]), tensor.tensor_type)
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a GGUF file, and no folder."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def open_gguf(path: Path) -> GgufFile:
     """Reads the header.
 

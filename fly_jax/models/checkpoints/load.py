@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
-from fly_jax.models.checkpoints.gguf_file import open_gguf
+from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
@@ -65,7 +65,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
       FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
-    if path.is_file():
+    if is_gguf(path):
         file = open_gguf(path)
         weights = GgufSource(file)
         return Checkpoint(path, weights, gguf_tokenizer(file, weights.config.eos_token_ids))
@@ -80,7 +80,7 @@ def open_weights(path: Path) -> Source:
       FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
         tensor has a shape or type that the configuration does not ask for.
     """
-    if path.is_file():
+    if is_gguf(path):
         return GgufSource(open_gguf(path))
     return ConvertedSource(path) if is_converted(path) else HuggingFaceSource(path)
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.gguf_file import is_gguf
 from fly_jax.models.config import LlamaConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -43,7 +44,7 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
         raise FlyJaxError(
             f"'{name_or_path}' cannot be looked up ({error}); give the folder of a checkpoint."
         ) from error
-    if is_folder or (is_file and path.suffix == ".gguf"):
+    if is_folder or is_gguf(path):
         if revision is not None:
             raise FlyJaxError(
                 f"The revision '{revision}' was given for '{name_or_path}'; only hub "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import sentencepiece
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2 as proto
@@ -33,36 +36,56 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
       FlyJaxError: the file has none, or one of a kind that is not known.
     """
     kind = file.needed("tokenizer.ggml.model")
-    bos = file.value("tokenizer.ggml.bos_token_id")
-    if not file.value("tokenizer.ggml.add_bos_token", kind == "llama"):
-        bos = None
+    vocabulary: Vocabulary
     if kind == "gpt2":
-        vocabulary: Vocabulary = JsonVocabulary(_byte_level(file, bos))
+        vocabulary = JsonVocabulary(_byte_level(file))
     elif kind == "llama":
-        vocabulary = SentencePieceVocabulary(_sentence_piece(file), bos)
+        vocabulary = SentencePieceVocabulary(_sentence_piece(file), _begin(file))
     else:
         raise FlyJaxError(
             f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "
             "safetensors checkpoint of the model."
         )
-    named = {
-        name: vocabulary.names[file.value(f"tokenizer.ggml.{name}_id")]
-        for name in ("bos_token", "eos_token", "unknown_token", "padding_token")
-        if file.value(f"tokenizer.ggml.{name}_id") is not None
-    }
     return Tokenizer(
         vocabulary=vocabulary,
         eos_token_ids=eos_token_ids,
         control_token_ids=tuple(sorted(vocabulary.control_ids | set(eos_token_ids))),
         chat_template=file.value("tokenizer.chat_template"),
-        special_tokens={
-            {"unknown_token": "unk_token", "padding_token": "pad_token"}.get(name, name): token
-            for name, token in named.items()
-        },
+        special_tokens=_named(file),
     )
 
 
-def _byte_level(file: GgufFile, bos: int | None) -> tokenizers.Tokenizer:
+def write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Writes the file's tokenizer as Hugging Face keeps one, for a folder that is to have it."""
+    if file.needed("tokenizer.ggml.model") == "llama":
+        model = _sentence_piece(file).serialized_model_proto()
+        (folder / "tokenizer.model").write_bytes(model)
+    else:
+        _byte_level(file).save(str(folder / "tokenizer.json"))
+    settings: dict[str, object] = {**_named(file), "add_bos_token": _begin(file) is not None}
+    if file.value("tokenizer.chat_template") is not None:
+        settings["chat_template"] = file.value("tokenizer.chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _begin(file: GgufFile) -> int | None:
+    """The token that is put before a prompt, if any."""
+    is_sentencepiece = file.needed("tokenizer.ggml.model") == "llama"
+    adds = file.value("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    return file.value("tokenizer.ggml.bos_token_id") if adds else None
+
+
+def _named(file: GgufFile) -> dict[str, str]:
+    """The special tokens, by the names that templates have for them."""
+    names = {
+        "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
+    }  # fmt: skip
+    ids = {name: file.value(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
+    tokens = file.needed("tokenizer.ggml.tokens")
+    return {name: tokens[index] for name, index in ids.items() if index is not None}
+
+
+def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     """Byte-level BPE, as the tokenizers library has it for this model."""
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
@@ -83,6 +106,7 @@ def _byte_level(file: GgufFile, bos: int | None) -> tokenizers.Tokenizer:
         if kind in (_CONTROL, _USER_DEFINED):
             special = kind == _CONTROL
             made.add_tokens([AddedToken(name, special=special, normalized=False)])
+    bos = _begin(file)
     if bos is not None:
         made.post_processor = processors.TemplateProcessing(
             single=f"{names[bos]} $A", special_tokens=[(names[bos], bos)]

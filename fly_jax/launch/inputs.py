@@ -68,13 +68,12 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt]) -> Inputs:
-    """Opens the models, checks the sizes, and encodes the prompts.
+def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
+    """Opens the models and checks the sizes; says where they will lie.
 
     Args:
-      values: with the flags of models and prompts.
+      values: with the flags of models.
       config: how prompts will be decoded.
-      prompts: in process 0, whose prompts all processes go on with.
 
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
@@ -89,11 +88,29 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
         say(str(error))
 
     from fly_jax.decoding.pair import open_pair
-    from fly_jax.decoding.prompts import CheckedPrompt
 
     with joint_errors():
         models = open_pair(values.target, values.draft, revision=values.revision)
         _check_sizes(config, models.max_context)
+    return models, mesh
+
+
+def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt]) -> Inputs:
+    """Opens the models, and encodes the prompts.
+
+    Args:
+      values: with the flags of models and prompts.
+      config: how prompts will be decoded.
+      prompts: in process 0, whose prompts all processes go on with.
+
+    Raises:
+      FlyJaxError: on every process, whatever is wrong on any of them.
+    """
+    models, mesh = open_models(values, config)
+
+    from fly_jax.decoding.prompts import CheckedPrompt
+
+    with joint_errors():
         prompts, ids = _encode(values, prompts, models) if process_id() == 0 else ([], [])
     texts, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
@@ -102,22 +119,45 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
 
 
 def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> Pair:
-    """Reads the weights, laid out for what is to be decoded, and says where they lie."""
+    """`load_opened` for prompts that are known."""
+    longest = max(map(len, inputs.ids)) + values.max_new_tokens
+    rows = min(values.batch_size, len(inputs.ids))
+    return load_opened(values, config, inputs.models, inputs.mesh, rows=rows, longest=longest)
+
+
+def load_opened(
+    values: FlagValues,
+    config: DecodingConfig,
+    models: OpenPair,
+    mesh: MeshSpec,
+    *,
+    rows: int,
+    longest: int,
+) -> Pair:
+    """Reads the weights, laid out for what is to be decoded, and says where they lie.
+
+    Args:
+      values: with the flags of models.
+      config: how prompts will be decoded.
+      models: opened.
+      mesh: where they will lie.
+      rows: decoded together.
+      longest: tokens of a row, at most.
+    """
     from fly_jax.decoding.capacity import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
     from fly_jax.models.layouts import Workload
 
-    mesh = create_mesh(inputs.mesh)
-    if mesh.size > 1:
-        say(describe(mesh))
-    longest = max(map(len, inputs.ids)) + values.max_new_tokens
-    longest = min(longest, inputs.models.max_context)
+    devices = create_mesh(mesh)
+    if devices.size > 1:
+        say(describe(devices))
+    longest = min(longest, models.max_context)
     workload = Workload(
-        rows=min(values.batch_size, len(inputs.ids)),
+        rows=rows,
         capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
         num_speculative_tokens=config.most_drafted,
     )
-    pair = load_pair(inputs.models, mesh=mesh, dtype=values.dtype, workload=workload)
+    pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
     for line in pair.replicated:
         say(line)
     return pair

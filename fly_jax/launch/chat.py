@@ -1,0 +1,190 @@
+"""The command chat: a conversation in the terminal, coloured by why each token stands there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from absl.flags import FlagValues
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import (
+    Flags,
+    add_decoding_flags,
+    add_model_flags,
+    add_seed_flag,
+    config_from_flags,
+)
+from fly_jax.launch.inputs import load_opened, open_models, say
+from fly_jax.launch.view import TextView
+
+if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
+    from fly_jax.decoding.decoder import Decoder
+    from fly_jax.decoding.generation import Generation
+    from fly_jax.decoding.pair import OpenPair, Pair
+
+_HELP = """\
+python -m fly_jax.launch chat --target MODEL [flags]
+
+A conversation with an instruct model, that is one with a chat template. Each token has the colour
+of the reason why it stands there, and each answer ends with its speed. Lines that begin with / are
+for the program:
+
+  /exact      lossless decoding, until the next /rule
+  /rule RULE  another rule, such as fly or "fly | margin"; alone, the one of the command line
+  /clear      forget what was said
+  /help       these lines
+
+Ctrl-C stops an answer, which stays as it is; Ctrl-D ends the program.
+
+Examples:
+  python -m fly_jax.launch chat --target model.gguf
+  python -m fly_jax.launch chat --target model.gguf --draft ngram --system "Answer in one sentence."
+
+{flags}
+"""
+
+_PROMPT = "> "
+# A conversation grows; what lies on a mesh is laid out for this much of it.
+_USUAL_TOKENS = 4096
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: anything wrong with the flags or the models.
+    """
+    flags = _flags()
+    values = flags.parse(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    config = _proposing(values, config_from_flags(values))
+    models, mesh = open_models(values, config)
+    if models.target.tokenizer.chat_template is None:
+        raise FlyJaxError(
+            "The target has no chat template, so it cannot take a conversation; give --target an "
+            "instruct model, or continue texts with the command generate."
+        )
+    pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # from then on input() has a history
+    conversation = Conversation(values, config, models, pair)
+    while True:
+        try:
+            line = input(_PROMPT).strip()
+        except KeyboardInterrupt:
+            say("\nCtrl-D ends the program.")
+            continue
+        except EOFError:
+            print()
+            return
+        if line:
+            conversation.take(line)
+
+
+def _flags() -> Flags:
+    flags = Flags("chat")
+    add_model_flags(flags)
+    group = "Conversation"
+    flags.string(group, "system", None, "message of the system, at the beginning")
+    flags.integer(group, "max_new_tokens", 512, "most tokens of an answer", lower_bound=1)
+    # A conversation does not fill a memory of corrections.
+    add_decoding_flags(flags, without=("memory", "csd_min_count"))
+    add_seed_flag(flags)
+    flags.boolean("Output", "help", "show this")
+    return flags
+
+
+def _proposing(values: FlagValues, config: DecodingConfig) -> DecodingConfig:
+    """The config, or one for a target that nothing proposes to."""
+    if values.target is None or values.draft or config.to_lookup():
+        return config
+    return config.without_draft()
+
+
+class Conversation:
+    """What was said, and how it goes on."""
+
+    def __init__(
+        self, values: FlagValues, config: DecodingConfig, models: OpenPair, pair: Pair
+    ) -> None:
+        """Nothing has been said but the system's message."""
+        self._values, self._models, self._pair = values, models, pair
+        self._given = self._config = config
+        self._decoders: dict[DecodingConfig, Decoder] = {}
+        self._view = TextView(sys.stdout, pair.tokenizer)
+        self._messages: list[dict[str, str]] = []
+        self._clear()
+
+    def take(self, line: str) -> None:
+        """Does what a line says, or answers it; what is wrong with it is said."""
+        try:
+            if line.startswith("/"):
+                self._command(*line[1:].split(maxsplit=1))
+            else:
+                self._answer(line)
+        except FlyJaxError as error:
+            say(str(error))
+
+    def _command(self, name: str = "", argument: str = "") -> None:
+        if name == "exact":
+            self._decode_with(self._given.replace(rule="exact", temperature=0.0))
+        elif name == "rule":
+            rule = argument.strip("'\"")
+            self._decode_with(self._given.replace(rule=rule) if rule else self._given)
+        elif name == "clear":
+            self._clear()
+            say("Forgotten.")
+        elif name == "help":
+            say(_HELP[_HELP.index("  /exact") : _HELP.index("Examples:")].rstrip())
+        else:
+            raise FlyJaxError(
+                f"There is no command /{name}; the commands are /exact, /rule, /clear and /help."
+            )
+
+    def _decode_with(self, config: DecodingConfig) -> None:
+        config = _proposing(self._values, config)
+        config.to_rule()
+        self._config = config
+        say(f"The rule is {config.rule}.")
+
+    def _clear(self) -> None:
+        system = self._values.system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _answer(self, line: str) -> None:
+        asked = [*self._messages, {"role": "user", "content": line}]
+        ids = self._models.encode(asked, name="The conversation")
+        most, seed = self._values.max_new_tokens, self._values.seed
+        if self._config not in self._decoders:
+            decoder = self._pair.decoder(
+                self._pair.spec(self._config), protect=self._config.protect
+            )
+            decoder.warm_up([ids], most)  # so that no speed has the compilation in it
+            self._decoders[self._config] = decoder
+        self._view.begin([""])
+        generation: Generation | None = None
+        shown: list[int] = []
+        try:
+            for settled, so_far in self._decoders[self._config].stream([ids], most, seed=seed):
+                generation = so_far
+                done = bool(settled.finish_reason)
+                shown += settled.token_ids
+                self._view.push(0, settled.token_ids, settled.why, done=done)
+        except KeyboardInterrupt:
+            self._view.push(0, (), (), done=True)
+        if generation is None:  # stopped before it began: as if nothing had been asked
+            return
+        text = self._pair.tokenizer.decode(shown, continues=True)
+        self._messages = [*asked, {"role": "assistant", "content": text}]
+        say(
+            f"[{len(shown)} tokens, {generation.tokens_per_second:.0f} tokens/s, "
+            f"{generation.mean_accepted_tokens:.2f} mean accepted tokens, "
+            f"{generation.num_rescued_tokens} rescued]"
+        )

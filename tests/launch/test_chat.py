@@ -1,0 +1,128 @@
+"""The command chat: answers, its own commands, Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% for one in messages %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
+Typed = str | type[BaseException]
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name the tiny pair, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(tiny_pair[0], folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return [f"--target={folder}", f"--draft={tiny_pair[1]}"]
+
+
+@pytest.fixture
+def talk(
+    chatty: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[str], str]]:
+    """Types lines, then Ctrl-D; gives the answers, and what the program says."""
+
+    def run(*typed: Typed, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
+        lines = iter(typed)
+
+        def read(_: str) -> str:
+            line = next(lines, EOFError)
+            if not isinstance(line, str):
+                raise line
+            return line
+
+        monkeypatch.setattr(builtins, "input", read)
+        assert main(["chat", *chatty, *SIZES, *flags]) == 0
+        captured = capsys.readouterr()
+        return captured.out.removesuffix("\n").split("\n\n")[:-1], captured.err
+
+    return run
+
+
+def answer_to(
+    chatty: list[str], messages: list[dict], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What generate gives for a conversation."""
+    file = folder / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    assert main([*chatty, *SIZES, f"--prompts_file={file}", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    text: str = record["text"]
+    return text
+
+
+def test_turns_are_one_conversation(
+    talk: Callable[..., tuple[list[str], str]],
+    chatty: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    messages = [{"role": "system", "content": "Short."}]
+    expected = []
+    for line in ("Ada has 3", "Boris"):
+        messages.append({"role": "user", "content": line})
+        expected.append(answer_to(chatty, messages, tmp_path, capsys))
+        messages.append({"role": "assistant", "content": expected[-1]})
+    answers, said = talk("Ada has 3", "", "Boris", flags=("--system=Short.",))
+    assert answers == expected
+    assert said.count("tokens/s") == 2
+    answers, said = talk("Ada has 3", "/clear", "Ada has 3", flags=("--system=Short.",))
+    assert answers == [expected[0]] * 2
+    assert "Forgotten." in said
+
+
+def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str]]) -> None:
+    flags = ("--rule=fly", "--num_speculative_tokens=8", "--entropy_threshold=0")
+    answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
+    assert len(answers) == 2
+    assert "The rule is exact." in said
+    assert "The rule is fly | margin." in said
+    _, said = talk("/rule lucky", "/dance", "/help", "/rule")
+    assert "lucky" in said
+    assert "There is no command /dance" in said
+    assert "/clear" in said
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(
+    talk: Callable[..., tuple[list[str], str]],
+    chatty: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, _ = talk("Ada has 3")
+    stream, prompts = Decoder.stream, []
+
+    def interrupted(self: Decoder, ids: list, *rest: object, **more: object) -> Iterator:
+        prompts.append(ids[0])
+        for number, item in enumerate(stream(self, ids, *rest, **more)):  # type: ignore[arg-type]
+            if number and len(prompts) == 1:
+                raise KeyboardInterrupt
+            yield item
+
+    monkeypatch.setattr(Decoder, "stream", interrupted)
+    answers, said = talk("Ada has 3", KeyboardInterrupt, "And?")
+    assert len(answers) == 2
+    assert whole[0].startswith(answers[0])
+    assert len(answers[0]) < len(whole[0])
+    assert "Ctrl-D ends the program." in said
+    folder = Path(chatty[0].partition("=")[2])
+    told = load_tokenizer(folder).decode(prompts[1], skip_special_tokens=False)
+    assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
+
+
+def test_a_model_without_a_template(refused: Callable[..., str], models: list[str]) -> None:
+    assert "no chat template" in refused("chat", *models)

@@ -27,7 +27,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",
-        "gguf>=0.10",
+        "gguf>=0.16",
         "huggingface-hub>=1.3",
         "jax>=0.10",
         "jaxtyping>=0.3",
@@ -36,6 +36,7 @@ setup(
         "numpy>=2.0",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11.30,<0.13",
+        "protobuf>=5",  # for SentencePiece models that are made from GGUF files
         "qwix>=0.1.8",
         "safetensors>=0.5",
         "sentencepiece>=0.2",

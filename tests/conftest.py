@@ -25,7 +25,9 @@ import jaxlib
 import pytest
 
 if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know the flag
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flag = "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = " ".join([*(one for one in flags if one != flag), flag])
 
 from fly_jax.compilation_cache import enable_compilation_cache
 

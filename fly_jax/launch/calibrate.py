@@ -206,14 +206,13 @@ def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
     from fly_jax.models.checkpoints.identity import identity
 
     which = ""
+    dtype = values.dtype or inputs.models.default_dtype  # starts the backend, in all processes
     with joint_errors():
         if process_id() == 0:
             # What the draft models below the first one are does not change a token.
             models = inputs.models
             draft = models.drafter or identity(models.drafts[0].path)
-            which = " ".join(
-                [identity(models.target.path), draft, values.dtype or models.default_dtype]
-            )
+            which = " ".join([identity(models.target.path), draft, dtype])
     path, which = Path(values.memory), broadcast(which)
     sizes = (config.most_drafted, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.

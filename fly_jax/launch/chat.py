@@ -155,7 +155,7 @@ class Conversation:
         say(f"The rule is {config.rule}.")
 
     def _clear(self) -> None:
-        system = self._values.system
+        system: str | None = self._values.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def _answer(self, line: str) -> None:

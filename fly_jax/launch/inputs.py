@@ -52,7 +52,7 @@ class Inputs:
     Attributes:
       models: the target and its drafts, opened.
       mesh: where they will lie.
-      prompts: those that fit the context; in processes other than 0 without their problems.
+      prompts: those that fit the context; in processes other than 0 their texts alone.
       ids: their tokens.
     """
 
@@ -187,6 +187,11 @@ def _encode(
         try:
             messages = prompt.messages or ([_message("user", prompt.text)] if chats else [])
             if values.system is not None and messages:
+                if messages[0]["role"] == "system":
+                    raise FlyJaxError(
+                        f"{prompt.source} has a message of the system, and --system was given as "
+                        "well; leave one of the two out."
+                    )
                 messages = [_message("system", values.system), *messages]
             ids = models.encode(messages or prompt.text, name=prompt.source)
         except FlyJaxError as error:
@@ -211,6 +216,8 @@ def _chats(values: FlagValues, prompts: list[Prompt], models: OpenPair) -> bool:
             "--chat was given, and the target's tokenizer has no chat template; leave it out, or "
             "give an instruct model."
         )
+    if values.system is not None:
+        _check_unicode(values.system, "--system")
     if values.system is not None and not (chats or any(one.messages for one in prompts)):
         raise FlyJaxError(
             "--system was given, and no prompt is a conversation; leave it out, or give an "
@@ -343,12 +350,18 @@ def _conversation(messages: object, source: str) -> Prompt:
             "--skip_bad_prompts."
         )
     given = tuple(cast(list[dict[str, str]], messages))
+    for text in (text for one in given for text in one.values()):
+        _check_unicode(text, source)
     return Prompt(given[-1]["content"], source, messages=given)
 
 
 def _check_text(text: str, source: str) -> None:
     if not text:
         raise FlyJaxError(f"{source} is empty; decoding needs at least one token: give some text.")
+    _check_unicode(text, source)
+
+
+def _check_unicode(text: str, source: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # bytes of the command line, or half of a pair in JSON

@@ -49,7 +49,7 @@ class LlamaConfig:
       rope_scaling: Llama 3.1's scaling, if any.
       norm_epsilon: added to the mean square in RMSNorm.
       tied_embeddings: the unembedding is the embedding (Llama 3.2).
-      bos_token_id: token put before a prompt, if any.
+      bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
       eos_token_ids: every id that ends a text.
     """
 

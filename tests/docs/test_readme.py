@@ -50,6 +50,7 @@ def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_readme_has_the_commands_that_are_run_below() -> None:
     assert "python -m fly_jax.launch" in COMMANDS
     assert len(COMMANDS) >= 8
+    assert len([one for one in COMMANDS if " plan " in one]) == 1
 
 
 # tests/planning/test_compiled_plans.py makes the README's plan, which takes the TPU compiler long.

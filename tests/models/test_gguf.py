@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 from gguf import GGMLQuantizationType
-from test_tokenizers import CONTROLS, llama3_json, write_sentencepiece
+from test_tokenizers import CONTROLS, HARD, MAKERS, llama3_json, write_sentencepiece
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.convert import convert
@@ -192,20 +193,28 @@ def test_the_output_may_be_the_embedding(tmp_path: Path, tensors: dict[str, np.n
     assert open_weights(write(tmp_path / "model.gguf", tied)).config.tied_embeddings
 
 
-def byte_level(writer: gguf.GGUFWriter) -> None:
-    made = llama3_json()
-    model = json.loads(made.to_str())["model"]
-    names = sorted(made.get_vocab(), key=made.get_vocab().__getitem__)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(names)
-    writer.add_token_types([3 if name in CONTROLS else 1 for name in names])
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(3)
-    writer.add_add_bos_token(True)
-    writer.add_chat_template("{{ messages[0].content }}<|eot|>")
+def byte_level(
+    made: tokenizers.Tokenizer, pre: str, *, adds_bos: bool | None
+) -> Callable[[gguf.GGUFWriter], None]:
+    """What puts a byte-level tokenizer into a file, cut as `pre` says."""
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        vocabulary = made.get_vocab()
+        names = sorted(vocabulary, key=vocabulary.__getitem__)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(names)
+        writer.add_token_types([3 if name in CONTROLS else 1 for name in names])
+        merges = json.loads(made.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_eot_token_id(3)
+        if adds_bos is not None:
+            writer.add_add_bos_token(adds_bos)
+        writer.add_chat_template("{{ messages[0].content }}<|eot|>")
+
+    return put
 
 
 TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
@@ -234,7 +243,10 @@ def sentence_piece(folder: Path) -> tuple[int, Callable[[gguf.GGUFWriter], None]
 
 
 TOKENIZERS: dict[str, Callable[[Path], tuple[int, Callable[[gguf.GGUFWriter], None]]]] = {
-    "gpt2": lambda _: (llama3_json().get_vocab_size(), byte_level),
+    "gpt2": lambda _: (
+        llama3_json().get_vocab_size(),
+        byte_level(llama3_json(), "gpt-2", adds_bos=True),
+    ),
     "llama": sentence_piece,
 }
 
@@ -267,6 +279,50 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(
         assert ids == [1, *reference.encode(text, add_special_tokens=False).ids]
         assert found.decode(ids) == text
     assert found.apply_chat_template([{"role": "user", "content": "fox"}])[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("maker", "pre"), [("Llama 3", "llama-bpe"), ("SmolLM2", "smollm"), ("Qwen 2.5 and 3", "qwen2")]
+)
+def test_text_is_cut_as_its_makers_cut_it(
+    tmp_path: Path, tensors: dict[str, np.ndarray], maker: str, pre: str
+) -> None:
+    """What puts a begin of text before it is known by the name of the cut where nothing says so."""
+    made = MAKERS[maker]()
+    put = byte_level(made, pre, adds_bos=None)
+    path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
+    found = open_checkpoint(path).tokenizer
+    for text in HARD:
+        assert found.encode(text) == made.encode(text).ids
+
+
+def test_a_damaged_tokenizer_is_one_sentence(
+    tmp_path: Path, tensors: dict[str, np.ndarray]
+) -> None:
+    made = llama3_json()
+
+    def refused(change: Callable[[gguf.GGUFWriter], None], words: str) -> None:
+        def put(writer: gguf.GGUFWriter) -> None:
+            byte_level(made, "gpt-2", adds_bos=True)(writer)
+            change(writer)
+
+        path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
+        with pytest.raises(FlyJaxError, match=words):
+            open_checkpoint(path)
+
+    def replaced(key: str, value: object) -> Callable[[gguf.GGUFWriter], None]:
+        def change(writer: gguf.GGUFWriter) -> None:
+            field = writer.kv_data[0][f"tokenizer.ggml.{key}"]
+            writer.kv_data[0][f"tokenizer.ggml.{key}"] = type(field)(
+                value, field.type, getattr(field, "sub_type", None)
+            )
+
+        return change
+
+    refused(replaced("merges", ["a b c"]), "is damaged")
+    refused(replaced("token_type", [1, 1]), "is damaged")
+    refused(lambda writer: writer.add_pad_token_id(9999), "9999")
+    refused(replaced("pre", "tekken"), "pre-tokenizer 'tekken'")
 
 
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(
@@ -306,6 +362,9 @@ def test_what_cannot_be_read_is_one_sentence(
     narrow = tensors | {"blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"][:64]}
     with pytest.raises(FlyJaxError, match=r"has shape \[64, 256\]"):
         open_weights(write(tmp_path / "narrow.gguf", narrow))
+    biased = tensors | {"blk.0.attn_q.bias": np.zeros(256, np.float32)}
+    with pytest.raises(FlyJaxError, match=r"blk\.0\.attn_q\.bias, which Llama has not"):
+        open_weights(write(tmp_path / "biased.gguf", biased))
     with pytest.raises(FlyJaxError, match="stored as IQ4_NL"):
         open_weights(write(tmp_path / "rare.gguf", tensors, "IQ4_NL"))
 

@@ -106,7 +106,12 @@ def int8_batch() -> Steps:
 def long_70b() -> Steps:
     """70B whose cache is split by positions, with a draft in every column."""
     return prefill_and_round(
-        "8x8", ("tensor_long", "narrow_whole"), large=False, int8=False, rows=1, prompt=64
+        "8x8",
+        ("tensor_long", "narrow_whole"),
+        large=False,
+        int8=False,
+        rows=1,
+        prompt=2 * prefill_piece(1),
     )
 
 

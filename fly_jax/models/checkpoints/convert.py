@@ -22,11 +22,12 @@ from fly_jax.models.checkpoints.converted import (
     write_group,
 )
 from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.load import open_weights, read_group
 from fly_jax.models.checkpoints.source import Group, groups
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
-from fly_jax.models.tokenizers.gguf import write_tokenizer
+from fly_jax.models.tokenizers.gguf import gguf_tokenizer, write_tokenizer
 
 _CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
 _NOT_CARRIED = "*.safetensors.index.json"
@@ -48,7 +49,10 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
       FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
         something else, is damaged or has too little room.
     """
-    checkpoint = open_weights(source)
+    file = open_gguf(source) if is_gguf(source) else None
+    checkpoint = open_weights(source) if file is None else GgufSource(file)
+    if file is not None:
+        gguf_tokenizer(file, checkpoint.config.eos_token_ids)  # can be made, before work is done
     if checkpoint.int8:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
@@ -74,15 +78,15 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
                 read_group(checkpoint, group, layout=None, dtype=width, int8=int8),
             )
             bar.update(sizes[group])
-    if is_gguf(source):
-        write_tokenizer(open_gguf(source), output)
+    if file is not None:
+        write_tokenizer(file, output)
         (output / "config.json").write_text(json.dumps(checkpoint.config.to_hf(), indent=2) + "\n")
     for pattern in _CARRIED:
-        for file in source.glob(pattern):
-            if not file.match(_NOT_CARRIED) and not (output / file.name).exists():
-                partial = output / f"{file.name}.partial"
-                shutil.copy(file, partial)
-                partial.replace(output / file.name)  # so that none is ever half there
+        for carried in source.glob(pattern):
+            if not carried.match(_NOT_CARRIED) and not (output / carried.name).exists():
+                partial = output / f"{carried.name}.partial"
+                shutil.copy(carried, partial)
+                partial.replace(output / carried.name)  # so that none is ever half there
     record = read_record(output)
     dataclasses.replace(record, files=stored_files(output)).write(output)
 

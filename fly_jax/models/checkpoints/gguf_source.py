@@ -102,8 +102,26 @@ def config_of(file: GgufFile) -> LlamaConfig:
     """The configuration that the metadata describe.
 
     Raises:
-      FlyJaxError: another architecture, a key is missing, or a rotary scaling that is not known.
+      FlyJaxError: another architecture, a key is missing or of the wrong kind, or something that
+        Llama does not have, such as biases.
     """
+    try:
+        return _config(file)
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        if isinstance(error, FlyJaxError):
+            raise
+        raise FlyJaxError(
+            f"{file.path} has metadata of the wrong kind ({error}); download the file again, or "
+            "convert the model anew."
+        ) from error
+
+
+def _config(file: GgufFile) -> LlamaConfig:
+    if int(file.value("split.count", 1)) > 1:
+        raise FlyJaxError(
+            f"{file.path} is one of {file.value('split.count')} files of a model; fly_jax reads "
+            "models in one file: merge them with llama-gguf-split."
+        )
     architecture = file.needed("general.architecture")
     if architecture != "llama" or file.value("llama.expert_count", 0):
         kind = architecture if architecture != "llama" else "llama with experts"
@@ -122,7 +140,14 @@ def config_of(file: GgufFile) -> LlamaConfig:
             "of Llama 3.1: give a file with one of these."
         )
     heads, width = size("attention.head_count"), size("embedding_length")
-    head_size = file.value("llama.rope.dimension_count", width // heads)
+    head_size = file.value("llama.attention.key_length", width // heads)
+    rotated = file.value("llama.rope.dimension_count", head_size)
+    biased = next((name for name in file.tensors if name.endswith(".bias")), None)
+    if rotated != head_size or biased or file.value("llama.rope.scale_linear", 1.0) != 1.0:
+        odd = f"the tensor {biased}" if biased else "a rotary embedding of its own"
+        raise FlyJaxError(
+            f"{file.path} has {odd}, which Llama has not; give the file of an original Llama."
+        )
     names = file.value("tokenizer.ggml.tokens", ())
     config = LlamaConfig.from_hf(
         {
@@ -133,7 +158,7 @@ def config_of(file: GgufFile) -> LlamaConfig:
             "num_hidden_layers": size("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": file.value("llama.attention.head_count_kv", heads),
-            "head_dim": file.value("llama.attention.key_length", head_size),
+            "head_dim": head_size,
             "max_position_embeddings": size("context_length"),
             "rope_theta": file.value("llama.rope.freq_base", 10_000.0),
             # The file has float32, and people wrote 1e-05.
@@ -154,8 +179,9 @@ def config_of(file: GgufFile) -> LlamaConfig:
         original_context=_ORIGINAL_CONTEXT,
     )
     scaled = dataclasses.replace(config, rope_scaling=made)
-    if not np.allclose(
-        inverse_frequencies(scaled), inverse_frequencies(config) / factors, rtol=1e-3
+    plain = inverse_frequencies(config)
+    if factors.shape != plain.shape or not np.allclose(
+        inverse_frequencies(scaled), plain / factors, rtol=1e-3
     ):
         raise FlyJaxError(
             f"The tensor {_ROPE_FACTORS} in {file.path} has other factors than Llama 3.1 and 3.2; "

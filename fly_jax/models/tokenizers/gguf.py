@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 import tokenizers
-from sentencepiece import sentencepiece_model_pb2 as proto
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -22,6 +23,8 @@ _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# What llama.cpp calls the way of Llama 3, whose texts begin with a token of their own.
+_LLAMA_3_NAMES = ("llama3", "llama-v3", "llama-bpe")
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -35,6 +38,11 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     Raises:
       FlyJaxError: the file has none, or one of a kind that is not known.
     """
+    with _sentences(file):
+        return _made(file, eos_token_ids)
+
+
+def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     kind = file.needed("tokenizer.ggml.model")
     vocabulary: Vocabulary
     if kind == "gpt2":
@@ -49,7 +57,9 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     return Tokenizer(
         vocabulary=vocabulary,
         eos_token_ids=eos_token_ids,
-        control_token_ids=tuple(sorted(vocabulary.control_ids | set(eos_token_ids))),
+        control_token_ids=tuple(
+            sorted(vocabulary.control_ids | set(_named_ids(file).values()) | set(eos_token_ids))
+        ),
         chat_template=file.value("tokenizer.chat_template"),
         special_tokens=_named(file),
     )
@@ -68,21 +78,47 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+@contextlib.contextmanager
+def _sentences(file: GgufFile) -> Iterator[None]:
+    """Says what the libraries raise of a damaged tokenizer, each in its own way."""
+    try:
+        yield
+    except FlyJaxError:
+        raise
+    except Exception as error:
+        raise FlyJaxError(
+            f"The tokenizer in {file.path} is damaged ({' '.join(str(error).split())}); download "
+            "the file again."
+        ) from error
+
+
 def _begin(file: GgufFile) -> int | None:
     """The token that is put before a prompt, if any."""
     is_sentencepiece = file.needed("tokenizer.ggml.model") == "llama"
-    adds = file.value("tokenizer.ggml.add_bos_token", is_sentencepiece)
+    usual = is_sentencepiece or file.value("tokenizer.ggml.pre") in _LLAMA_3_NAMES
+    adds = file.value("tokenizer.ggml.add_bos_token", usual)
     return file.value("tokenizer.ggml.bos_token_id") if adds else None
 
 
 def _named(file: GgufFile) -> dict[str, str]:
     """The special tokens, by the names that templates have for them."""
+    tokens = file.needed("tokenizer.ggml.tokens")
+    return {name: tokens[index] for name, index in _named_ids(file).items()}
+
+
+def _named_ids(file: GgufFile) -> dict[str, int]:
     names = {
         "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding",
     }  # fmt: skip
     ids = {name: file.value(f"tokenizer.ggml.{own}_token_id") for name, own in names.items()}
-    tokens = file.needed("tokenizer.ggml.tokens")
-    return {name: tokens[index] for name, index in ids.items() if index is not None}
+    known = {name: int(index) for name, index in ids.items() if index is not None}
+    for name, index in known.items():
+        if not 0 <= index < len(file.needed("tokenizer.ggml.tokens")):
+            raise FlyJaxError(
+                f"{file.path} has {index} as its {name}, which is no token of it; download the "
+                "file again."
+            )
+    return known
 
 
 def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
@@ -90,12 +126,12 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
     merges = [tuple(one.split(" ")) for one in file.needed("tokenizer.ggml.merges")]
-    split = file.value("tokenizer.ggml.pre", "gpt-2")
+    split = file.needed("tokenizer.ggml.pre")
     made = tokenizers.Tokenizer(
         BPE(
             {name: index for index, name in enumerate(names)},
             merges,
-            ignore_merges=split in ("llama-bpe", "llama3"),
+            ignore_merges=split in _LLAMA_3_NAMES,
         )
     )
     made.pre_tokenizer = _pre_tokenizer(file, split)
@@ -116,7 +152,7 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
 
 def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
     """How text is cut before pairs are merged, by the name that llama.cpp has for it."""
-    if split in ("gpt-2", "default"):
+    if split == "gpt-2":
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if split == "smollm":
         return pre_tokenizers.Sequence(
@@ -125,7 +161,7 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
-    patterns = {"llama-bpe": _LLAMA_3, "llama3": _LLAMA_3, "qwen2": _QWEN_2}
+    patterns = {**dict.fromkeys(_LLAMA_3_NAMES, _LLAMA_3), "qwen2": _QWEN_2}
     if split not in patterns:
         raise FlyJaxError(
             f"{file.path} has the pre-tokenizer '{split}'; fly_jax knows gpt-2, smollm, "
@@ -141,6 +177,9 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentence_piece(file: GgufFile) -> sentencepiece.SentencePieceProcessor:
     """The SentencePiece model whose pieces and scores the file has."""
+    # Only here, since it refuses a protobuf that is older than itself.
+    from sentencepiece import sentencepiece_model_pb2 as proto
+
     model = proto.ModelProto()  # type: ignore[attr-defined]
     names = file.needed("tokenizer.ggml.tokens")
     scores = file.needed("tokenizer.ggml.scores")
@@ -150,6 +189,10 @@ def _sentence_piece(file: GgufFile) -> sentencepiece.SentencePieceProcessor:
     model.trainer_spec.model_type = proto.TrainerSpec.BPE  # type: ignore[attr-defined]
     model.trainer_spec.byte_fallback = True
     model.trainer_spec.vocab_size = len(names)
+    named = _named(file)
+    model.trainer_spec.bos_piece = named.get("bos_token", "<s>")
+    model.trainer_spec.eos_piece = named.get("eos_token", "</s>")
+    model.trainer_spec.unk_piece = named.get("unk_token", "<unk>")
     model.normalizer_spec.name = "identity"
     model.normalizer_spec.add_dummy_prefix = file.value("tokenizer.ggml.add_space_prefix", True)
     model.normalizer_spec.remove_extra_whitespaces = False

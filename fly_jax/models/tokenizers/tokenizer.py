@@ -165,15 +165,17 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
     """
     settings = _read_settings(folder / "tokenizer_config.json")
-    vocabulary = _load_vocabulary(folder, adds_bos=settings.get("add_bos_token", True))
     if config is None and (folder / "config.json").exists():
         config = LlamaConfig.from_folder(folder)
-    ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     special = {
         key: _spelling(value)
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
+    vocabulary = _load_vocabulary(
+        folder, adds_bos=settings.get("add_bos_token", True), bos=special.get("bos_token")
+    )
+    ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     eos = ids.get(special.get("eos_token", ""))
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     if config is not None:
@@ -211,14 +213,14 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
             )
 
 
-def _load_vocabulary(folder: Path, *, adds_bos: bool) -> Vocabulary:
+def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabulary:
     """A `tokenizer.json`, whose post-processor alone says what is added, or a `.model`."""
     if (folder / "tokenizer.json").exists():
         return read_json(folder / "tokenizer.json")
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
-            return read_model(path, adds_bos=adds_bos)
+            return read_model(path, adds_bos=adds_bos, bos=bos)
     raise FlyJaxError(
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."
@@ -260,7 +262,6 @@ def _render(
     # transformers takes seconds to import and, without PyTorch, says so on standard error.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import tokenizers
-    from jinja2 import TemplateError
     from transformers import PreTrainedTokenizerFast
 
     # Templates run in transformers' sandbox, with its helpers, over a tokenizer without tokens.
@@ -273,7 +274,7 @@ def _render(
         text = renderer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-    except (TemplateError, ValueError) as error:
+    except Exception as error:  # a template is a program, and fails as it likes
         raise FlyJaxError(
             f"The chat template refuses these messages ({error}); give an alternation of user and "
             "assistant messages that ends with the user's."

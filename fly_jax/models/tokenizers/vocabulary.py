@@ -174,12 +174,13 @@ def read_json(path: Path) -> JsonVocabulary:
         ) from error
 
 
-def read_model(path: Path, *, adds_bos: bool) -> SentencePieceVocabulary:
+def read_model(path: Path, *, adds_bos: bool, bos: str | None) -> SentencePieceVocabulary:
     """A SentencePiece `.model`.
 
     Args:
       path: the file.
-      adds_bos: the model's begin of text is put before a prompt.
+      adds_bos: a begin of text is put before a prompt.
+      bos: its piece; None for the model's own.
 
     Raises:
       FlyJaxError: the sentencepiece library cannot read it.
@@ -190,8 +191,10 @@ def read_model(path: Path, *, adds_bos: bool) -> SentencePieceVocabulary:
         raise FlyJaxError(
             f"{path} is not a SentencePiece model ({error}); download the file again."
         ) from error
-    bos = model.bos_id()
-    return SentencePieceVocabulary(model, bos if adds_bos and bos >= 0 else None)
+    begin = model.bos_id()
+    if bos is not None and model.piece_to_id(bos) != model.unk_id():
+        begin = model.piece_to_id(bos)
+    return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None)
 
 
 @functools.cache

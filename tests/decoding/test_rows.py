@@ -85,8 +85,10 @@ def test_each_row_has_a_rule_and_a_sampling_of_its_own() -> None:
         for row, decoder in enumerate(alone):
             (expected,) = decoder.decode([prompts[row]], MAX_NEW_TOKENS, seed=[seeds[row]])
             assert account(found[row]) == account(expected)
-            assert found[row].regret == pytest.approx(expected.regret)
-            assert (expected.regret is None) == (row != 3)
+            regrets = (found[row].regret, expected.regret)
+            assert [one is None for one in regrets] == [row != 3] * 2
+            if row == 3:  # a sum, which other shapes round differently
+                assert regrets[0] == pytest.approx(regrets[1], rel=1e-5)
             rescued[row] += found[row].num_rescued_tokens
     assert rescued[0] == 0
     assert np.all(rescued[1:] > 0)

@@ -168,7 +168,9 @@ def test_a_layer_of_split_positions_exchanges_five_times(
 ) -> None:
     in_layers = [one for one in long_70b["round"].exchanges if one.count == MIDDLE.num_layers]
     kinds = sorted(one.kind for one in in_layers)
-    assert kinds == ["all-gather"] + ["all-reduce"] * 4
+    # Of the sum each device needs its own heads; older compilers reduce all of it for that.
+    assert kinds[:4] == ["all-gather"] + ["all-reduce"] * 3
+    assert kinds[4:] in (["all-reduce"], ["reduce-scatter"])
 
 
 def test_no_exchange_carries_a_vocabulary_a_matrix_or_a_cache(

@@ -101,8 +101,9 @@ def test_a_branch_that_returns_a_cache_copies_it_and_one_that_reads_it_does_not(
                 return jax.lax.dynamic_update_slice(cache, new, (0, at, 0))
 
             wide = jnp.sum(cache[0, 0]) > 0
-            if returned:
-                return jax.lax.cond(wide, lambda: write(new(2.0)), lambda: write(new(0.5)))
+            if returned:  # and read once more, so that no compiler writes it in place
+                later = jax.lax.cond(wide, lambda: write(new(2.0)), lambda: write(new(0.5)))
+                return later.at[0, 0].add(jnp.sum(cache[-1] * at))
             return write(jax.lax.cond(wide, lambda: new(2.0), lambda: new(0.5)))
 
         return jax.lax.fori_loop(0, times, one_round, cache)

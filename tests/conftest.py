@@ -37,11 +37,6 @@ enable_compilation_cache()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than there are cores: some tests wait for processes to find each other gone."""
-    return len(os.sched_getaffinity(0)) + 1
-
-
 @pytest.fixture
 def compiled_well() -> Iterator[None]:
     """For tests that look at a program, which must be the one that users run."""

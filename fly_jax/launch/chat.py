@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
     Flags,
@@ -162,17 +163,11 @@ class Conversation:
         asked = [*self._messages, {"role": "user", "content": line}]
         ids = self._models.encode(asked, name="The conversation")
         most, seed = self._values.max_new_tokens, self._values.seed
-        if self._config not in self._decoders:
-            decoder = self._pair.decoder(
-                self._pair.spec(self._config), protect=self._config.protect
-            )
-            decoder.warm_up([ids], most)  # so that no speed has the compilation in it
-            self._decoders[self._config] = decoder
         self._view.begin([""])
         generation: Generation | None = None
         shown: list[int] = []
         try:
-            for settled, so_far in self._decoders[self._config].stream([ids], most, seed=seed):
+            for settled, so_far in self._decoder(ids).stream([ids], most, seed=seed):
                 generation = so_far
                 done = bool(settled.finish_reason)
                 shown += settled.token_ids
@@ -188,3 +183,12 @@ class Conversation:
             f"{generation.mean_accepted_tokens:.2f} mean accepted tokens, "
             f"{generation.num_rescued_tokens} rescued]"
         )
+
+    def _decoder(self, ids: CheckedPrompt) -> Decoder:
+        """That of the rule; a new one compiles first, so that no speed has that in it."""
+        if self._config not in self._decoders:
+            spec = self._pair.spec(self._config)
+            decoder = self._pair.decoder(spec, protect=self._config.protect)
+            decoder.warm_up([ids], self._values.max_new_tokens)
+            self._decoders[self._config] = decoder
+        return self._decoders[self._config]

@@ -14,6 +14,7 @@ from absl.flags import FlagValues
 
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import broadcast, check_same, joint_errors, process_id
@@ -21,7 +22,6 @@ from fly_jax.training.problems import Problem, problems
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.pair import OpenPair, Pair
-    from fly_jax.decoding.prompts import CheckedPrompt
 
 _BUILT_IN_PROBLEMS = 8
 _BUILT_IN_SEED = 2511
@@ -69,7 +69,7 @@ def say(line: str) -> None:
 
 
 def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
-    """Opens the models and checks the sizes; says where they will lie.
+    """Opens the models and checks the sizes; with the models comes the mesh for them.
 
     Args:
       values: with the flags of models.
@@ -107,8 +107,6 @@ def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
     models, mesh = open_models(values, config)
-
-    from fly_jax.decoding.prompts import CheckedPrompt
 
     with joint_errors():
         prompts, ids = _encode(values, prompts, models) if process_id() == 0 else ([], [])

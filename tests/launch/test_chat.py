@@ -124,5 +124,23 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
 
 
+def test_ctrl_c_while_an_answer_is_prepared(
+    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if nothing had been asked; the next line is answered."""
+    (whole,), _ = talk("Ada has 3")
+    warm_up, interrupts = Decoder.warm_up, iter([KeyboardInterrupt])
+
+    def interrupted(self: Decoder, *given: object) -> None:
+        for error in interrupts:
+            raise error
+        warm_up(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "warm_up", interrupted)
+    answers, said = talk("Boris", "Ada has 3")
+    assert answers == ["", whole]
+    assert said.count("tokens/s") == 1
+
+
 def test_a_model_without_a_template(refused: Callable[..., str], models: list[str]) -> None:
     assert "no chat template" in refused("chat", *models)

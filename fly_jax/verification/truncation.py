@@ -78,8 +78,8 @@ def _mass_limit(
 
 
 def _last_kept(
-    logits: Float32[Array, "*lead vocab"],
-    weights: Float32[Array, "*lead vocab"],
+    logits: Float32[Array, "*#lead vocab"],
+    weights: Float32[Array, "*#lead vocab"],
     limit: Float32[Array, "*#lead"],
 ) -> Float32[Array, "*lead"]:
     """The least t such that all logits above t weigh less than `limit`.
@@ -98,9 +98,10 @@ def _last_kept(
         enough = above < limit
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    shape = logits.shape[:-1]
-    low = jnp.broadcast_to(_ordered(jnp.float32(-jnp.inf)), shape)
-    high = jnp.broadcast_to(_ordered(jnp.float32(jnp.inf)), shape)
+    shape = jnp.broadcast_shapes(logits.shape[:-1], limit.shape)
+    like = jnp.broadcast_to(ordered[..., 0], shape)
+    low = jnp.full_like(like, _ordered(jnp.float32(-jnp.inf)))
+    high = jnp.full_like(like, _ordered(jnp.float32(jnp.inf)))
     found = jax.lax.fori_loop(0, 32, halve, (low, high))[1]
     return jax.lax.bitcast_convert_type(_flipped(found), jnp.float32)
 
@@ -116,12 +117,12 @@ def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 class _Shard(NamedTuple):
-    """This device's shard, in falling order, which is the rising order of the negated logits.
+    """This device's shard of the logits, and the few logits of all shards that split them.
 
     Attributes:
-      rising: the negated logits, sorted.
-      mass: sum of exp((logit - largest) / temperature) over the first 0, 1, .. of them.
-      splitters: of all shards, negated and sorted. Of each shard it has the first, the last, and
+      logits: this device's.
+      mass: exp((logit - largest) / temperature) of them.
+      splitters: of all shards, in no order. Of each shard they are its largest, its least, and
         every `step`-th in between, so that no shard has `step` logits between two neighbours.
       step: see `splitters`.
       largest: see `Truncation`.
@@ -129,17 +130,13 @@ class _Shard(NamedTuple):
       axis_names: see `truncate`.
     """
 
-    rising: Float32[Array, "*lead local"]
-    mass: Float32[Array, "*lead local+1"]
+    logits: Float32[Array, "*lead local"]
+    mass: Float32[Array, "*lead local"]
     splitters: Float32[Array, "*lead splitters"]
     step: int
     largest: Float32[Array, "*lead"]
     temperature: Float32[Array, "*#lead"]
     axis_names: AxisNames
-
-    def masses(self, negated: Float32[Array, "*lead some"]) -> Float32[Array, "*lead some"]:
-        """What logits weigh for top-p."""
-        return jnp.exp((-negated - self.largest[..., None]) / self.temperature[..., None])
 
 
 def _truncate_sharded(
@@ -149,24 +146,27 @@ def _truncate_sharded(
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames,
 ) -> Truncation:
-    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters."""
+    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters.
+
+    Nothing is sorted: the TPU compiler takes seconds for each sort, and comparing all with all is
+    as fast.
+    """
     # 1) Gather the splitters.
-    local = logits.shape[-1]
-    rising = jnp.sort(-logits, axis=-1)
+    local, lead = logits.shape[-1], logits.ndim - 1
     step = math.ceil(math.sqrt(local))
-    own = rising[..., np.unique([*range(0, local, step), local - 1])]
-    lead = logits.ndim - 1
-    splitters = jnp.sort(jax.lax.all_gather(own, axis_names, axis=lead, tiled=True), axis=-1)
-    largest = finite_or_zero(-splitters[..., 0])
-    shard = _Shard(rising, rising, splitters, step, largest, temperature, axis_names)
-    mass = jnp.cumsum(shard.masses(rising), axis=-1)
-    shard = shard._replace(mass=jnp.pad(mass, ((0, 0),) * lead + ((1, 0),)))
+    ranks = np.unique([*range(0, local, step), local - 1])
+    own = _last_kept(
+        logits[..., None, :], jnp.ones_like(logits)[..., None, :], jnp.asarray(ranks + 1.0)
+    )
+    splitters = jax.lax.all_gather(own, axis_names, axis=lead, tiled=True)
+    largest = finite_or_zero(jnp.max(splitters, axis=-1))
+    mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
+    shard = _Shard(logits, mass, splitters, step, largest, temperature, axis_names)
     # 2) Weigh what lies above each of them, and everything.
-    before = _before(rising, splitters, "left")
     weights = [
-        before.astype(jnp.float32),
-        jnp.take_along_axis(shard.mass, before, axis=-1),
-        shard.mass[..., -1:],
+        _weight_above(splitters, logits, jnp.ones_like(mass)),
+        _weight_above(splitters, logits, mass),
+        vocab_sum(mass)[..., None],
     ]
     counted, weighed, total = jnp.split(
         jax.lax.psum(jnp.concatenate(weights, axis=-1), axis_names),
@@ -183,10 +183,9 @@ def _truncate_sharded(
         if last is None:
             last, kept_mass = within, mass_within
         else:
-            kept_mass = jnp.where(within <= last, mass_within, kept_mass)
-            last = jnp.minimum(last, within)
-    assert last is not None
-    return Truncation(largest, -last, kept_mass)
+            kept_mass = jnp.where(within >= last, mass_within, kept_mass)
+            last = jnp.maximum(last, within)
+    return Truncation(largest, last, kept_mass)
 
 
 def _last_between(
@@ -196,7 +195,7 @@ def _last_between(
     *,
     by_mass: bool,
 ) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
-    """The last logit kept, negated, and the mass of all that are kept; one exchange.
+    """The last logit kept, and the mass of all that are kept; one exchange.
 
     Args:
       shard: this device's.
@@ -205,51 +204,47 @@ def _last_between(
       by_mass: the weights are masses, and no counts.
     """
     limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
-    is_kept = jnp.cumprod(above < limit, axis=-1, dtype=jnp.int32)
-    index = jnp.sum(is_kept, axis=-1, keepdims=True) - 1
-    upper = jnp.take_along_axis(shard.splitters, index, axis=-1)  # kept, and the next one is not
-    index = jnp.minimum(index + 1, shard.splitters.shape[-1] - 1)
-    lower = jnp.take_along_axis(shard.splitters, index, axis=-1)
+    is_kept = above < limit
+    upper = jnp.min(jnp.where(is_kept, shard.splitters, jnp.inf), axis=-1, keepdims=True)
+    lower = jnp.max(jnp.where(is_kept, -jnp.inf, shard.splitters), axis=-1, keepdims=True)
     # This shard's logits between the two, and what it has at the upper one and above.
-    first = _before(shard.rising, upper, "right")
-    at = first + jnp.arange(max(shard.step - 1, 1))
-    between = jnp.take_along_axis(
-        shard.rising, jnp.minimum(at, shard.rising.shape[-1] - 1), axis=-1
-    )
-    is_between = (at < shard.rising.shape[-1]) & (between > upper) & (between < lower)
+    at_upper = shard.logits >= upper
     found = jnp.concatenate(
         [
-            jnp.where(is_between, between, jnp.inf),
-            first.astype(jnp.float32),
-            jnp.take_along_axis(shard.mass, first, axis=-1),
+            _compacted(shard.logits, (shard.logits > lower) & ~at_upper, max(shard.step - 1, 1)),
+            vocab_sum(at_upper.astype(jnp.float32))[..., None],
+            vocab_sum(jnp.where(at_upper, shard.mass, 0))[..., None],
         ],
         axis=-1,
     )
     found = jax.lax.all_gather(found, shard.axis_names, axis=found.ndim - 1)
     counted, weighed = (jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1))
     between = found[..., :-2]
-    between = jnp.sort(between.reshape(*between.shape[:-2], -1), axis=-1)
-    is_between = between < lower  # what merely fills up is not, nor is a logit of -inf
-    masses = jnp.where(is_between, shard.masses(between), 0)
+    between = between.reshape(*between.shape[:-2], -1)
+    is_between = between > -jnp.inf  # else it only fills up
+    masses = jnp.exp((between - shard.largest[..., None]) / shard.temperature[..., None])
     weights = masses if by_mass else is_between.astype(jnp.float32)
-    sums = jnp.pad(jnp.cumsum(weights, axis=-1), ((0, 0),) * (weights.ndim - 1) + ((1, 0),))
-    weight_above = jnp.take_along_axis(sums, _before(between, between, "left"), axis=-1)
-    weight_above += weighed if by_mass else counted
-    is_kept_here: Bool[Array, "*lead between"] = is_between & (weight_above < limit)
-    last = jnp.max(jnp.where(is_kept_here, between, upper), axis=-1)
-    kept = jnp.where(between <= last[..., None], masses, 0)
+    weight_above = _weight_above(between, between, weights) + (weighed if by_mass else counted)
+    is_kept_here = is_between & (weight_above < limit)
+    last = jnp.min(jnp.where(is_kept_here, between, upper), axis=-1)
+    kept = jnp.where(between >= last[..., None], masses, 0)
     return last, weighed[..., 0] + jnp.sum(kept, axis=-1)
 
 
-def _before(
-    rising: Float32[Array, "*lead local"], values: Float32[Array, "*lead some"], side: str
-) -> Int32[Array, "*lead some"]:
-    """How many are before each value: less than it ("left"), or at most it ("right")."""
+def _weight_above(
+    values: Float32[Array, "*lead some"],
+    logits: Float32[Array, "*lead local"],
+    weights: Float32[Array, "*lead local"],
+) -> Float32[Array, "*lead some"]:
+    """What the logits strictly above each value weigh."""
+    is_above = logits[..., None, :] > values[..., None]
+    return vocab_sum(jnp.where(is_above, weights[..., None, :], 0))
 
-    def search(rising: Array, values: Array) -> Array:
-        # Accelerators compare all with all faster than they sort, and compile it in no time.
-        return jnp.searchsorted(rising, values, side=side, method="compare_all")
 
-    for _ in rising.shape[:-1]:
-        search = jax.vmap(search)
-    return search(rising, values).astype(jnp.int32)
+def _compacted(
+    values: Float32[Array, "*lead local"], which: Bool[Array, "*lead local"], size: int
+) -> Float32[Array, "*lead {size}"]:
+    """Those values, of which there are at most `size`, and then -inf."""
+    place = jnp.cumsum(which, axis=-1, dtype=jnp.int32) - 1
+    is_here = which[..., None, :] & (place[..., None, :] == jnp.arange(size)[:, None])
+    return jnp.max(jnp.where(is_here, values[..., None, :], -jnp.inf), axis=-1)

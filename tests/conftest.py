@@ -8,6 +8,7 @@ that of compiling small programs, and what they compute does not depend on how w
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -24,13 +25,17 @@ import jax
 import jaxlib
 import pytest
 
-if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know the flag
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    flag = "--xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = " ".join([*(one for one in flags if one != flag), flag])
-
 from fly_jax.compilation_cache import enable_compilation_cache
 
+# A module in one piece: cutting it into pieces for more cores is work of its own.
+added = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know the flag
+    added.append("--xla_cpu_use_fusion_emitters=false")
+given = [one for one in os.environ.get("XLA_FLAGS", "").split() if one not in added]
+os.environ["XLA_FLAGS"] = " ".join([*given, *added])
+
+# Tracing makes many objects and little garbage: the default of 700 takes a tenth of the time.
+gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 enable_compilation_cache()
 # Programs that compile faster than this are not worth a file.

@@ -35,6 +35,7 @@ from absl import app, flags
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.hugging_face import tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import groups
@@ -91,7 +92,7 @@ def write_checkpoint(folder: Path, model: LlamaConfig) -> None:
         partial.rename(file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(model.to_hf()))
+    (folder / "config.json").write_text(json.dumps(config_fields(model)))
 
 
 def memory(field: str) -> int:

@@ -144,12 +144,12 @@ def _round(values: FlagValues) -> RoundSpec:
 
 
 def _config(name: str) -> LlamaConfig:
+    from fly_jax.models.checkpoints.config_json import read_config
+    from fly_jax.models.checkpoints.gguf_config import gguf_config
     from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
-    from fly_jax.models.checkpoints.gguf_source import config_of
-    from fly_jax.models.config import LlamaConfig
     from fly_jax.models.presets import preset
 
     path = Path(name)
     if is_gguf(path):
-        return config_of(open_gguf(path))
-    return LlamaConfig.from_folder(path) if path.is_dir() else preset(name)
+        return gguf_config(open_gguf(path))
+    return read_config(path) if path.is_dir() else preset(name)

@@ -44,6 +44,7 @@ def attend_cached(
     cache: KVCache,
     layer: Int[Array, ""],
     layout: Layout | None,
+    window: Int[Array, ""] | None = None,
 ) -> Queries:
     """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
@@ -60,11 +61,12 @@ def attend_cached(
       cache: read, not written.
       layer: whose entries are read.
       layout: how all this lies on a mesh; None on one device.
+      window: newest tokens that a query sees, its own among them; None is all.
     """
     here = _Heads(query.shape[2] // key.shape[1])
     if layout is None:
         return _attend(
-            query, key, value, cache.keys, cache.values, layer, cache.length,
+            query, key, value, cache.keys, cache.values, layer, cache.length, window,
             heads=here, attended=cache.attended, joins=jax.default_backend() == "cpu",
         )  # fmt: skip
     split = query_axes(layout, query.shape[2], here.group)
@@ -91,11 +93,11 @@ def attend_cached(
         mesh=layout.mesh,
         in_specs=(
             query_spec, new_spec, new_spec, cache_spec, cache_spec, PartitionSpec(),
-            PartitionSpec(query_spec[0]),
+            PartitionSpec(query_spec[0]), PartitionSpec(),
         ),
         out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
-    )(query, key, value, cache.keys, cache.values, layer, cache.length)  # fmt: skip
+    )(query, key, value, cache.keys, cache.values, layer, cache.length, window)  # fmt: skip
 
 
 def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
@@ -190,6 +192,7 @@ def _attend_shard(
     values: Entries,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
+    window: Int[Array, ""] | None,
     *,
     heads: _Heads,
     attended: int | None,
@@ -207,6 +210,7 @@ def _attend_shard(
       values: its part of the cache.
       layer: see `attend_cached`.
       start: of the rows of its activations.
+      window: see `attend_cached`.
       heads: those that it has once queries have travelled.
       attended: see `KVCache`.
       gathers: `more_rows` or `lengths` also split the query heads.
@@ -222,7 +226,7 @@ def _attend_shard(
     elif gathers:
         query = jax.lax.all_gather(query, lengths, axis=2, tiled=True)
     mixed = _attend(
-        query, key, value, keys, values, layer, start,
+        query, key, value, keys, values, layer, start, window,
         heads=heads, attended=attended, lengths=lengths, scatters=gathers,
     )  # fmt: skip
     if more_rows and gathers:
@@ -240,6 +244,7 @@ def _attend(
     values: Entries,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
+    window: Int[Array, ""] | None,
     *,
     heads: _Heads,
     attended: int | None,
@@ -257,7 +262,9 @@ def _attend(
     read = capacity if attended is None or lengths else min(attended, capacity)
     first_position = jax.lax.axis_index(lengths) * capacity if lengths else 0
     steps = jnp.arange(time, dtype=jnp.int32)
-    causal = jnp.broadcast_to(steps[:, None] >= steps, (rows, time, time))
+    distance = steps[:, None] - steps
+    causal = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    causal = jnp.broadcast_to(causal, (rows, time, time))
     if lengths:  # the pass's own tokens count once
         causal &= jax.lax.axis_index(lengths) == 0
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.
@@ -270,6 +277,9 @@ def _attend(
         keys, values = (jax.lax.dynamic_slice(one, at, size)[0] for one in (keys, values))
         positions = first_position + jnp.arange(read, dtype=jnp.int32)
         visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
+        if window is not None:
+            own = start[:, None] + steps
+            visible &= own[:, :, None] - positions < window
         parts.append(Part(keys, values, visible))
     if joins:
         parts = [Part(*(jnp.concatenate(some, axis=2) for some in zip(*parts, strict=True)))]

@@ -1,4 +1,4 @@
-"""Llama in Flax NNX: layers stacked on a leading axis and run by one scan."""
+"""Llama, and its kin, in Flax NNX: layers stacked on a leading axis and run by one scan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ParameterSpec:
 
 
 def parameter_specs(config: LlamaConfig, *, int8: bool = False) -> dict[str, ParameterSpec]:
-    """Every parameter of a Llama, by its attribute name. Matrices are stored [in, out].
+    """Every parameter of a model, by its attribute name. Matrices are stored [in, out].
 
     Args:
       config: the model.
@@ -74,6 +74,13 @@ def parameter_specs(config: LlamaConfig, *, int8: bool = False) -> dict[str, Par
         "down": ParameterSpec((layers, ffw, embed), ("layers", "ffw", "embed"), ("ffw",)),
         "final_norm": ParameterSpec((embed,), ("embed",)),
     }
+    if config.attention_biases:
+        key_bias = ParameterSpec((layers, kv_heads, head), ("layers", "kv_heads", "head"))
+        specs["query_bias"] = ParameterSpec((layers, heads, head), ("layers", "q_heads", "head"))
+        specs |= {"key_bias": key_bias, "value_bias": key_bias}
+    if config.head_norms:
+        head_norm = ParameterSpec((layers, head), ("layers", "head"))
+        specs |= {"query_norm": head_norm, "key_norm": head_norm}
     if not config.tied_embeddings:
         specs["unembedding"] = ParameterSpec(
             (embed, config.vocab_size), ("embed", "vocab"), ("embed",)
@@ -108,7 +115,7 @@ Added = TypeVar("Added")
 
 
 class Llama(nnx.Module):
-    """A Llama 2 or 3 decoder.
+    """A Llama decoder, or one of the kin that `fly_jax.models.architectures` has.
 
     Attributes:
       config: its shape.
@@ -142,7 +149,7 @@ class Llama(nnx.Module):
 
     @classmethod
     def random(cls, config: LlamaConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Llama:
-        """Normal weights scaled by the square root of the fan-in; norms are ones."""
+        """Normal weights scaled by the square root of the fan-in; norms and biases are ones."""
         return cls(config, _random_parameters(config, key, jnp.dtype(dtype)))
 
     @property
@@ -174,9 +181,11 @@ class Llama(nnx.Module):
                 nonlocal new
                 key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
                 new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
-                return attend_cached(query, key, value, cache, index, self.layout)
+                window = self._window(index)
+                return attend_cached(query, key, value, cache, index, self.layout, window)
 
-            x = self._constrain(_layer(self.config, x, weights, rope, attend, _matmul))
+            own_rope = self._layer_rope(rope, index)
+            x = self._constrain(_layer(self.config, x, weights, own_rope, attend, _matmul))
             assert new is not None
             return x, new
 
@@ -212,14 +221,18 @@ class Llama(nnx.Module):
         rope = rotation(self.config, positions)
         product = matmul or _matmul
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
+        distance = positions[:, :, None] - positions[:, None, :]
 
-        def attend(query: Array, key: Array, value: Array) -> Array:
-            grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
-            part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), visible)
-            return attention(grouped, [part]).reshape(query.shape)
+        def layer(x: Array, index: Int[Array, ""], weights: dict[str, Array]) -> tuple[Array, None]:
+            def attend(query: Array, key: Array, value: Array) -> Array:
+                grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
+                window = self._window(index)
+                seen = visible if window is None else visible & (distance < window)
+                part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), seen)
+                return attention(grouped, [part]).reshape(query.shape)
 
-        def layer(x: Array, _: Int[Array, ""], weights: dict[str, Array]) -> tuple[Array, None]:
-            return _layer(self.config, x, weights, rope, attend, product), None
+            own_rope = self._layer_rope(rope, index)
+            return _layer(self.config, x, weights, own_rope, attend, product), None
 
         x, _ = self._run_layers(layer, self._embedded(tokens))
         return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
@@ -266,6 +279,24 @@ class Llama(nnx.Module):
             return x, jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *added)
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         return jax.lax.scan(lambda x, inputs: layer(x, *inputs), x, (indices, weights))
+
+    def _window(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
+        """How many tokens a layer sees, the newest among them; None if all layers see all."""
+        window, windowed = self.config.sliding_window, self.config.windowed_layers
+        if window is None:
+            return None
+        everything = np.iinfo(np.int32).max
+        sizes = [window if one in windowed else everything for one in range(self.config.num_layers)]
+        return jnp.asarray(sizes, jnp.int32)[layer]
+
+    def _layer_rope(self, rope: tuple[Array, Array], layer: Int[Array, ""]) -> tuple[Array, Array]:
+        """A layer's cosines and sines: those of position 0 where it knows nothing of positions."""
+        if not self.config.unrotated_layers:
+            return rope
+        unrotated = [one in self.config.unrotated_layers for one in range(self.config.num_layers)]
+        still = jnp.asarray(unrotated)[layer]
+        cosines, sines = rope
+        return jnp.where(still, 1, cosines), jnp.where(still, 0, sines)
 
     def _constrain(self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")) -> Array:
         return x if self.layout is None else self.layout.constrain(x, axes)
@@ -324,9 +355,16 @@ def _layer(
         return _product(equation, x, weights, name, matmul)
 
     normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
-    query = rotate(product("btd,dhk->bthk", normed, "query"), *rope)
-    key = rotate(product("btd,dhk->bthk", normed, "key"), *rope)
-    value = product("btd,dhk->bthk", normed, "value")
+    query, key, value = (
+        product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
+    )
+    if config.attention_biases:
+        query = query + weights["query_bias"]
+        key, value = key + weights["key_bias"], value + weights["value_bias"]
+    if config.head_norms:
+        query = _rms_norm(query, weights["query_norm"], config.norm_epsilon)
+        key = _rms_norm(key, weights["key_norm"], config.norm_epsilon)
+    query, key = rotate(query, *rope), rotate(key, *rope)
     x = x + product("bthk,hkd->btd", attend(query, key, value), "output")
     normed = _rms_norm(x, weights["mlp_norm"], config.norm_epsilon)
     gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))

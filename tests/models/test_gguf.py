@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,11 @@ NAMES = {
     "self_attn.k_proj.weight": "attn_k.weight",
     "self_attn.v_proj.weight": "attn_v.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "mlp.gate_proj.weight": "ffn_gate.weight",
     "mlp.up_proj.weight": "ffn_up.weight",
@@ -60,9 +66,10 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
             values = np.asarray(model.parameters()[name], np.float32)
             part = values if group.layer is None else values[group.layer]
             shape = tensor_shape(name, spec)
-            part = part.reshape(*reversed(shape)).T if is_transposed(name) else part
+            part = part.reshape(*reversed(shape)).T if is_transposed(name, spec) else part
             part = part.reshape(shape)
-            if name in ("query", "key"):  # the two halves of a head become neighbours
+            paired = model.config.architecture in ("llama", "smollm3")
+            if paired and name in ("query", "key"):  # the two halves of a head become neighbours
                 heads = model.config.num_heads if name == "query" else model.config.num_kv_heads
                 halves = part.reshape(heads, 2, model.config.head_size // 2, -1)
                 part = halves.swapaxes(1, 2).reshape(shape)
@@ -146,6 +153,23 @@ def test_weights_and_configuration_come_back(
     layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
     found = load_llama(path, layout=layout)
     assert found.config == CONFIG
+    same(found, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("qwen2", {"attention_biases": True}),
+        ("qwen3", {"head_norms": True, "tied_embeddings": True}),
+        ("smollm3", {"unrotated_layers": (3,), "num_layers": 4}),
+    ],
+)
+def test_families(tmp_path: Path, family: str, own: dict[str, object]) -> None:
+    config = dataclasses.replace(CONFIG, architecture=family, **own)
+    model = Llama.random(config, jax.random.key(2))
+    path = write(tmp_path / "model.gguf", tensors_of(model), config=config, architecture=family)
+    found = load_llama(path)
+    assert found.config == config
     same(found, model)
 
 
@@ -363,7 +387,7 @@ def test_what_cannot_be_read_is_one_sentence(
     with pytest.raises(FlyJaxError, match=r"has shape \[64, 256\]"):
         open_weights(write(tmp_path / "narrow.gguf", narrow))
     biased = tensors | {"blk.0.attn_q.bias": np.zeros(256, np.float32)}
-    with pytest.raises(FlyJaxError, match=r"blk\.0\.attn_q\.bias, which Llama has not"):
+    with pytest.raises(FlyJaxError, match=r"blk\.0\.attn_q\.bias, which .* 'llama'"):
         open_weights(write(tmp_path / "biased.gguf", biased))
     with pytest.raises(FlyJaxError, match="stored as IQ4_NL"):
         open_weights(write(tmp_path / "rare.gguf", tensors, "IQ4_NL"))

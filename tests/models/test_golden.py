@@ -1,4 +1,4 @@
-"""Logits equal those of transformers' LlamaForCausalLM, stored by fixtures/make_golden.py."""
+"""Logits equal those of transformers, stored by fixtures/make_golden.py, for every family."""
 
 from __future__ import annotations
 
@@ -15,14 +15,26 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
-KINDS = ("llama2", "llama3", "llama31", "llama32")
+# What makes a kind another model than the ones before it: without it the logits are wrong.
+KINDS: dict[str, dict[str, object]] = {
+    "llama2": {"rope_theta": 20_000.0},
+    "llama3": {"rope_theta": 10_000.0},
+    "llama31": {"rope_scaling": None},
+    "llama32": {"rope_scaling": None},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"attention_biases": False},
+    "qwen2_windows": {"windowed_layers": (0, 1, 2)},
+    "qwen3": {"head_norms": False},
+    "smollm3": {"unrotated_layers": ()},
+}
 TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """A tiny Llama, and what transformers computes with it."""
+    """A tiny model, and what transformers computes with it."""
 
+    kind: str
     model: Llama
     tokens: np.ndarray
     logits: np.ndarray
@@ -33,7 +45,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     folder = GOLDEN / request.param
     stored = np.load(folder / "golden.npz")
     model = load_llama(folder, layout=None, dtype=jnp.float32)
-    return Golden(model, stored["tokens"], stored["logits"])
+    return Golden(request.param, model, stored["tokens"], stored["logits"])
 
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
@@ -105,12 +117,10 @@ def test_cached_pass_in_ragged_chunks(golden: Golden, whole: np.ndarray) -> None
 
 
 def test_fixtures_tell_right_from_wrong(golden: Golden) -> None:
-    """A model with other rotary frequencies misses the tolerance, so passing means something."""
-    config = golden.model.config
-    changes = {"rope_theta": config.rope_theta * 2}
-    if config.rope_scaling is not None:
-        changes = {"rope_scaling": None}
-    other = Llama(dataclasses.replace(config, **changes), golden.model.parameters())
+    """The model of another kind misses the tolerance, so passing means something."""
+    config = dataclasses.replace(golden.model.config, **KINDS[golden.kind])
+    assert config != golden.model.config
+    other = Llama(config, golden.model.parameters())
     assert np.abs(uncached(other, golden.tokens) - golden.logits).max() > 100 * TOLERANCE
 
 

@@ -26,7 +26,7 @@ MEAN_ERROR, LARGEST_ERROR, LEAST_AGREEMENT = 0.06, 0.8, 0.92
 def golden(request: pytest.FixtureRequest) -> Golden:
     folder = GOLDEN / request.param
     stored = np.load(folder / "golden.npz")
-    return Golden(load_llama(folder, int8=True), stored["tokens"], stored["logits"])
+    return Golden(request.param, load_llama(folder, int8=True), stored["tokens"], stored["logits"])
 
 
 def widened(model: Llama) -> Llama:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.converted import (
     Record,
     StoredType,
@@ -57,7 +58,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
-    if _begin(output, Record(checkpoint.config.to_hf(), _fingerprint(source), dtype)):
+    if _begin(output, Record(config_fields(checkpoint.config), _fingerprint(source), dtype)):
         open_weights(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
@@ -80,7 +81,8 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
             bar.update(sizes[group])
     if file is not None:
         write_tokenizer(file, output)
-        (output / "config.json").write_text(json.dumps(checkpoint.config.to_hf(), indent=2) + "\n")
+        fields = json.dumps(config_fields(checkpoint.config), indent=2)
+        (output / "config.json").write_text(f"{fields}\n")
     for pattern in _CARRIED:
         for carried in source.glob(pattern):
             if not carried.match(_NOT_CARRIED) and not (output / carried.name).exists():

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.config_json import config_of, read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, parameter_sharding
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import ParameterSpec, parameter_specs
@@ -123,11 +124,11 @@ class ConvertedSource:
                 f"{folder} holds a conversion that was not finished; run the same convert command "
                 "again, which goes on where it stopped."
             )
-        self.config = LlamaConfig.from_folder(folder)
+        self.config = read_config(folder)
         self.int8 = record.dtype == "int8"
         self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
         _check_files(folder, record.files)
-        self._check_shapes(LlamaConfig.from_hf(record.config, str(folder / _RECORD)))
+        self._check_shapes(config_of(record.config, str(folder / _RECORD)))
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """The group's arrays, each where it stays."""

@@ -11,9 +11,9 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.config_json import read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, groups
 from fly_jax.models.checkpoints.stored import DTYPES, StoredTensor, stored_tensors
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import ParameterSpec
 from fly_jax.sharding.rules import Layout
 
@@ -28,6 +28,11 @@ _LAYER = {
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
     "output": "self_attn.o_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -42,15 +47,15 @@ def tensor_name(group: Group, name: str) -> str:
     return f"model.layers.{group.layer}.{_LAYER[name]}"
 
 
-def is_transposed(name: str) -> bool:
+def is_transposed(name: str, spec: ParameterSpec) -> bool:
     """Hugging Face keeps products' matrices [out, in], and we [in, out]."""
-    return name != "embedding" and not name.endswith("norm")
+    return bool(spec.inputs) and name != "embedding"
 
 
 def tensor_shape(name: str, spec: ParameterSpec) -> tuple[int, ...]:
     """Shape of the tensor that holds a parameter of a group."""
-    if not is_transposed(name):
-        return spec.shape
+    if not is_transposed(name, spec):
+        return spec.shape if spec.inputs else (math.prod(spec.shape),)
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     inputs = math.prod(sizes[axis] for axis in spec.inputs)
     return (math.prod(spec.shape) // inputs, inputs)
@@ -72,7 +77,7 @@ class HuggingFaceSource:
             or a tensor has a shape or type that the configuration does not ask for.
         """
         self._stored = stored_tensors(folder)
-        self.config = LlamaConfig.from_folder(folder)
+        self.config = read_config(folder)
         needed = {
             tensor_name(group, name): tensor_shape(name, spec)
             for group in groups(self.config)
@@ -103,7 +108,7 @@ class HuggingFaceSource:
 
     def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
         """The tensor as [in, out], with heads as an axis of their own."""
-        return (stored.T if is_transposed(name) else stored).reshape(spec.shape)
+        return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""

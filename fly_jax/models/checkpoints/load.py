@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int
 from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
 from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
@@ -97,12 +98,12 @@ def save_hf(model: Llama, folder: Path) -> None:
         for name, spec in group.specs(config).items():
             part = parameters[name] if group.layer is None else parameters[name][group.layer]
             shape = tensor_shape(name, spec)
-            if is_transposed(name):
+            if is_transposed(name, spec):
                 part = part.reshape(*reversed(shape)).T
             tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    description = config.to_hf() | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    description = config_fields(config) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.config_json import read_config
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.tokenizers.patterns import compile_patterns
 from fly_jax.models.tokenizers.vocabulary import Vocabulary, read_json, read_model
@@ -166,7 +167,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     """
     settings = _read_settings(folder / "tokenizer_config.json")
     if config is None and (folder / "config.json").exists():
-        config = LlamaConfig.from_folder(folder)
+        config = read_config(folder)
     special = {
         key: _spelling(value)
         for key, value in settings.items()

@@ -9,7 +9,7 @@ _NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"]
 setup(
     name="fly_jax",
     version="0.1.0",  # the only place: fly_jax asks importlib.metadata, a test reads CHANGELOG.md
-    description="FLy, training-free loosely speculative decoding of Llama models, in JAX",
+    description="FLy, training-free loosely speculative decoding in JAX",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

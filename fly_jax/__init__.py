@@ -1,4 +1,4 @@
-"""FLy, training-free loosely speculative decoding, for Llama models in JAX.
+"""FLy, training-free loosely speculative decoding, for Llama models and their kin in JAX.
 
 What is listed here is the public API; nothing else is promised. Names are imported on first use,
 so that each costs only what it needs.

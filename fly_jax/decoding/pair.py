@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,19 @@ from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
-from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
+from fly_jax.models.checkpoints.locate import embedded_pair, resolve
+from fly_jax.models.config import shared_vocabulary
 from fly_jax.models.layouts import Workload, choose_layouts
-from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.models.llama import Llama
+from fly_jax.models.quantise import self_draft
+from fly_jax.models.specs import (
+    INT8,
+    SELF,
+    SELF_DRAFTS,
+    MatrixType,
+    parameter_specs,
+    self_draft_type,
+)
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
@@ -156,12 +167,19 @@ class OpenPair:
       drafts: see `Pair`.
       is_embedded: it is the pair that ships with the package.
       drafter: see `Pair`.
+      self_draft: type of the target's own matrices, rounded to draft for it.
     """
 
     target: Checkpoint
     drafts: tuple[Checkpoint, ...]
     is_embedded: bool
     drafter: str | None = None
+    self_draft: MatrixType | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that all models number; what pads a larger vocabulary is left out."""
+        return min(one.config.vocab_size for one in (self.target, *self.drafts))
 
     @property
     def max_context(self) -> int:
@@ -215,7 +233,7 @@ def open_pair(
         )
     drafts = (draft,) if isinstance(draft, str | Path) else tuple(draft or ())
     is_embedded = target is None and not drafts
-    drafter = next((str(one) for one in drafts if is_registered(str(one))), None)
+    drafter = next((str(one) for one in drafts if _is_drafter(str(one))), None)
     if drafter is not None:
         if len(drafts) > 1:
             raise FlyJaxError(
@@ -223,6 +241,9 @@ def open_pair(
                 "either it or the others (prompt_lookup_max puts a lookup below draft models)."
             )
         drafts = ()
+    own: MatrixType | None = None
+    if drafter is not None and drafter.startswith(SELF):
+        own, drafter = self_draft_type(drafter), None
     folder, embedded_draft = embedded_pair()
     if target is not None:
         folder = resolve(str(target), revision)
@@ -230,9 +251,13 @@ def open_pair(
     opened = open_checkpoint(folder)
     proposing = tuple(open_checkpoint(one) for one in folders)
     for one in proposing:
-        check_pair(opened.config, one.config)
+        shared_vocabulary(opened.config, one.config, len(opened.tokenizer.vocabulary.names))
         check_same_vocabulary(opened.tokenizer, one.tokenizer)
-    return OpenPair(opened, proposing, is_embedded, drafter)
+    return OpenPair(opened, proposing, is_embedded, drafter, own)
+
+
+def _is_drafter(name: str) -> bool:
+    return is_registered(name) or name.startswith(SELF)
 
 
 def load_pair(
@@ -247,12 +272,13 @@ def load_pair(
     """Loads a target and its draft model straight into a mesh.
 
     Args:
-      target: folder of a Hugging Face Llama checkpoint or of a converted one, or a hub id; None
-        for the embedded pair. Or what `open_pair` gives, its drafts included.
+      target: folder of a Hugging Face checkpoint or of a converted one, a GGUF file, or a hub id;
+        None for the embedded pair. Or what `open_pair` gives, its drafts included.
       draft: the same for the draft model, or for several, of which the first proposes to the target
         and each other one to the one before it; None decodes with the target alone (unless the
         embedded pair is meant). Or the name of a drafter: "ngram" looks drafts up in the text so
-        far, and `register_drafter` adds others.
+        far, and `register_drafter` adds others. Or "self:int4" or "self:int8": the target's own
+        matrices, rounded: a pass takes about a quarter or half of the target's in bfloat16.
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
@@ -280,24 +306,37 @@ def load_pair(
     devices = spec if isinstance(spec, Mesh) else _created(spec)
     dtype = dtype or opened.default_dtype
     int8 = dtype == "int8"
+    stored_int8 = opened.target.source.int8
+    if opened.self_draft == SELF_DRAFTS["int8"] and (int8 or stored_int8):
+        raise FlyJaxError(
+            "self:int8 was given as the draft, and the target's matrices are int8 themselves, so "
+            "that it would save nothing; give self:int4, or the target in another type."
+        )
     width = jnp.dtype("bfloat16" if int8 else dtype)
+    vocab_size = opened.vocab_size
     target_layout: Layout | None = None
     draft_layout: Layout | None = None
     replicated: tuple[str, ...] = ()
     if devices.size > 1:
-        config = opened.target.config
-        draft_config = opened.drafts[0].config if opened.drafts else None
+        config = opened.target.config.with_vocabulary(vocab_size)
+        draft_config = None
+        if opened.drafts:
+            draft_config = opened.drafts[0].config.with_vocabulary(vocab_size)
+        draft_config = config if opened.self_draft else draft_config
         chip = chip_of(jax.devices()[0].device_kind)
-        stored_int8 = opened.target.source.int8
-        wanted = dataclasses.replace(workload or Workload(), int8=int8 or stored_int8)
-        layouts = choose_layouts(devices, config, draft_config, wanted, chip)
+        matrices = INT8 if int8 or stored_int8 else None
+        wanted = dataclasses.replace(workload or Workload(), matrices=matrices)
+        layouts = choose_layouts(devices, config, draft_config, wanted, chip, opened.self_draft)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
+    load = functools.partial(load_llama, dtype=width, int8=int8, vocab_size=vocab_size)
+    loaded = load(opened.target, layout=target_layout)
+    drafts = [load(one, layout=draft_layout) for one in opened.drafts]
+    if opened.self_draft is not None:
+        drafts = [self_draft(loaded, opened.self_draft)]
     return Pair(
-        target=load_llama(opened.target, layout=target_layout, dtype=width, int8=int8),
-        drafts=tuple(
-            load_llama(one, layout=draft_layout, dtype=width, int8=int8) for one in opened.drafts
-        ),
+        target=loaded,
+        drafts=tuple(drafts),
         tokenizer=opened.target.tokenizer,
         replicated=replicated,
         is_embedded=opened.is_embedded,

@@ -74,7 +74,12 @@ def _flags() -> Flags:
         group, "target", "llama-3.1-405b",
         "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
     )  # fmt: skip
-    flags.string(group, "draft", "llama-3.1-8b", "the same of the model that proposes")
+    flags.string(
+        group,
+        "draft",
+        "llama-3.1-8b",
+        "the same of the model that proposes, or self:int4 or self:int8",
+    )
     flags.choice(group, "dtype", "bfloat16", ("bfloat16", "int8"), "type of the matrices of both")
     group = "Chips"
     flags.string(group, "chip", "v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
@@ -105,16 +110,19 @@ def _flags() -> Flags:
 
 
 def _request(values: FlagValues) -> Request:
+    from fly_jax.models.specs import SELF, self_draft_type
     from fly_jax.planning.request import Request
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
+    own = self_draft_type(values.draft) if values.draft.startswith(SELF) else None
     return Request(
         target=_config(values.target),
-        draft=_config(values.draft),
+        draft=_config(values.target if own else values.draft),
         chip=chip_named(values.chip),
         mesh=parse_mesh(values.mesh),
         int8=values.dtype == "int8",
+        self_draft=own,
         context=values.context,
         prompt_length=values.prompt_length,
         rows=values.batch_size,

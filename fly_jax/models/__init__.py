@@ -1,1 +1,1 @@
-"""Llama in Flax NNX: configuration, cache, weights in and out, tokenizers."""
+"""Llama and its kin in Flax NNX: configuration, cache, weights in and out, tokenizers."""

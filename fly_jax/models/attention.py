@@ -19,6 +19,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, Entries, KVCache, rows_here
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
+# Numbers of a vector register; products of other widths have a slow end.
+_CPU_WIDTH = 16
+
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
 
@@ -282,7 +285,7 @@ def _attend(
             visible &= own[:, :, None] - positions < window
         parts.append(Part(keys, values, visible))
     if joins:
-        parts = [Part(*(jnp.concatenate(some, axis=2) for some in zip(*parts, strict=True)))]
+        parts = [Part(*(_joined(some) for some in zip(*parts, strict=True)))]
     grouped = query.reshape(rows, time, needed, num_heads // needed, head)
     mixed = _mixed(grouped, parts, lengths)
     if scatters and lengths:
@@ -290,6 +293,14 @@ def _attend(
     elif lengths:
         mixed = jax.lax.psum(mixed, lengths)
     return _normalised(mixed, query.dtype)
+
+
+def _joined(some: Sequence[Array]) -> Array:
+    """One after the other along axis 2, and zeros, or False, up to a width that a CPU likes."""
+    width = sum(one.shape[2] for one in some)
+    fill = [(0, 0)] * some[0].ndim
+    fill[2] = (0, -width % _CPU_WIDTH)
+    return jnp.pad(jnp.concatenate(some, axis=2), fill)
 
 
 def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | Int[Array, ""], int]:

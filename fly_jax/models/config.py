@@ -100,7 +100,35 @@ class LlamaConfig:
                 "key/value heads; the first must be a multiple of the second: correct config.json."
             )
 
+    def with_vocabulary(self, size: int) -> LlamaConfig:
+        """The same model without the rows that pad its vocabulary beyond so many tokens."""
+        return dataclasses.replace(self, vocab_size=size)
+
     @property
     def queries_per_kv_head(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+# A family's models pad one vocabulary to sizes of their own: Qwen 2.5 to 151,936 and 152,064.
+_MOST_PADDING = 0.01
+
+
+def shared_vocabulary(target: LlamaConfig, draft: LlamaConfig, named: int = 0) -> int:
+    """Tokens that both models number, without what pads the larger of them.
+
+    Args:
+      target: the one model.
+      draft: the other.
+      named: tokens that their tokenizer has, if that is known: no padding.
+
+    Raises:
+      FlyJaxError: they differ by more than padding.
+    """
+    fewest, most = sorted((target.vocab_size, draft.vocab_size))
+    if most - fewest > _MOST_PADDING * most or fewest < min(named, most):
+        raise FlyJaxError(
+            f"The target has a vocabulary of {target.vocab_size} tokens and the draft one of "
+            f"{draft.vocab_size}; they must share one: take a draft of the target's family."
+        )
+    return fewest

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
+import ml_dtypes
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import parameter_specs
+from fly_jax.models.specs import MatrixType, ParameterSpec, parameter_specs
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 
@@ -30,13 +32,13 @@ class Workload:
       rows: decoded together.
       capacity: cache positions of each row.
       num_speculative_tokens: K, passes of the draft model for each of the target.
-      int8: matrices are int8, not bfloat16.
+      matrices: their type, where it is not bfloat16.
     """
 
     rows: int = 1
     capacity: int = 8192
     num_speculative_tokens: int = 15
-    int8: bool = False
+    matrices: MatrixType | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ def choose_layouts(
     draft: LlamaConfig | None,
     workload: Workload,
     chip: Chip | None,
+    draft_matrices: MatrixType | None = None,
 ) -> Layouts:
     """The layouts with which a round takes the least time, of those that fit into memory.
 
@@ -69,19 +72,25 @@ def choose_layouts(
       draft: its shape; None for decoding with the target alone.
       workload: what will be decoded.
       chip: what the mesh is made of; None if that is not known.
+      draft_matrices: those of the draft, where they are not of the target's type. A target's own
+        draft, which shares parameters with it, lies as it does.
     """
+    drafting = dataclasses.replace(workload, matrices=draft_matrices or workload.matrices)
+    shares = draft_matrices is not None and not draft_matrices.outer
     if chip is None:
-        return _by_memory(mesh, target, draft, workload)
+        return _by_memory(mesh, target, draft, workload, shares=shares)
     drafts = _DRAFTS if draft is not None else ("replicated",)
     ranked: list[tuple[bool, float, tuple[str, str]]] = []
     for names in itertools.product(_TARGETS, drafts):
+        if shares and names[0] != names[1]:
+            continue
         layouts = [Layout(mesh, RULES[name]) for name in names]
         held = resident_bytes(layouts[0], target, workload)
         seconds = pass_seconds(layouts[0], target, workload, chip)
         if draft is not None:
-            held += resident_bytes(layouts[1], draft, workload)
+            held += resident_bytes(layouts[1], draft, drafting)
             passes = workload.num_speculative_tokens
-            seconds += passes * pass_seconds(layouts[1], draft, workload, chip)
+            seconds += passes * pass_seconds(layouts[1], draft, drafting, chip)
         fits = held <= _FILLED * chip.memory_bytes
         ranked.append((not fits, seconds if fits else held, names))
     return _named(mesh, *min(ranked, key=lambda entry: entry[:2])[2])
@@ -89,17 +98,20 @@ def choose_layouts(
 
 def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
     """What one device holds of a model and its cache."""
-    return parameter_bytes(layout, config, int8=workload.int8) + cache_bytes(
-        layout, config, workload
-    )
+    return held_bytes(layout, config, workload.matrices) + cache_bytes(layout, config, workload)
 
 
-def parameter_bytes(layout: Layout, config: LlamaConfig, *, int8: bool = False) -> int:
-    """What one device holds of a model's parameters: bfloat16, or int8 with scales."""
-    return sum(
-        layout.shard_bytes(spec.axes, spec.shape, _itemsize(spec.dtype))
-        for spec in parameter_specs(config, int8=int8).values()
-    )
+def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
+    """What one device holds of a model's own parameters: a target's own draft shares some."""
+    specs = parameter_specs(config, matrices).values()
+    shares = matrices is not None and not matrices.outer
+    own = [spec for spec in specs if not shares or (spec.axes[0] == "layers" and spec.dtype)]
+    return _bytes(layout, own)
+
+
+def parameter_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
+    """What one device reads of a model's parameters: bfloat16, or integers with scales."""
+    return _bytes(layout, parameter_specs(config, matrices).values())
 
 
 def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
@@ -111,8 +123,9 @@ def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
 def pass_seconds(
     layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip, tokens: int = 1
 ) -> float:
-    """Roofline time of one pass: everything that a device holds is read, then comes the network."""
-    held = resident_bytes(layout, config, workload)
+    """Roofline time of one pass: all parameters and the cache are read, then comes the network."""
+    read = parameter_bytes(layout, config, workload.matrices)
+    read += cache_bytes(layout, config, workload)
     wide = layout.axes_of("ffw", config.ffw_size)
     num_bytes = workload.rows * tokens * config.embed_size * 2 // layout.devices(("data",))
     exchanged = [("all-reduce", wide)] * 2
@@ -121,7 +134,7 @@ def pass_seconds(
         chip.exchange_seconds(kind, num_bytes, *group_of(layout.mesh.shape, names))
         for kind, names in exchanged
     )
-    return held / chip.memory_bandwidth + config.num_layers * network
+    return read / chip.memory_bandwidth + config.num_layers * network
 
 
 def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> tuple[str, ...]:
@@ -137,10 +150,17 @@ def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> 
 
 
 def _by_memory(
-    mesh: Mesh | AbstractMesh, target: LlamaConfig, draft: LlamaConfig | None, workload: Workload
+    mesh: Mesh | AbstractMesh,
+    target: LlamaConfig,
+    draft: LlamaConfig | None,
+    workload: Workload,
+    *,
+    shares: bool,
 ) -> Layouts:
     groups = mesh.shape.get("data", 1) * mesh.shape.get("y", 1)
     wide = "tensor" if workload.rows % groups == 0 else "tensor_long"
+    if shares:
+        return _named(mesh, wide, wide)
     layouts = _named(mesh, wide, "replicated")
     if draft is None or parameter_bytes(layouts.draft, draft) <= parameter_bytes(
         layouts.target, target
@@ -153,5 +173,13 @@ def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:
     return Layouts(Layout(mesh, RULES[target]), Layout(mesh, RULES[draft]), target, draft)
 
 
-def _itemsize(dtype: np.dtype | None) -> int:
-    return 2 if dtype is None else dtype.itemsize
+def _bytes(layout: Layout, specs: Iterable[ParameterSpec]) -> int:
+    numbers = ((layout.shard_bytes(spec.axes, spec.shape, 1), spec.dtype) for spec in specs)
+    return sum(count * _bits(dtype) // 8 for count, dtype in numbers)
+
+
+def _bits(dtype: np.dtype | None) -> int:
+    """Of a number; two of int4 share a byte on accelerators, and take one each in NumPy."""
+    if dtype is None:
+        return 16
+    return 4 if dtype == ml_dtypes.int4 else 8 * dtype.itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -19,93 +18,8 @@ from fly_jax.models.attention import Part, attend_cached, attention
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.rope import rotate, rotation
+from fly_jax.models.specs import INT8, parameter_specs, scale_name
 from fly_jax.sharding.rules import Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterSpec:
-    """One parameter.
-
-    Attributes:
-      shape: size of each axis.
-      axes: logical name of each axis.
-      inputs: the axes that a product with it sums over; none for norms and scales.
-      dtype: of a parameter that has its own; None is the model's.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    inputs: tuple[str, ...] = ()
-    dtype: np.dtype | None = None
-
-
-def parameter_specs(config: LlamaConfig, *, int8: bool = False) -> dict[str, ParameterSpec]:
-    """Every parameter of a model, by its attribute name. Matrices are stored [in, out].
-
-    Args:
-      config: the model.
-      int8: matrices are int8, and each has a scale in float32 for every one of its outputs, as a
-        parameter of its own (`scale_name`). The embedding's outputs are its rows, which suits both
-        its uses.
-    """
-    layers, embed, ffw = config.num_layers, config.embed_size, config.ffw_size
-    heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_size
-    norm = ParameterSpec((layers, embed), ("layers", "embed"))
-    key = ParameterSpec(
-        (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head"), ("embed",)
-    )
-    gate = ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw"), ("embed",))
-    specs = {
-        "embedding": ParameterSpec((config.vocab_size, embed), ("vocab", "embed"), ("embed",)),
-        "attention_norm": norm,
-        "query": ParameterSpec(
-            (layers, embed, heads, head), ("layers", "embed", "q_heads", "head"), ("embed",)
-        ),
-        "key": key,
-        "value": key,
-        "output": ParameterSpec(
-            (layers, heads, head, embed),
-            ("layers", "q_heads", "head", "embed"),
-            ("q_heads", "head"),
-        ),
-        "mlp_norm": norm,
-        "gate": gate,
-        "up": gate,
-        "down": ParameterSpec((layers, ffw, embed), ("layers", "ffw", "embed"), ("ffw",)),
-        "final_norm": ParameterSpec((embed,), ("embed",)),
-    }
-    if config.attention_biases:
-        key_bias = ParameterSpec((layers, kv_heads, head), ("layers", "kv_heads", "head"))
-        specs["query_bias"] = ParameterSpec((layers, heads, head), ("layers", "q_heads", "head"))
-        specs |= {"key_bias": key_bias, "value_bias": key_bias}
-    if config.head_norms:
-        head_norm = ParameterSpec((layers, head), ("layers", "head"))
-        specs |= {"query_norm": head_norm, "key_norm": head_norm}
-    if not config.tied_embeddings:
-        specs["unembedding"] = ParameterSpec(
-            (embed, config.vocab_size), ("embed", "vocab"), ("embed",)
-        )
-    return _with_scales(specs) if int8 else specs
-
-
-def scale_name(name: str) -> str:
-    """The parameter that holds the scales of an int8 matrix."""
-    return f"{name}_scale"
-
-
-def _with_scales(specs: dict[str, ParameterSpec]) -> dict[str, ParameterSpec]:
-    quantised: dict[str, ParameterSpec] = {}
-    for name, spec in specs.items():
-        quantised[name] = spec
-        if spec.inputs:
-            quantised[name] = dataclasses.replace(spec, dtype=np.dtype(np.int8))
-            outputs = [axis for axis in spec.axes if axis not in spec.inputs]
-            sizes = dict(zip(spec.axes, spec.shape, strict=True))
-            quantised[scale_name(name)] = ParameterSpec(
-                tuple(sizes[axis] for axis in outputs), tuple(outputs), (), np.dtype(np.float32)
-            )
-    return quantised
-
 
 Attend = Callable[[Array, Array, Array], Float[Array, "batch time heads head"]]
 Matmul = Callable[[str, Array, Array], Array]
@@ -123,8 +37,8 @@ class Llama(nnx.Module):
       embedding, final_norm, unembedding: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer.
-      int8: the matrices are int8 with scales (`parameter_specs`). They stay so on the device: a
-        product widens them as it reads them, and its outputs are scaled.
+      int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
+        so on the device: a product widens them as it reads them, and its outputs are scaled.
     """
 
     embedding: nnx.Param
@@ -140,7 +54,9 @@ class Llama(nnx.Module):
         self.layout = layout
         self.int8 = scale_name("embedding") in parameters
         layers: dict[str, nnx.Param] = {}
-        for name, spec in parameter_specs(config, int8=self.int8).items():
+        for name, spec in parameter_specs(config, INT8).items():
+            if name not in parameters and name.endswith("_scale"):
+                continue
             if spec.axes[0] == "layers":
                 layers[name] = nnx.Param(parameters[name])
             else:
@@ -303,15 +219,18 @@ class Llama(nnx.Module):
 
     def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
         rows = self.embedding[...][tokens]
-        if not self.int8:
+        scale = self._outer_weights().get(scale_name("embedding"))
+        if scale is None:
             return rows
-        scale = self._outer_weights()[scale_name("embedding")]
         return (rows * scale[tokens][..., None]).astype(self.dtype)
 
     def _outer_weights(self) -> Parameters:
-        names = parameter_specs(self.config, int8=self.int8)
         # In their own order: the difference of two sets of names would change from run to run.
-        return {name: getattr(self, name).get_value() for name in names if name not in self.layers}
+        return {
+            name: getattr(self, name).get_value()
+            for name, spec in parameter_specs(self.config, INT8).items()
+            if spec.axes[0] != "layers" and hasattr(self, name)
+        }
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}
@@ -373,10 +292,22 @@ def _layer(
 
 
 def _product(equation: str, x: Array, weights: Parameters, name: str, matmul: Matmul) -> Array:
-    """Activations times a matrix; the outputs of an int8 matrix are scaled, in float32."""
-    outputs = matmul(equation, x, weights[name])
-    scale = weights.get(scale_name(name))
+    """Activations times a matrix; the outputs of a matrix of integers are scaled, in float32.
+
+    Where groups of inputs have scales of their own, the matrix is scaled as it is read.
+    """
+    matrix, scale = weights[name], weights.get(scale_name(name))
+    if scale is not None and scale.ndim == matrix.ndim:
+        return matmul(equation, x, _scaled(matrix, scale, x.dtype))
+    outputs = matmul(equation, x, matrix)
     return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
+
+
+def _scaled(weights: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """A matrix of integers, of whose inputs consecutive ones share a scale."""
+    for axis, (size, groups) in enumerate(zip(weights.shape, scale.shape, strict=True)):
+        scale = jnp.repeat(scale, size // groups, axis=axis) if groups != size else scale
+    return weights.astype(dtype) * scale.astype(dtype)
 
 
 def _rms_norm(

@@ -14,7 +14,7 @@ from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
-from fly_jax.models.llama import parameter_specs
+from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
@@ -72,10 +72,11 @@ def pass_work(
     positions = config.num_layers * workload.rows * workload.capacity / layout.devices(apart)
     attended = positions * tokens * config.num_heads / layout.devices(split)
     flops = 2 * rows * tokens * matrices + 4 * attended * config.head_size
-    num_bytes: float = parameter_bytes(layout, config, int8=workload.int8)
+    num_bytes: float = parameter_bytes(layout, config, workload.matrices)
     if not config.tied_embeddings:
+        int8 = workload.matrices is not None and workload.matrices.outer
         num_bytes -= layout.shard_bytes(
-            ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if workload.int8 else 2
+            ("vocab", "embed"), (config.vocab_size, config.embed_size), 1 if int8 else 2
         )
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
     score_bytes = 4 * attended

@@ -11,6 +11,7 @@ import dataclasses
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
 from fly_jax.models.presets import PRESETS
+from fly_jax.models.specs import INT8, SELF, SELF_DRAFTS, MatrixType, self_draft_type
 from fly_jax.planning.counts import model_exchanges, pass_work, roofline_seconds
 from fly_jax.planning.request import Request
 from fly_jax.planning.topology import abstract_mesh
@@ -23,7 +24,7 @@ class DraftPass:
 
     Attributes:
       rules: name of the layout.
-      int8: matrices are int8, not bfloat16.
+      matrices: type of its matrices.
       seconds: roofline time of a pass over one token.
       network_seconds: of these, between chips.
       num_bytes: that a chip holds of it, its cache included.
@@ -31,7 +32,7 @@ class DraftPass:
     """
 
     rules: str
-    int8: bool
+    matrices: str
     seconds: float
     network_seconds: float
     num_bytes: int
@@ -40,10 +41,10 @@ class DraftPass:
 
 @dataclasses.dataclass(frozen=True)
 class SmallerDraft:
-    """A smaller model in the place of the given draft.
+    """A smaller model, or the target's own matrices, in the place of the given draft.
 
     Attributes:
-      name: of the preset.
+      name: of the preset, or such as self:int4.
       best: its fastest layout, in the type of the plan's draft.
       round_seconds: of a round with it.
       pays_from: mean accepted tokens from which it gives more tokens a second than the given draft
@@ -62,8 +63,8 @@ class Drafters:
 
     Attributes:
       passes: the given draft in every layout and type, the fastest first; those that do not fit
-        come last.
-      smaller: presets of its family with fewer parameters.
+        come last. A target's own draft has one layout, the target's.
+      smaller: presets of its family with fewer parameters, and the target's own matrices.
     """
 
     passes: tuple[DraftPass, ...]
@@ -71,12 +72,18 @@ class Drafters:
 
 
 def weigh_drafters(
-    request: Request, draft_rules: str, target_bytes: int, verify_seconds: float, mean: float
+    request: Request,
+    target_rules: str,
+    draft_rules: str,
+    target_bytes: int,
+    verify_seconds: float,
+    mean: float,
 ) -> Drafters:
     """Weighs the given draft's layouts and types, and smaller models of its type, at the plan's K.
 
     Args:
       request: the plan's.
+      target_rules: layout of the plan's target.
       draft_rules: layout of the plan's draft.
       target_bytes: that a chip holds of the target and its cache.
       verify_seconds: of the target's pass in the plan.
@@ -84,15 +91,27 @@ def weigh_drafters(
     """
     left = request.chip.memory_bytes - target_bytes
     k = request.num_speculative_tokens
-    passes = _passes(request, request.draft, left)
-    given = next(one for one in passes if one.rules == draft_rules and one.int8 == request.int8)
+    wide = "int8" if request.int8 else "bfloat16"
+    own = {
+        f"{SELF}{name}": _pass(request, request.target, target_rules, matrices, left)
+        for name, matrices in SELF_DRAFTS.items()
+        if name != wide
+    }
+    if request.self_draft is not None:
+        given = own.pop(next(name for name in own if request.self_draft == self_draft_type(name)))
+        passes: tuple[DraftPass, ...] = (given,)
+    else:
+        passes = _passes(request, request.draft, left)
+        given = next(one for one in passes if (one.rules, one.matrices) == (draft_rules, wide))
     given_round = verify_seconds + k * given.seconds
-    smaller = []
+    others = []
     for name, config in PRESETS.items():
         if not _replaces(config, request.draft):
             continue
-        alike = (one for one in _passes(request, config, left) if one.int8 == request.int8)
-        best = next(alike)
+        alike = (one for one in _passes(request, config, left) if one.matrices == wide)
+        others.append((name, next(alike)))
+    smaller = []
+    for name, best in (*others, *own.items()):
         if best.fits:
             seconds = verify_seconds + k * best.seconds
             smaller.append(SmallerDraft(name, best, seconds, mean * seconds / given_round))
@@ -102,7 +121,8 @@ def weigh_drafters(
 def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
     """Whether a preset drafts for the same targets with less work."""
     return (
-        config.vocab_size == draft.vocab_size
+        config.architecture == draft.architecture
+        and draft.vocab_size <= config.vocab_size < 1.01 * draft.vocab_size
         and config.eos_token_ids == draft.eos_token_ids
         and config.max_context >= draft.max_context
         and config.num_layers * config.embed_size < draft.num_layers * draft.embed_size
@@ -117,19 +137,17 @@ def _passes(request: Request, config: LlamaConfig, left: float) -> tuple[DraftPa
       config: the model's.
       left: bytes that a chip has for it.
     """
-    mesh = abstract_mesh(request.mesh)
     found = [
-        _pass(request, config, Layout(mesh, rules), name, int8=int8, left=left)
-        for name, rules in RULES.items()
-        for int8 in (False, True)
+        _pass(request, config, name, matrices, left) for name in RULES for matrices in (None, INT8)
     ]
     return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
 
 
 def _pass(
-    request: Request, config: LlamaConfig, layout: Layout, rules: str, *, int8: bool, left: float
+    request: Request, config: LlamaConfig, rules: str, matrices: MatrixType | None, left: float
 ) -> DraftPass:
-    workload: Workload = dataclasses.replace(request.workload, int8=int8)
+    layout = Layout(abstract_mesh(request.mesh), RULES[rules])
+    workload: Workload = dataclasses.replace(request.workload, matrices=matrices)
     chip, sizes = request.chip, dict(request.mesh.axes)
     kinds = cache_exchanges(layout, config, workload)
     work = pass_work(layout, config, workload, 1, vector_memory=chip.vector_memory)
@@ -137,4 +155,5 @@ def _pass(
     seconds = roofline_seconds(work, sent, chip, sizes)
     held = resident_bytes(layout, config, workload)
     alone = roofline_seconds(work, [], chip, sizes)
-    return DraftPass(rules, int8, seconds, seconds - alone, held, held <= left)
+    name = "bfloat16" if matrices is None else matrices.dtype.name
+    return DraftPass(rules, name, seconds, seconds - alone, held, held <= left)

@@ -6,7 +6,7 @@ import dataclasses
 
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
+from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
 from fly_jax.planning.counts import model_exchanges
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.rules import Layout
@@ -21,6 +21,7 @@ class Estimate:
     target_layout: Layout
     draft_layout: Layout
     workload: Workload
+    draft_workload: Workload
     prompt_length: int
 
 
@@ -40,8 +41,8 @@ def estimate(given: Estimate) -> list[EstimatedStep]:
     workload, k = given.workload, given.workload.num_speculative_tokens
     target, draft = (given.target_layout, given.target), (given.draft_layout, given.draft)
     held = {
-        name: parameter_bytes(*model, int8=workload.int8) + cache_bytes(*model, workload)
-        for name, model in (("target", target), ("draft", draft))
+        "target": resident_bytes(*target, workload),
+        "draft": resident_bytes(*draft, given.draft_workload),
     }
     piece = prefill_piece(workload.rows)
     both, once = held["target"] + held["draft"], min(given.prompt_length, piece)

@@ -7,8 +7,8 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 
-from fly_jax.models.layouts import Layouts, cache_bytes, parameter_bytes
-from fly_jax.models.llama import parameter_specs
+from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
+from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.alternatives import alternatives
 from fly_jax.planning.copies import Copy
 from fly_jax.planning.counts import Work, draft_work, pass_work, roofline_seconds
@@ -163,6 +163,7 @@ class Plan:
         memory = self.memory()
         return weigh_drafters(
             self.request,
+            self.layouts.target_rules,
             self.layouts.draft_rules,
             memory["parameter_bytes"] + memory["cache_bytes"],
             verify.seconds,
@@ -172,13 +173,12 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""
         request, layouts = self.request, self.layouts
+        workload, drafting = request.workload, request.draft_workload
         return {
-            "parameter_bytes": parameter_bytes(layouts.target, request.target, int8=request.int8),
-            "draft_parameter_bytes": parameter_bytes(
-                layouts.draft, request.draft, int8=request.int8
-            ),
-            "cache_bytes": cache_bytes(layouts.target, request.target, request.workload),
-            "draft_cache_bytes": cache_bytes(layouts.draft, request.draft, request.workload),
+            "parameter_bytes": held_bytes(layouts.target, request.target, workload.matrices),
+            "draft_parameter_bytes": held_bytes(layouts.draft, request.draft, drafting.matrices),
+            "cache_bytes": cache_bytes(layouts.target, request.target, workload),
+            "draft_cache_bytes": cache_bytes(layouts.draft, request.draft, drafting),
             "temporary_bytes": max(step.temporary_bytes for step in self.steps),
             "peak_bytes": self.peak_bytes,
             "left_bytes": self.left_bytes,
@@ -188,13 +188,13 @@ class Plan:
         """One line for each parameter that the mesh does not divide as asked."""
         request = self.request
         pairs = (
-            ("target", self.layouts.target, request.target),
-            ("draft", self.layouts.draft, request.draft),
+            ("target", self.layouts.target, request.target, request.workload.matrices),
+            ("draft", self.layouts.draft, request.draft, request.draft_workload.matrices),
         )
         return [
             f"{who} {line}"
-            for who, layout, config in pairs
-            for line in layout.fallbacks(parameter_specs(config, int8=request.int8))
+            for who, layout, config, matrices in pairs
+            for line in layout.fallbacks(parameter_specs(config, matrices))
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -247,6 +247,7 @@ def make_plan(request: Request, progress: Callable[[str], None] = lambda _: None
       FlyJaxError: no such slice, no compiler for it, or a request that no memory would satisfy.
     """
     request.check()
+    request = request.without_padding()
     compiles = request.compiles and request.chip.is_tpu
     layouts = request.layouts(slice_mesh(request.chip, request.mesh) if compiles else None)
     steps = []
@@ -268,7 +269,7 @@ def make_plan(request: Request, progress: Callable[[str], None] = lambda _: None
 def _work(request: Request, layouts: Layouts, name: str) -> Work:
     workload, k = request.workload, request.num_speculative_tokens
     target = (layouts.target, request.target, workload)
-    draft = (layouts.draft, request.draft, workload)
+    draft = (layouts.draft, request.draft, request.draft_workload)
     fast = request.chip.vector_memory
     if name == "prefill":
         passes = [
@@ -287,8 +288,8 @@ def _work(request: Request, layouts: Layouts, name: str) -> Work:
 def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
     chip = request.chip
     for found in compiled_steps(
-        Model(request.target, layouts.target, request.int8),
-        Model(request.draft, layouts.draft, request.int8),
+        Model(request.target, layouts.target, request.workload.matrices),
+        Model(request.draft, layouts.draft, request.draft_workload.matrices),
         request.spec,
         rows=request.rows,
         capacity=request.workload.capacity,

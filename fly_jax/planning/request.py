@@ -10,9 +10,9 @@ from fly_jax.decoding.capacity import CAPACITY_STEP, capacity_for
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.locate import check_pair
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
+from fly_jax.models.specs import INT8, MatrixType
 from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
@@ -37,6 +37,7 @@ class Request:
       chip: the accelerator.
       mesh: of how many, and how they are used.
       int8: matrices are int8, not bfloat16.
+      self_draft: the draft is the target itself, its matrices rounded to this type.
       context: prompt and new tokens of a row.
       prompt_length: tokens taken in at once; None for all of the context but one.
       rows: decoded together.
@@ -50,6 +51,7 @@ class Request:
     chip: Chip
     mesh: MeshSpec
     int8: bool = False
+    self_draft: MatrixType | None = None
     context: int = 8192
     prompt_length: int | None = None
     rows: int = 1
@@ -72,8 +74,14 @@ class Request:
             rows=self.rows,
             capacity=max(capacity, needed),
             num_speculative_tokens=k,
-            int8=self.int8,
+            matrices=INT8 if self.int8 else None,
         )
+
+    @property
+    def draft_workload(self) -> Workload:
+        """The same for the draft model, with the type of its matrices."""
+        workload = self.workload
+        return dataclasses.replace(workload, matrices=self.self_draft or workload.matrices)
 
     @property
     def prefilled(self) -> int:
@@ -89,7 +97,7 @@ class Request:
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
-        check_pair(self.target, self.draft)
+        shared_vocabulary(self.target, self.draft)
         most = min(self.target.max_context, self.draft.max_context)
         if not 2 <= self.context <= most:
             raise FlyJaxError(
@@ -105,10 +113,18 @@ class Request:
         if self.mean_accepted_tokens is not None:
             acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
 
+    def without_padding(self) -> Request:
+        """The same with one vocabulary, without what pads the larger of both."""
+        size = shared_vocabulary(self.target, self.draft)
+        target, draft = (one.with_vocabulary(size) for one in (self.target, self.draft))
+        return dataclasses.replace(self, target=target, draft=draft)
+
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
         """How both models lie: on this mesh, or on an abstract one."""
         mesh = abstract_mesh(self.mesh) if mesh is None else mesh
-        return choose_layouts(mesh, self.target, self.draft, self.workload, self.chip)
+        return choose_layouts(
+            mesh, self.target, self.draft, self.workload, self.chip, self.self_draft
+        )
 
     def estimate(self, layouts: Layouts) -> list[EstimatedStep]:
         """Every step, counted from shapes."""
@@ -119,6 +135,7 @@ class Request:
                 layouts.target,
                 layouts.draft,
                 self.workload,
+                self.draft_workload,
                 self.prefilled,
             )
         )

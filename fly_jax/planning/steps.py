@@ -24,7 +24,8 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, Parameters, parameter_specs
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.specs import MatrixType, parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.hlo import Exchange, exchanges
 from fly_jax.sharding.rules import Layout
@@ -39,11 +40,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model of the plan: its shape and how it lies."""
+    """A model of the plan: its shape, how it lies, and its matrices' type, if not bfloat16."""
 
     config: LlamaConfig
     layout: Layout
-    int8: bool
+    matrices: MatrixType | None
 
     def abstract(self) -> Llama:
         """The model with shapes for parameters: nothing is allocated."""
@@ -53,7 +54,7 @@ class Model:
                 spec.dtype or jnp.bfloat16,
                 sharding=self.layout.sharding(spec.axes, spec.shape),
             )
-            for name, spec in parameter_specs(self.config, int8=self.int8).items()
+            for name, spec in parameter_specs(self.config, self.matrices).items()
         }
         return Llama(self.config, parameters, self.layout)
 

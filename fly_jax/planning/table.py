@@ -101,16 +101,17 @@ def _drafters(plan: Plan) -> list[str]:
     drafters = plan.drafters()
     if drafters is None:
         return ["No draft is weighed for what does not fit."]
+    types = sorted({one.matrices for one in drafters.passes})
     lines = [
         "A draft pass (counted from shapes), in ms, of which the network; an asterisk does not fit",
-        f"  {'':<16}{'bfloat16':>20}{'int8':>20}",
+        f"  {'':<16}" + "".join(f"{name:>20}" for name in types),
     ]
     rules = dict.fromkeys(one.rules for one in drafters.passes)
     for name in rules:
-        row = {one.int8: one for one in drafters.passes if one.rules == name}
+        row = {one.matrices: one for one in drafters.passes if one.rules == name}
         cells = (
             f"{one.seconds * 1e3:.2f} ({one.network_seconds * 1e3:.2f}){' ' if one.fits else '*'}"
-            for one in (row[False], row[True])
+            for one in (row[kind] for kind in types)
         )
         lines.append(f"  {name:<16}" + "".join(f"{cell:>20}" for cell in cells))
     for one in drafters.smaller:

@@ -18,7 +18,8 @@ from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.models.llama import Llama
+from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory

@@ -10,7 +10,8 @@ import sentencepiece
 
 from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.models.llama import Llama
+from fly_jax.models.specs import parameter_specs
 
 VOCAB_SIZE = 320
 CONFIG = LlamaConfig(

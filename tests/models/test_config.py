@@ -13,8 +13,8 @@ import pytest
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_fields, config_of, read_config
 from fly_jax.models.config import RopeScaling
-from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import PRESETS, preset
+from fly_jax.models.specs import parameter_specs
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())

@@ -11,9 +11,10 @@ import pytest
 from test_golden import GOLDEN, KINDS, Golden, cached, uncached
 
 from fly_jax.models.checkpoints.load import load_llama
-from fly_jax.models.checkpoints.quantise import quantised
-from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
+from fly_jax.models.quantise import quantised
+from fly_jax.models.specs import INT8, ParameterSpec, parameter_specs, scale_name
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -63,7 +64,7 @@ def test_cached_and_one_array_per_layer(golden: Golden) -> None:
 
 
 def test_specs_describe_the_parameters(golden: Golden) -> None:
-    specs = parameter_specs(golden.model.config, int8=True)
+    specs = parameter_specs(golden.model.config, INT8)
     parameters = golden.model.parameters()
     assert parameters.keys() == specs.keys()
     for name, spec in specs.items():
@@ -74,7 +75,7 @@ def test_specs_describe_the_parameters(golden: Golden) -> None:
 def test_405b_in_int8() -> None:
     """Every matrix is int8, and a scale lies where its outputs do."""
     config = preset("llama-3.1-405b")
-    plain, specs = parameter_specs(config), parameter_specs(config, int8=True)
+    plain, specs = parameter_specs(config), parameter_specs(config, INT8)
     assert {name for name in specs if specs[name].dtype == jnp.int8} == {
         "embedding", "query", "key", "value", "output", "gate", "up", "down", "unembedding"
     }  # fmt: skip
@@ -92,12 +93,12 @@ def test_405b_in_int8() -> None:
 def test_an_output_has_a_scale_of_its_own() -> None:
     spec = ParameterSpec((3, 2), ("embed", "ffw"), ("embed",))
     matrix = np.array([[1.5, 200.0], [-2.0, 50.0], [0.5, -254.0]], np.float32)
-    parts = quantised("up", jnp.asarray(matrix), spec)
+    parts = quantised("up", jnp.asarray(matrix), spec, INT8)
     np.testing.assert_allclose(parts["up_scale"], np.array([2, 254]) / 127.5, rtol=1e-6)
     expected = np.array([[95.625, 100.39], [-127.5, 25.1], [31.875, -127.5]])
     assert parts["up"].dtype == jnp.int8
     assert np.abs(parts["up"] - expected).max() <= 0.501
-    zeros = quantised("up", jnp.zeros((3, 2)), spec)
+    zeros = quantised("up", jnp.zeros((3, 2)), spec, INT8)
     assert np.isfinite(zeros["up_scale"]).all()
 
 
@@ -108,7 +109,7 @@ def test_layouts_give_the_same_logits(mesh: str, rules: str) -> None:
     one = load_llama(folder, int8=True)
     layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
     split = load_llama(folder, layout=layout, int8=True)
-    specs = parameter_specs(one.config, int8=True)
+    specs = parameter_specs(one.config, INT8)
     for name, value in split.parameters().items():
         np.testing.assert_array_equal(value, one.parameters()[name])
         wanted = layout.sharding(specs[name].axes, specs[name].shape)
@@ -133,7 +134,7 @@ def test_the_device_keeps_int8() -> None:
         preset("llama-3.2-1b"), num_layers=12, embed_size=256, ffw_size=1024, vocab_size=512,
         num_heads=8, num_kv_heads=2, head_size=32,
     )  # fmt: skip
-    specs = parameter_specs(config, int8=True)
+    specs = parameter_specs(config, INT8)
     shapes = {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or jnp.float32)
         for name, spec in specs.items()

@@ -20,9 +20,10 @@ from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
-from fly_jax.models.checkpoints.locate import check_pair, embedded_pair, resolve
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, parameter_specs
+from fly_jax.models.checkpoints.locate import embedded_pair, resolve
+from fly_jax.models.config import LlamaConfig, shared_vocabulary
+from fly_jax.models.llama import Llama
+from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -241,10 +242,10 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
 
 def test_two_vocabularies() -> None:
     other = dataclasses.replace(CONFIG, vocab_size=17, num_layers=1)
-    text = sentence(lambda: check_pair(CONFIG, other))
+    text = sentence(lambda: shared_vocabulary(CONFIG, other))
     assert "16 tokens" in text
     assert "17" in text
-    check_pair(CONFIG, dataclasses.replace(CONFIG, embed_size=4))
+    shared_vocabulary(CONFIG, dataclasses.replace(CONFIG, embed_size=4))
 
 
 def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

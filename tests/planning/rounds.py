@@ -16,7 +16,8 @@ from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, Parameters, parameter_specs
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes
 from fly_jax.planning.steps import abstract_state
 from fly_jax.sharding.rules import Layout

@@ -14,8 +14,8 @@ import pytest
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.launch.__main__ import main
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.llama import parameter_specs
 from fly_jax.models.presets import preset
+from fly_jax.models.specs import INT8, parameter_specs
 from fly_jax.planning import plan as plan_module
 from fly_jax.planning.plan import Plan, make_plan
 from fly_jax.planning.request import Request, default_round
@@ -83,9 +83,10 @@ def prefill_and_round(
     """The first two steps of a pair, after a prompt of so many tokens."""
     devices = slice_mesh(V5E, parse_mesh(mesh))
     target, draft = (Layout(devices, RULES[name]) for name in rules)
+    matrices = INT8 if int8 else None
     steps = compiled_steps(
-        Model(LARGE if large else MIDDLE, target, int8),
-        Model(SMALL, draft, int8),
+        Model(LARGE if large else MIDDLE, target, matrices),
+        Model(SMALL, draft, matrices),
         default_round(K),
         rows=rows,
         capacity=CAPACITY,
@@ -239,7 +240,7 @@ def test_a_weight_is_nowhere_copied_whole(planned: tuple[Plan, Steps], int8_batc
     """A stack of matrices in another order would not fit, and would take longer than the pass."""
     layout = Layout(slice_mesh(V5E, parse_mesh("8x8")), RULES["tensor"])
     for steps, kind, int8 in ((planned[1], "bf16", False), (int8_batch, "s8", True)):
-        for name, spec in parameter_specs(LARGE, int8=int8).items():
+        for name, spec in parameter_specs(LARGE, INT8 if int8 else None).items():
             local = layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)
             if spec.inputs and spec.axes[0] == "layers":
                 operations = made(steps["round"], kind, local)

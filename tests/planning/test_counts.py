@@ -13,6 +13,7 @@ from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, parameter_bytes
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
+from fly_jax.models.specs import INT8
 from fly_jax.planning.counts import Work, draft_work, group_axes, pass_work, roofline_seconds
 from fly_jax.planning.hlo import Exchange
 from fly_jax.planning.topology import abstract_mesh
@@ -62,7 +63,7 @@ def test_bytes_are_every_parameter_and_the_cache() -> None:
     cache = 80 * 8192 * 8 * 128 * 2 * 2 / 8
     expected = parameter_bytes(layout, config) - embedding + cache
     assert work.num_bytes == pytest.approx(expected, rel=1e-3)
-    int8 = pass_work(layout, config, Workload(rows=1, capacity=8192, int8=True), 1)
+    int8 = pass_work(layout, config, Workload(rows=1, capacity=8192, matrices=INT8), 1)
     assert int8.num_bytes - cache == pytest.approx((work.num_bytes - cache) / 2, rel=1e-2)
 
 

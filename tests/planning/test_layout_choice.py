@@ -13,6 +13,7 @@ from fly_jax.models.layouts import (
     resident_bytes,
 )
 from fly_jax.models.presets import preset
+from fly_jax.models.specs import INT8, MatrixType
 from fly_jax.planning.topology import abstract_mesh
 from fly_jax.sharding.chips import CHIPS, Chip
 from fly_jax.sharding.mesh import parse_mesh
@@ -23,7 +24,7 @@ LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", 
 TINY = preset("llama-3.2-1b")
 
 
-def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | bool) -> Layouts:
+def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | MatrixType) -> Layouts:
     return choose_layouts(abstract_mesh(parse_mesh(mesh)), LARGE, SMALL, Workload(**workload), chip)
 
 
@@ -33,11 +34,11 @@ def test_few_rows_of_little_text_are_held_by_every_column() -> None:
 
 
 def test_few_rows_of_much_text_are_split_by_positions() -> None:
-    assert chosen("8x8", capacity=131_072, int8=True).target_rules == "tensor_long"
+    assert chosen("8x8", capacity=131_072, matrices=INT8).target_rules == "tensor_long"
 
 
 def test_many_rows_are_split_over_y() -> None:
-    assert chosen("8x8", rows=32, int8=True).target_rules == "tensor"
+    assert chosen("8x8", rows=32, matrices=INT8).target_rules == "tensor"
 
 
 def test_a_large_draft_is_not_held_whole_beside_405b() -> None:

@@ -8,6 +8,7 @@ import json
 import pytest
 
 from fly_jax.models.presets import preset
+from fly_jax.models.specs import SELF_DRAFTS
 from fly_jax.planning.plan import make_plan
 from fly_jax.planning.request import Request, default_round
 from fly_jax.planning.table import table
@@ -27,12 +28,12 @@ REQUEST = Request(
 def test_every_layout_and_type_of_the_draft_is_timed() -> None:
     drafters = make_plan(REQUEST).drafters()
     assert drafters is not None
-    passes = {(one.rules, one.int8): one for one in drafters.passes}
-    assert set(passes) == {(rules, int8) for rules in RULES for int8 in (False, True)}
-    assert not passes["replicated", False].fits, "8B is not held whole beside 405B"
-    assert passes["replicated", True].network_seconds == 0
+    passes = {(one.rules, one.matrices): one for one in drafters.passes}
+    assert set(passes) == {(rules, kind) for rules in RULES for kind in ("bfloat16", "int8")}
+    assert not passes["replicated", "bfloat16"].fits, "8B is not held whole beside 405B"
+    assert passes["replicated", "int8"].network_seconds == 0
     for rules in RULES:
-        wide, narrow = passes[rules, False], passes[rules, True]
+        wide, narrow = passes[rules, "bfloat16"], passes[rules, "int8"]
         assert narrow.seconds < wide.seconds
         assert narrow.network_seconds == pytest.approx(wide.network_seconds)
         assert narrow.num_bytes < wide.num_bytes
@@ -46,7 +47,7 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
     assert set(smaller) == {"llama-3.2-1b", "llama-3.2-3b"}
     least, more = smaller["llama-3.2-1b"], smaller["llama-3.2-3b"]
     assert 1 < least.pays_from < more.pays_from < plan.mean_accepted
-    given = next(one for one in drafters.passes if one.fits and not one.int8)
+    given = next(one for one in drafters.passes if one.fits and one.matrices == "bfloat16")
     verify = plan.step("verify")
     assert verify is not None
     a_round = verify.seconds + REQUEST.num_speculative_tokens * given.seconds
@@ -65,7 +66,43 @@ def test_no_model_of_another_family_is_proposed() -> None:
     )
     drafters = make_plan(request).drafters()
     assert drafters is not None
-    assert drafters.smaller == ()
+    assert {one.name for one in drafters.smaller} <= {"self:int8", "self:int4"}
+
+
+def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
+    """An int4 pass reads less than an int8 one, and the network is the same."""
+    request = dataclasses.replace(REQUEST, target=preset("llama-3.1-70b"))
+    drafters = make_plan(request).drafters()
+    assert drafters is not None
+    own = {one.name: one.best for one in drafters.smaller if one.name.startswith("self:")}
+    assert set(own) == {"self:int8", "self:int4"}
+    int8, int4 = own["self:int8"], own["self:int4"]
+    assert int4.num_bytes < int8.num_bytes
+    assert int4.seconds < int8.seconds
+    assert int4.network_seconds == pytest.approx(int8.network_seconds)
+    assert not [one for one in make_plan(REQUEST).drafters().smaller if "self" in one.name]
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTS)
+def test_a_plan_with_a_targets_own_draft(name: str) -> None:
+    target = preset("llama-3.1-8b")
+    request = dataclasses.replace(
+        REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS[name], mesh=parse_mesh("2x2")
+    )
+    plan = make_plan(request)
+    assert plan.fits
+    assert plan.layouts.draft_rules == plan.layouts.target_rules
+    memory = plan.memory()
+    # Of the target's matrices, without the embedding and the unembedding that both share.
+    shared = 2 * target.vocab_size * target.embed_size * 2 / 4
+    per_byte = {"int8": 1 / 2, "int4": (1 / 2 + 4 / 64) / 2}[name]
+    assert memory["draft_parameter_bytes"] == pytest.approx(
+        (memory["parameter_bytes"] - shared) * per_byte, rel=0.01
+    )
+    drafters = plan.drafters()
+    assert drafters is not None
+    assert [one.matrices for one in drafters.passes] == [name]
+    assert name in table(plan)
 
 
 def test_the_table_and_json_have_them() -> None:
@@ -77,5 +114,5 @@ def test_the_table_and_json_have_them() -> None:
     drafters = json.loads(json.dumps(plan.to_dict()))["drafters"]
     assert {one["name"] for one in drafters["smaller"]} == {"llama-3.2-1b", "llama-3.2-3b"}
     assert set(drafters["passes"][0]) == {
-        "rules", "int8", "seconds", "network_seconds", "num_bytes", "fits",
+        "rules", "matrices", "seconds", "network_seconds", "num_bytes", "fits",
     }  # fmt: skip

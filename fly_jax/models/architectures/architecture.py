@@ -21,7 +21,10 @@ class Architecture:
       read: the fields of `LlamaConfig` that are its own, from the fields of a `config.json` and the
         number of layers. May raise as a wrong kind of field does.
       written: the fields of a `config.json` that are its own.
-      defaults: of fields that a `config.json` of this family may leave out.
+      defaults: of fields that a `config.json` of this family may leave out, where they are not
+        Llama's.
+      refused: fields of transformers' class for the family that no published model sets, and that
+        are not run.
       gguf: its name in GGUF files, where it is known there.
       gguf_pairs: GGUF files have the two numbers of a rotary pair side by side.
     """
@@ -31,5 +34,6 @@ class Architecture:
     read: Callable[[Mapping[str, Any], int], Fields]
     written: Callable[[LlamaConfig], Fields]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    refused: tuple[str, ...] = ()
     gguf: str | None = None
     gguf_pairs: bool = False

@@ -9,6 +9,7 @@ LLAMA = Architecture(
     class_name="LlamaForCausalLM",
     read=lambda _, __: {},
     written=lambda _: {"attention_bias": False, "mlp_bias": False},
+    refused=("attention_bias", "mlp_bias"),
     gguf="llama",
     gguf_pairs=True,
 )

@@ -1,6 +1,6 @@
 """Mistral: Llama whose layers may all have a sliding window (version 0.1 has; later ones do not).
 
-GGUF files call it llama.
+GGUF files call it llama, and those of version 0.1 may not say that it has a window.
 """
 
 from __future__ import annotations
@@ -23,4 +23,10 @@ MISTRAL = Architecture(
     class_name="MistralForCausalLM",
     read=_read,
     written=lambda config: {"sliding_window": config.sliding_window},
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 )

@@ -16,5 +16,10 @@ def _read(hf: Mapping[str, Any], num_layers: int) -> Fields:
 
 
 QWEN2 = Architecture(
-    name="qwen2", class_name="Qwen2ForCausalLM", read=_read, written=written_windows, gguf="qwen2"
+    name="qwen2",
+    class_name="Qwen2ForCausalLM",
+    read=_read,
+    written=written_windows,
+    defaults={"max_position_embeddings": 32_768},
+    gguf="qwen2",
 )

@@ -20,6 +20,7 @@ QWEN3 = Architecture(
     class_name="Qwen3ForCausalLM",
     read=_read,
     written=lambda config: {"attention_bias": False, **written_windows(config)},
-    defaults={"head_dim": 128},
+    defaults={"head_dim": 128, "max_position_embeddings": 32_768},
+    refused=("attention_bias",),
     gguf="qwen3",
 )

@@ -27,6 +27,7 @@ def _written(config: LlamaConfig) -> Fields:
         "no_rope_layers": [int(layer not in config.unrotated_layers) for layer in layers],
         "attention_bias": False,
         "mlp_bias": False,
+        "pad_token_id": None,  # transformers' default is a token that a small vocabulary lacks
         **written_windows(config),
     }
 
@@ -36,7 +37,15 @@ SMOLLM3 = Architecture(
     class_name="SmolLM3ForCausalLM",
     read=_read,
     written=_written,
-    defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    refused=("attention_bias", "mlp_bias"),
     gguf="smollm3",
     gguf_pairs=True,
 )

@@ -51,10 +51,12 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         )
     architecture = ARCHITECTURES[name]
     hf = {**architecture.defaults, **fields}
-    if hf.get("hidden_act", "silu") != "silu" or hf.get("attention_bias") or hf.get("mlp_bias"):
+    odd = [field for field in architecture.refused if hf.get(field)]
+    odd += ["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else []
+    if odd:
         raise FlyJaxError(
-            f"{source} asks for biases or an activation other than silu, which the original models "
-            f"of type '{name}' do not have: give the folder of one."
+            f"{source} has {odd[0]}={json.dumps(hf[odd[0]])}; fly_jax runs models of type '{name}' "
+            "without biases of this kind and with the activation silu: give the folder of one."
         )
     try:
         rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})

@@ -76,7 +76,9 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
             write_group(  # no group is held while the next is read
                 output,
                 group,
-                read_group(checkpoint, group, layout=None, dtype=width, int8=int8),
+                read_group(
+                    checkpoint, group, checkpoint.config, layout=None, dtype=width, int8=int8
+                ),
             )
             bar.update(sizes[group])
     if file is not None:

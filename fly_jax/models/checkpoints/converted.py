@@ -22,7 +22,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_of, read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, parameter_sharding
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import ParameterSpec, parameter_specs
+from fly_jax.models.specs import ParameterSpec, parameter_specs
 from fly_jax.sharding.rules import Layout
 
 StoredType = Literal["bfloat16", "float32", "int8"]
@@ -159,14 +159,22 @@ class ConvertedSource:
 
     def _check_shapes(self, written: LlamaConfig) -> None:
         """Compares what config.json asks for with what the conversion wrote."""
-        there = parameter_specs(written)
-        for name, spec in parameter_specs(self.config).items():
-            found = list(there[name].shape) if name in there else "absent"
-            if found != list(spec.shape):
+        there, asked = parameter_specs(written), parameter_specs(self.config)
+        for name in there | asked:
+            found, wanted = (
+                list(specs[name].shape) if name in specs else "absent" for specs in (there, asked)
+            )
+            if found != wanted:
                 raise FlyJaxError(
                     f"The parameter {name} in {self._folder / _ORBAX} is {found}; config.json asks "
-                    f"for {list(spec.shape)}: give the one that was there, or {_AGAIN}."
+                    f"for {wanted}: give the one that was there, or {_AGAIN}."
                 )
+        if written.architecture != self.config.architecture:
+            raise FlyJaxError(
+                f"{self._folder / 'config.json'} describes a model of type "
+                f"'{self.config.architecture}', and the weights are of type "
+                f"'{written.architecture}': give the one that was there, or {_AGAIN}."
+            )
 
 
 def _check_files(folder: Path, files: dict[str, int]) -> None:

@@ -17,6 +17,8 @@ from fly_jax.models.rope import inverse_frequencies
 _ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later state their frequency scaling as factors; these made all that are known.
 _LOW, _HIGH, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
+_CONTROL = 3  # the type of a control token
+_END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 
 
 def gguf_config(file: GgufFile) -> LlamaConfig:
@@ -71,10 +73,16 @@ def _config(file: GgufFile) -> LlamaConfig:
             f"{file.path} has a rotary embedding of its own, which the original models of this "
             "architecture do not have; give the file of one."
         )
+    # llama.cpp has no name for Mistral.
+    window = optional("attention.sliding_window", None)
+    model_type = GGUF_ARCHITECTURES[family].name
+    if window is not None and model_type == "llama":
+        model_type = "mistral"
     names = file.value("tokenizer.ggml.tokens", ())
     config = config_of(
         {
-            "model_type": GGUF_ARCHITECTURES[family].name,
+            "model_type": model_type,
+            "sliding_window": window,
             "vocab_size": optional("vocab_size", len(names)),
             "hidden_size": width,
             "intermediate_size": size("feed_forward_length"),
@@ -114,7 +122,17 @@ def _config(file: GgufFile) -> LlamaConfig:
 
 
 def _ends(file: GgufFile) -> list[int]:
-    """Every token that ends a text: of a text, of a turn, of a message."""
+    """Every token that ends a text: of a text, of a turn, of a message.
+
+    Files name one of each kind, and a Qwen has two; llama.cpp, too, knows them by their text.
+    """
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = (file.value(f"tokenizer.ggml.{key}") for key in keys)
+    found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
+    names = file.value("tokenizer.ggml.tokens", ())
+    kinds = file.value("tokenizer.ggml.token_type", ())
+    found += [
+        index
+        for index, (name, kind) in enumerate(zip(names, kinds, strict=False))
+        if kind == _CONTROL and name in _END_NAMES
+    ]
     return list(dict.fromkeys(int(token) for token in found if token is not None))

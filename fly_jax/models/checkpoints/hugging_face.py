@@ -1,4 +1,4 @@
-"""Hugging Face Llama checkpoints: which tensor is which parameter, and reading them by groups."""
+"""Hugging Face checkpoints: which tensor is which parameter, and reading them by groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, groups
 from fly_jax.models.checkpoints.stored import DTYPES, StoredTensor, stored_tensors
-from fly_jax.models.llama import ParameterSpec
+from fly_jax.models.specs import ParameterSpec
 from fly_jax.sharding.rules import Layout
 
 _OUTER = {

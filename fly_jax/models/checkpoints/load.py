@@ -1,4 +1,4 @@
-"""Checkpoints in and out: a Llama from a folder of any known format, and to Hugging Face's."""
+"""Checkpoints in and out: a model from a folder of any known format, and to Hugging Face's."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.quantise import quantised
 from fly_jax.models.checkpoints.source import Group, Source, groups, parameter_sharding
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.host_memory import large_arrays_given_back
-from fly_jax.models.llama import Llama, ParameterSpec, parameter_specs
+from fly_jax.models.llama import Llama
+from fly_jax.models.quantise import quantised
+from fly_jax.models.specs import INT8, ParameterSpec, parameter_specs
 from fly_jax.models.tokenizers.gguf import gguf_tokenizer
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fly_jax.sharding.rules import Layout
@@ -113,6 +114,7 @@ def load_llama(
     layout: Layout | None = None,
     dtype: DTypeLike = jnp.float32,
     int8: bool = False,
+    vocab_size: int | None = None,
 ) -> Llama:
     """Loads weights straight into their place.
 
@@ -125,17 +127,20 @@ def load_llama(
       layout: how parameters are split over a mesh; None puts them on the first device.
       dtype: of the parameters, whatever the stored type; int8 matrices stay int8.
       int8: the matrices become int8 as they are read.
+      vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
 
     Raises:
       FlyJaxError: what `open_weights` raises, or a weight is NaN or infinite.
     """
     source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
-    config = source.config
+    config = source.config.with_vocabulary(vocab_size or source.config.vocab_size)
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
         for group in groups(config):
-            parts = read_group(source, group, layout=layout, dtype=jnp.dtype(dtype), int8=int8)
+            parts = read_group(
+                source, group, config, layout=layout, dtype=jnp.dtype(dtype), int8=int8
+            )
             if group.layer is None:
                 outer |= parts
             else:
@@ -146,13 +151,20 @@ def load_llama(
 
 
 def read_group(
-    source: Source, group: Group, *, layout: Layout | None, dtype: jnp.dtype, int8: bool
+    source: Source,
+    group: Group,
+    config: LlamaConfig,
+    *,
+    layout: Layout | None,
+    dtype: jnp.dtype,
+    int8: bool,
 ) -> dict[str, Array]:
     """The parameters of a group, as `Llama` takes them but without the axis `layers`.
 
     Args:
       source: the checkpoint.
       group: what to read.
+      config: the source's, or with a smaller vocabulary.
       layout: how parameters are split over a mesh; None puts them on the first device.
       dtype: of those that have no type of their own.
       int8: quantise the matrices, if they are not stored so.
@@ -160,10 +172,10 @@ def read_group(
     Raises:
       FlyJaxError: a file is damaged, or a weight is NaN or infinite.
     """
-    wanted = group.specs(source.config, int8=int8 or source.int8)
+    wanted = group.specs(config, int8=int8 or source.int8)
     arrange = jax.jit(
         _arranged,
-        static_argnames=("arranged", "specs", "quantise", "dtype"),
+        static_argnames=("arranged", "specs", "vocab_size", "quantise", "dtype"),
         out_shardings=(
             {name: parameter_sharding(layout, spec) for name, spec in wanted.items()},
             parameter_sharding(layout, ParameterSpec((), ())),
@@ -173,6 +185,7 @@ def read_group(
         source.read(group, layout),
         arranged=source.arranged,
         specs=tuple(group.specs(source.config, int8=source.int8).items()),
+        vocab_size=config.vocab_size,
         quantise=int8 and not source.int8,
         dtype=dtype,
     )
@@ -189,6 +202,7 @@ def _arranged(
     stored: dict[str, Array],
     arranged: Callable[[str, Array, ParameterSpec], Array],
     specs: tuple[tuple[str, ParameterSpec], ...],
+    vocab_size: int,
     quantise: bool,
     dtype: jnp.dtype,
 ) -> tuple[dict[str, Array], dict[str, Bool[Array, ""]]]:
@@ -198,8 +212,11 @@ def _arranged(
     for name, spec in specs:
         part = arranged(name, stored[name], spec)
         finite[name] = jnp.isfinite(part).all()
+        if "vocab" in spec.axes:
+            part = jax.lax.slice_in_dim(part, 0, vocab_size, axis=spec.axes.index("vocab"))
+            spec = dataclasses.replace(spec, shape=part.shape)
         if quantise and spec.inputs:
-            parts |= quantised(name, part, spec)
+            parts |= quantised(name, part, spec, INT8)
         else:
             parts[name] = part.astype(spec.dtype or dtype)
     return parts, finite
@@ -209,7 +226,7 @@ def _empty_stacks(
     config: LlamaConfig, parts: dict[str, Array], layout: Layout | None
 ) -> dict[str, Array]:
     """Zeros for the parts of all layers."""
-    specs = parameter_specs(config, int8=True)  # also names those of a model that is not int8
+    specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
     zeros = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
     return jax.jit(

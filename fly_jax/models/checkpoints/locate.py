@@ -8,7 +8,6 @@ from pathlib import Path
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.gguf_file import is_gguf
-from fly_jax.models.config import LlamaConfig
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What decoding reads; a repository often has its weights in other formats, too.
@@ -65,7 +64,7 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(repository) or name_or_path.endswith("@"):
         raise FlyJaxError(
             f"'{name_or_path}' is neither a folder that exists nor a hub id; give the folder of a "
-            "Llama checkpoint, or an id such as meta-llama/Llama-3.1-8B-Instruct."
+            "checkpoint, or an id such as meta-llama/Llama-3.1-8B-Instruct."
         )
     return _download(repository, own or revision)
 
@@ -74,19 +73,6 @@ def embedded_pair() -> tuple[Path, Path]:
     """The folders of the target and the draft that come with the package."""
     folder = Path(str(importlib.resources.files("fly_jax.models"))) / "embedded"
     return folder / "target", folder / "draft"
-
-
-def check_pair(target: LlamaConfig, draft: LlamaConfig) -> None:
-    """Checks that both models number as many tokens.
-
-    Raises:
-      FlyJaxError: they do not.
-    """
-    if target.vocab_size != draft.vocab_size:
-        raise FlyJaxError(
-            f"The target has a vocabulary of {target.vocab_size} tokens and the draft one of "
-            f"{draft.vocab_size}; they must share one: take a draft of the target's family."
-        )
 
 
 def _download(repository: str, revision: str | None) -> Path:

@@ -13,7 +13,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array
 
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.specs import INT8, ParameterSpec, parameter_specs, scale_name
 from fly_jax.sharding.rules import Layout
 
 # What a reader may hold beyond the arrays that it fills.
@@ -34,7 +34,7 @@ class Group:
 
     def specs(self, config: LlamaConfig, *, int8: bool = False) -> dict[str, ParameterSpec]:
         """The group's own part of `parameter_specs`: a layer's without the axis `layers`."""
-        specs = parameter_specs(config, int8=int8)
+        specs = parameter_specs(config, INT8 if int8 else None)
         if self.layer is None:
             own = (self.name, scale_name(self.name))
             return {name: specs[name] for name in own if name in specs}

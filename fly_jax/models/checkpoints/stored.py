@@ -63,8 +63,7 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise FlyJaxError(
-            f"{folder} {what}; fly_jax needs a folder: give that of a Hugging Face Llama "
-            "checkpoint."
+            f"{folder} {what}; fly_jax needs a folder: give that of a Hugging Face checkpoint."
         )
     for name in _indexed_files(folder):
         if not (folder / name).is_file():

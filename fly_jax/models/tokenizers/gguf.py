@@ -18,13 +18,15 @@ from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
 
 # Kinds of tokens, which both GGUF and SentencePiece number so.
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # What llama.cpp calls the way of Llama 3, whose texts begin with a token of their own.
 _LLAMA_3_NAMES = ("llama3", "llama-v3", "llama-bpe")
+_SMOLLM_3_NAME = "smaug-bpe"  # cut as Llama 3's, and nothing is put before a text
+_QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -125,17 +127,19 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
     """Byte-level BPE, as the tokenizers library has it for this model."""
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
+    while kinds and kinds[-1] == _UNUSED:  # what pads the model's vocabulary, and no text has
+        names, kinds = names[:-1], kinds[:-1]
     merges = [tuple(one.split(" ")) for one in file.needed("tokenizer.ggml.merges")]
     split = file.needed("tokenizer.ggml.pre")
     made = tokenizers.Tokenizer(
         BPE(
             {name: index for index, name in enumerate(names)},
             merges,
-            ignore_merges=split in _LLAMA_3_NAMES,
+            ignore_merges=split in (*_LLAMA_3_NAMES, _SMOLLM_3_NAME),
         )
     )
     made.pre_tokenizer = _pre_tokenizer(file, split)
-    if split == "qwen2":
+    if split in _QWEN_2_NAMES:
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     for name, kind in zip(names, kinds, strict=True):
@@ -161,7 +165,10 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
                 pre_tokenizers.ByteLevel(add_prefix_space=False),
             ]
         )
-    patterns = {**dict.fromkeys(_LLAMA_3_NAMES, _LLAMA_3), "qwen2": _QWEN_2}
+    patterns = {
+        **dict.fromkeys((*_LLAMA_3_NAMES, _SMOLLM_3_NAME), _LLAMA_3),
+        **dict.fromkeys(_QWEN_2_NAMES, _QWEN_2),
+    }
     if split not in patterns:
         raise FlyJaxError(
             f"{file.path} has the pre-tokenizer '{split}'; fly_jax knows gpt-2, smollm, "

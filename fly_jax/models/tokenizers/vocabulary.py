@@ -107,7 +107,7 @@ class JsonVocabulary:
                 return index
         raise FlyJaxError(
             "The tokenizer has no token for a single letter, so the text of its tokens cannot be "
-            "told apart; give a Llama tokenizer."
+            "told apart; give a tokenizer that is byte-level or SentencePiece's."
         )
 
 

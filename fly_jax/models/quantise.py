@@ -1,0 +1,94 @@
+"""Matrices rounded to integers, by qwix: as a checkpoint is read, or a target's to draft for it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import qwix
+from jaxtyping import Array, Float
+
+from fly_jax.models.llama import Llama
+from fly_jax.models.specs import (
+    MatrixType,
+    ParameterSpec,
+    parameter_specs,
+    scale_groups,
+    scale_name,
+)
+
+
+def quantised(
+    name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
+) -> dict[str, Array]:
+    """A matrix of integers and their scales: the range of the integers is that of its weights.
+
+    Args:
+      name: of the parameter.
+      matrix: the parameter, or one layer of it.
+      spec: its specification, of one layer where the matrix is.
+      matrices: the type.
+
+    Returns:
+      Both under their names in `parameter_specs`.
+    """
+    outputs = [index for index, axis in enumerate(spec.axes) if axis not in spec.inputs]
+    wide = matrix.astype(jnp.float32)
+    if matrices.group is None:
+        array = qwix.quantize(wide, matrices.dtype, channelwise_axes=outputs)
+        scale = array.scale.reshape([spec.shape[index] for index in outputs])
+    else:
+        axis, group = scale_groups(spec, matrices.group)
+        alone = [index for index in range(len(spec.axes)) if index != axis]
+        array = qwix.quantize(
+            wide, matrices.dtype, channelwise_axes=alone, tiled_axes={axis: group}
+        )
+        scale = array.scale
+    return {name: array.qvalue, scale_name(name): scale}
+
+
+def self_draft(target: Llama, matrices: MatrixType) -> Llama:
+    """A drafter from the target itself, without training: its layers' matrices, rounded.
+
+    Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
+    does. A layer is rounded at a time.
+
+    Args:
+      target: in any type.
+      matrices: one of `SELF_DRAFTS`.
+    """
+    config, layout, parameters = target.config, target.layout, target.parameters()
+    specs = {
+        name: ParameterSpec(spec.shape[1:], spec.axes[1:], spec.inputs)
+        for name, spec in parameter_specs(config).items()
+        if spec.axes[0] == "layers" and spec.inputs
+    }
+    stacks = {
+        name: (parameters.pop(name), parameters.pop(scale_name(name), None)) for name in specs
+    }
+
+    def rounded(stacks: dict[str, tuple[Array, Array | None]]) -> dict[str, Array]:
+        found: dict[str, Array] = {}
+        for name, spec in specs.items():
+            a_layer = functools.partial(_rounded, name, spec, matrices)
+            found |= jax.lax.map(a_layer, stacks[name])
+        return found
+
+    wanted = parameter_specs(config, matrices)
+    names = [*specs, *map(scale_name, specs)]
+    shardings = layout and {
+        name: layout.sharding(wanted[name].axes, wanted[name].shape) for name in names
+    }
+    return Llama(config, parameters | jax.jit(rounded, out_shardings=shardings)(stacks), layout)
+
+
+def _rounded(
+    name: str, spec: ParameterSpec, matrices: MatrixType, stored: tuple[Array, Array | None]
+) -> dict[str, Array]:
+    """A layer's matrix, which may be int8 with scales, as other integers."""
+    matrix, scale = stored
+    if scale is not None:
+        inputs = [index for index, axis in enumerate(spec.axes) if axis in spec.inputs]
+        matrix = matrix * jnp.expand_dims(scale, inputs)
+    return quantised(name, matrix, spec, matrices)

@@ -1,0 +1,132 @@
+"""A drafter from the target itself: its own matrices, rounded to 8 or 4 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_pairs import CAPACITY, greedy
+
+import fly_jax
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.__main__ import main
+from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.locate import embedded_pair
+from fly_jax.models.llama import Llama
+from fly_jax.models.quantise import self_draft
+from fly_jax.models.specs import SELF_DRAFTS, parameter_specs, scale_groups, scale_name
+from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.verification.rules import Exact
+
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
+SPEC = RoundSpec(Exact(), 3, eos_token_ids=(2,))
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen2"])
+def target(request: pytest.FixtureRequest) -> Llama:
+    return load_llama(GOLDEN / request.param)
+
+
+def widened(draft: Llama, name: str) -> np.ndarray:
+    """A stack of matrices, as numbers."""
+    values = draft.parameters()
+    matrix, scale = (np.asarray(values[one], np.float32) for one in (name, scale_name(name)))
+    spec = parameter_specs(draft.config)[name]
+    if scale.ndim == matrix.ndim:
+        axis, group = scale_groups(spec, 64)
+        return matrix * np.repeat(scale, group, axis)
+    return matrix * np.expand_dims(scale, [spec.axes.index(one) for one in spec.inputs])
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTS)
+def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
+    draft, most = self_draft(target, SELF_DRAFTS[name]), {"int8": 127, "int4": 7}[name]
+    wide = target.parameters()
+    for one, spec in parameter_specs(target.config).items():
+        if spec.axes[0] != "layers" or not spec.inputs:
+            assert draft.parameters()[one] is wide[one], "the same array, not another one"
+            continue
+        assert draft.parameters()[one].dtype == SELF_DRAFTS[name].dtype
+        inputs = tuple(spec.axes.index(axis) for axis in spec.inputs)
+        matrix = np.asarray(wide[one])
+        # The largest of all inputs is at least that of a group.
+        step = np.abs(matrix).max(axis=inputs, keepdims=True) / most
+        assert (np.abs(widened(draft, one) - matrix) <= 0.51 * step).all(), one
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTS)
+def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
+    expected = [one[: one.index(2) + 1] if 2 in one else one for one in greedy(target, PROMPTS, 16)]
+    decoder = Decoder(
+        target, self_draft(target, SELF_DRAFTS[name]), SPEC, capacity=CAPACITY, batch_size=2
+    )
+    found = decoder.generate(PROMPTS, 16)
+    assert [one.token_ids for one in found] == expected
+    assert sum(one.num_accepted_tokens for one in found) > 0
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTS)
+def test_a_mesh_rounds_alike(target: Llama, name: str) -> None:
+    layout = Layout(create_mesh(parse_mesh("2x2")), RULES["tensor"])
+    folder = GOLDEN / ("qwen2" if target.config.attention_biases else "llama3")
+    alone = self_draft(target, SELF_DRAFTS[name]).parameters()
+    spread = self_draft(load_llama(folder, layout=layout), SELF_DRAFTS[name])
+    for one, values in spread.parameters().items():
+        np.testing.assert_array_equal(values, alone[one], err_msg=one)
+        spec = parameter_specs(target.config, SELF_DRAFTS[name])[one]
+        expected = layout.sharding(spec.axes, spec.shape)
+        assert values.sharding.is_equivalent_to(expected, values.ndim), one
+
+
+def test_an_int8_target_drafts_with_4_bits() -> None:
+    target = load_llama(GOLDEN / "llama3", int8=True)
+    draft = self_draft(target, SELF_DRAFTS["int4"])
+    assert draft.parameters()["query"].dtype == jnp.int4
+    assert draft.parameters()["embedding"] is target.parameters()["embedding"]
+    wide = np.asarray(target.parameters()["up"], np.float32)
+    wide *= np.asarray(target.parameters()["up_scale"])[:, None]
+    assert np.abs(widened(draft, "up") - wide).max() <= 0.51 * np.abs(wide).max() / 7
+
+
+def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(embedded_pair()[0])
+    pair = fly_jax.load_pair(target, "self:int4")
+    (found,) = fly_jax.generate(
+        pair, ["import os\n"], rule="exact", num_speculative_tokens=4, max_new_tokens=24
+    )
+    assert found.mean_accepted_tokens > 2
+    arguments = ["--target", target, "--draft=self:int4", "--rule=exact", "--prompt=import os\n"]
+    assert main([*arguments, "--num_speculative_tokens=4", "--max_new_tokens=24", "--nochat"]) == 0
+    assert pair.tokenizer.decode(found.token_ids, continues=True) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("draft", "dtype", "sentence"),
+    [
+        ("self:int3", "float32", "no draft 'self:int3'.*self:int8 or self:int4"),
+        ("self:int8", "int8", "matrices are int8 themselves"),
+        (["self:int4", "ngram"], "float32", "proposes alone"),
+    ],
+)
+def test_what_cannot_be(draft: str | list[str], dtype: str, sentence: str) -> None:
+    with pytest.raises(FlyJaxError, match=sentence):
+        fly_jax.load_pair(embedded_pair()[0], draft, dtype=dtype)
+
+
+def test_one_array_for_each_layer(target: Llama) -> None:
+    draft = self_draft(target, SELF_DRAFTS["int4"])
+    tokens = jnp.asarray([PROMPTS[0]])
+    time = tokens.shape[1]
+    whole = (jnp.arange(time)[None], jnp.tri(time, dtype=bool)[None])
+    found = [
+        jax.jit(lambda model: model.logits(model.hidden_uncached(tokens, *whole)))(one)
+        for one in (draft, draft.unstacked())
+    ]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)

@@ -198,7 +198,8 @@ def add_model_flags(into: Flags) -> None:
         group, "draft",
         "folder, GGUF file or hub id of the model that proposes; may be given several times, the "
         "first proposing to the target and each other one to the one before it; or ngram, which "
-        "looks drafts up in the text so far",
+        "looks drafts up in the text so far; or self:int4 or self:int8, the target's own matrices, "
+        "rounded",
     )  # fmt: skip
     into.string(
         group, "revision", None,

@@ -64,7 +64,8 @@ class Drafters:
     Attributes:
       passes: the given draft in every layout and type, the fastest first; those that do not fit
         come last. A target's own draft has one layout, the target's.
-      smaller: presets of its family with fewer parameters, and the target's own matrices.
+      smaller: presets of its architecture and vocabulary with fewer parameters, and the target's
+        own matrices.
     """
 
     passes: tuple[DraftPass, ...]

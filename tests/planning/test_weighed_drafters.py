@@ -116,3 +116,16 @@ def test_the_table_and_json_have_them() -> None:
     assert set(drafters["passes"][0]) == {
         "rules", "matrices", "seconds", "network_seconds", "num_bytes", "fits",
     }  # fmt: skip
+
+
+def test_a_family_whose_vocabularies_are_padded_apart_is_planned() -> None:
+    request = dataclasses.replace(
+        REQUEST, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
+    )
+    plan = make_plan(request)
+    drafters = plan.drafters()
+    assert drafters is not None
+    assert plan.request.target.vocab_size == plan.request.draft.vocab_size == 151_936
+    # Not a Qwen 3, whose tokenizer has other tokens behind the same size.
+    others = {one.name for one in drafters.smaller if not one.name.startswith("self:")}
+    assert others == {"qwen-2.5-0.5b"}

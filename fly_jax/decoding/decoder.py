@@ -21,9 +21,11 @@ from fly_jax.decoding.capacity import (
     ladder,
     like_lengths,
 )
+from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Generation, Settled
-from fly_jax.decoding.programs import Programs, drafter_of, prefill_piece
+from fly_jax.decoding.kept import Kept
+from fly_jax.decoding.programs import Programs, prefill_piece
 from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.reports import token_reports
 from fly_jax.decoding.spec import RoundSpec
@@ -78,7 +80,7 @@ class Decoder:
             different sizes, or no memory where one is needed.
         """
         self.spec = spec
-        self.drafter = _checked_drafter(target, draft, spec)
+        self.drafter = checked_drafter(target, draft, spec)
         if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
             raise FlyJaxError(
                 "This rule looks mismatches up in a memory, or is to teach one, and none was "
@@ -101,6 +103,8 @@ class Decoder:
         )
         self._known: tuple[CorrectionMemory, int] | None = None
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
+        self._kept: Kept | None = None
+        self._compiled: set[tuple[int, ...]] = set()
 
     def stream(
         self,
@@ -108,6 +112,7 @@ class Decoder:
         max_new_tokens: int,
         *,
         seed: int | Sequence[int] = 0,
+        resumes: bool = False,
     ) -> Iterator[tuple[Settled, Generation]]:
         """Decodes one batch, yielding tokens as they settle with what the row has become so far.
 
@@ -119,6 +124,9 @@ class Decoder:
           max_new_tokens: limit of each continuation.
           seed: of the draws: of each prompt, or of the first one, the others' being one more each.
             A prompt's draws depend on nothing else.
+          resumes: keep the caches for the next call, and begin behind what these prompts have in
+            common with those of the last one and their continuations, as the turns of a
+            conversation do. Not where the drafter cannot (`Drafter.resumes`).
 
         Raises:
           FlyJaxError: no prompt, too many, an empty one, one longer than the context, or no new
@@ -128,29 +136,36 @@ class Decoder:
         self._refresh()
         if self.spec.depths and self._seconds is None:
             self._seconds = self._measure(prompts)
-        state = self._admit(prompts, max_new_tokens, seed, self._seconds)
+        kept, self._kept = self._kept if resumes else None, None
+        state = self._admit(prompts, max_new_tokens, seed, self._seconds, kept=kept)
         generations = [Generation(tuple(prompt)) for prompt in prompts]
         live = set(range(len(prompts)))
         reach = self._reach(prompts, max_new_tokens, state.target.capacity)
         jax.block_until_ready(state.target.keys)
         start = time.perf_counter()
         pending: RoundOutput | None = None
-        while self._goes_on(bool(live)):
-            self._refresh()
-            state = state.attending(reach.next_dispatch(live, generations))
-            state, output = self._programs.run(state, self._inputs)
-            for leaf in jax.tree.leaves(output):
-                leaf.copy_to_host_async()
-            if pending is not None:
-                pending = jax.device_get(pending)
-                if self.memory is not None and self.spec.reports_mismatches:
-                    self.memory.add(corrections(pending))
-                if self.listener is not None:
-                    self.listener(pending)
-                for settled in self._read(pending, generations, live):
-                    generations[settled.row].seconds = time.perf_counter() - start
-                    yield settled, generations[settled.row]
-            pending = output
+        try:
+            while self._goes_on(bool(live)):
+                self._refresh()
+                state = state.attending(reach.next_dispatch(live, generations))
+                state, output = self._programs.run(state, self._inputs)
+                for leaf in jax.tree.leaves(output):
+                    leaf.copy_to_host_async()
+                if pending is not None:
+                    pending = jax.device_get(pending)
+                    if self.memory is not None and self.spec.reports_mismatches:
+                        self.memory.add(corrections(pending))
+                    if self.listener is not None:
+                        self.listener(pending)
+                    for settled in self._read(pending, generations, live):
+                        generations[settled.row].seconds = time.perf_counter() - start
+                        yield settled, generations[settled.row]
+                pending = output
+        finally:
+            if resumes and (self.drafter is None or self.drafter.resumes):
+                self._kept = Kept(
+                    [[*one.prompt_token_ids, *one.token_ids] for one in generations], state
+                )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
@@ -175,16 +190,15 @@ class Decoder:
         """Compiles what decoding these prompts needs; the memory learns nothing from it."""
         prompts = self.checked(prompts)
         self._refresh()
-        compiled: set[tuple[int, ...]] = set()
         for batch in like_lengths(prompts, self.batch_size):
             some = [prompts[index] for index in batch]
             # What programs differ by: few batches of many have others than those before them.
             capacity = self._capacity(some, max_new_tokens)
             reach = self._reach(some, max_new_tokens, capacity).all()
             bucket = bucket_for(max(map(len, some)), self.batch_size)
-            if (bucket, capacity, *reach) in compiled:
+            if (bucket, capacity, *reach) in self._compiled:
                 continue
-            compiled.add((bucket, capacity, *reach))
+            self._compiled.add((bucket, capacity, *reach))
             if self.spec.depths and self._seconds is None:
                 self._seconds = self._measure(some)
             # Rows that are finished from the start take no round.
@@ -311,6 +325,7 @@ class Decoder:
         seconds: np.ndarray | None = None,
         *,
         finished: bool = False,
+        kept: Kept | None = None,
     ) -> DecodeState:
         if not 1 <= len(prompts) <= self.batch_size:
             raise FlyJaxError(
@@ -323,6 +338,9 @@ class Decoder:
             )
         context = self._programs.config.max_context
         capacity = self._capacity(prompts, max_new_tokens)
+        start = 0 if kept is None else kept.shared(prompts)
+        if kept is not None and start:
+            capacity = max(capacity, kept.state.target.capacity)
         # Rows without a prompt are finished from the start.
         lengths = np.ones(self.batch_size, np.int32)
         limits = np.ones(self.batch_size, np.int32)
@@ -349,7 +367,13 @@ class Decoder:
             seconds = np.zeros(0, np.float32)
         if finished:
             limits = lengths
-        return self._programs.admit(text, lengths, limits, seeds, bucket, budget, seconds)
+        if kept is None or not start:
+            return self._programs.admit(text, lengths, limits, seeds, bucket, budget, seconds)
+        bucket = bucket_for(int(lengths.max()) - start, self.batch_size)
+        start = min(start, capacity - bucket)
+        return self._programs.resume(
+            kept.state, text, lengths, limits, seeds, start, bucket, budget, seconds
+        )
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several.
@@ -396,38 +420,3 @@ class Decoder:
                     reason = generation.finish_reason = "stop" if stopped else "length"
                     live.discard(row)
                 yield Settled(row, tokens, why, reason)
-
-
-def _checked_drafter(
-    target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, spec: RoundSpec
-) -> Drafter | None:
-    """What proposes: what was given, the lookup alone, or nothing where K is 0.
-
-    Raises:
-      FlyJaxError: see `Decoder`.
-    """
-    if not spec.num_speculative_tokens:
-        return None
-    if isinstance(draft, Drafter):
-        return draft
-    models = (draft,) if isinstance(draft, Llama) else tuple(draft or ())
-    if not models and spec.lookup is None:
-        raise FlyJaxError(
-            f"{spec.num_speculative_tokens} speculative tokens were asked for without a draft "
-            "model or a lookup; speculation needs one of them: give a draft or a lookup, or "
-            "num_speculative_tokens=0."
-        )
-    if models and len(models) != 1 + len(spec.level_speculative_tokens):
-        raise FlyJaxError(
-            f"{len(models)} draft models were given, and level_speculative_tokens has "
-            f"{len(spec.level_speculative_tokens)} numbers; it needs one for each draft model "
-            "but the first: correct it."
-        )
-    for one in models:
-        if one.config.vocab_size != target.config.vocab_size:
-            raise FlyJaxError(
-                f"A draft model has {one.config.vocab_size} tokens and the target "
-                f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
-                "model of the target's family."
-            )
-    return drafter_of(models, spec)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float32, Int, UInt32
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.dispatch import decode_rounds
+from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.spec import RoundSpec, RoundStructure
+from fly_jax.decoding.spec import RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
-from fly_jax.models.cache import empty_cache
+from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
@@ -31,45 +31,11 @@ from fly_jax.verification.rules import RuleState
 _PREFILL_TOKENS = 2048
 _LONGEST_PIECE = 1024
 
-# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
-_MOST_UNSTACKED_LAYERS = 16
-
 
 def prefill_piece(rows: int) -> int:
     """Tokens of each row that one pass takes in of long prompts: a power of two."""
     most = min(_LONGEST_PIECE, max(_PREFILL_TOKENS // rows, 1))
     return 1 << (most.bit_length() - 1)
-
-
-def for_backend(model: Llama) -> Llama:
-    """The model with its layers as programs on this backend take them best."""
-    is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
-    on_cpu = jax.default_backend() == "cpu" and model.layout is None
-    return model.unstacked() if on_cpu and is_small else model
-
-
-def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
-    """The drafter that a spec asks for: a chain of draft models above the lookup, or less.
-
-    Args:
-      models: the draft models, the first proposing to the target and each other one to the one
-        before it.
-      spec: its lookup proposes to the last of them, or to the target.
-    """
-    drafter: Drafter | None = spec.lookup
-    sizes = (spec.num_speculative_tokens, *spec.level_speculative_tokens)
-    for level in reversed(range(len(models))):
-        model = for_backend(models[level])
-        drafter = DraftModel(
-            model.parameters(),
-            drafter,
-            config=model.config,
-            layout=model.layout,
-            size=sizes[level],
-            stop=spec.draft_stop if level == 0 else None,
-            lags=level > 0,
-        )
-    return drafter
 
 
 class Programs:
@@ -148,12 +114,58 @@ class Programs:
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
         """
         piece = min(bucket, prefill_piece(len(text)))
-        state = self._call(
-            _admit,
-            self._shapes,
-            piece,
-            self._parameters,
-            self._drafter,
+        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
+        state = self._call(_admit, self._shapes, piece, self._parameters, self._drafter, rows)
+        if not self._is_abstract:  # whose first piece is traced, and no state comes of it
+            for start in range(piece, bucket, piece):
+                state = self.take_in(state, piece, start)
+        return cast(DecodeState, state)
+
+    def resume(
+        self,
+        state: DecodeState,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        seeds: np.ndarray,
+        start: int,
+        bucket: int,
+        budget: np.ndarray | None,
+        seconds: np.ndarray | None,
+    ) -> DecodeState:
+        """`admit`, behind what the caches of a state hold already.
+
+        Args:
+          state: of rows whose tokens were the same before `start`; donated.
+          text: [rows, capacity], the prompts; the capacity is at least that of the state.
+          lengths: see `admit`.
+          limits: see `admit`.
+          seeds: see `admit`.
+          start: tokens of each row that are not run again.
+          bucket: tokens that are run.
+          budget: see `admit`.
+          seconds: see `admit`.
+        """
+        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
+        state = state.attending(None)
+        if text.shape[1] > state.target.capacity:
+            state = _grown(state, text.shape[1])
+        state = _resume(self._shapes, state, rows)
+        piece = min(bucket, prefill_piece(len(text)))
+        for at in range(start, start + bucket, piece):
+            state = self.take_in(state, piece, at)
+        return state
+
+    def _rows(
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        seeds: np.ndarray,
+        budget: np.ndarray | None,
+        seconds: np.ndarray | None,
+    ) -> _Rows:
+        return _Rows(
             self.put(text, (None, None)),
             self.put(lengths, (None,)),
             self.put(limits, (None,)),
@@ -161,10 +173,6 @@ class Programs:
             None if budget is None else self.put(budget, (None,)),
             None if seconds is None else self.put(seconds, (None,)),
         )
-        if not self._is_abstract:  # whose first piece is traced, and no state comes of it
-            for start in range(piece, bucket, piece):
-                state = self.take_in(state, piece, start)
-        return cast(DecodeState, state)
 
     def take_in(self, state: DecodeState, piece: int, start: int) -> DecodeState:
         """Runs `piece` more tokens of the prompts, from `start` on; the state is donated."""
@@ -197,39 +205,69 @@ class _Shapes:
         return Llama(self.config, parameters, self.layout)
 
 
+class _Rows(NamedTuple):
+    """What is decoded; see `Programs.admit`."""
+
+    text: Int[Array, "rows capacity"]
+    lengths: Int[Array, " rows"]
+    limits: Int[Array, " rows"]
+    seeds: UInt32[Array, " rows"]
+    budget: Float32[Array, " rows"] | None
+    seconds: Float32[Array, " depths"] | None
+
+    def begun(self, structure: RoundStructure, target: KVCache, drafter: Any) -> DecodeState:
+        """Their state before the first round, with what the models hold of them."""
+        rows, window = len(self.lengths), structure.deferred_window
+        return DecodeState(
+            tokens=self.text,
+            length=self.lengths,
+            limit=self.limits,
+            finished=self.lengths >= self.limits,
+            target=target,
+            drafter=drafter,
+            keys=jax.vmap(jax.random.key)(self.seeds),
+            rule=RuleState(self.budget),
+            pace=None if self.seconds is None else initial_pace(rows, self.seconds),
+            window=no_windows(rows, window, structure.reports) if window else None,
+        )
+
+
 @functools.partial(jax.jit, static_argnames=("shapes", "piece"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     parameters: Parameters,
     drafter: Drafter | None,
-    text: Int[Array, "rows capacity"],
-    lengths: Int[Array, " rows"],
-    limits: Int[Array, " rows"],
-    seeds: UInt32[Array, " rows"],
-    budget: Float32[Array, " rows"] | None,
-    seconds: Float32[Array, " depths"] | None,
+    rows: _Rows,
 ) -> DecodeState:
     """Runs the prompts' first tokens through all models; logits are not needed yet."""
-    rows, capacity = text.shape
-    structure = shapes.structure
-    cache = empty_cache(shapes.config, rows, capacity, shapes.cache_dtype)
-    window = structure.deferred_window
-    state = DecodeState(
-        tokens=text,
-        length=lengths,
-        limit=limits,
-        finished=lengths >= limits,
-        target=cache,
-        drafter=None if drafter is None else drafter.init(rows, capacity, shapes.cache_dtype),
-        keys=jax.vmap(jax.random.key)(seeds),
-        rule=RuleState(budget),
-        pace=None if seconds is None else initial_pace(rows, seconds),
-        window=no_windows(rows, window, structure.reports) if window else None,
-    )
+    number, capacity = rows.text.shape
+    cache = empty_cache(shapes.config, number, capacity, shapes.cache_dtype)
+    drafting = None if drafter is None else drafter.init(number, capacity, shapes.cache_dtype)
+    state = rows.begun(shapes.structure, cache, drafting)
     # Nothing has been taken in before that could be attended to.
     state = _fed(shapes, piece, parameters, drafter, state.attending(0), jnp.int32(0))
     return state.attending(None)
+
+
+@functools.partial(jax.jit, static_argnames=("capacity",))
+def _grown(state: DecodeState, capacity: int) -> DecodeState:
+    """The state with longer caches."""
+    grow = ((0, 0),) * 3 + ((0, capacity - state.target.capacity), (0, 0))
+
+    def grown(one: object) -> object:
+        if not isinstance(one, KVCache):
+            return one
+        keys, values = (jnp.pad(entries, grow) for entries in (one.keys, one.values))
+        return dataclasses.replace(one, keys=keys, values=values)
+
+    return jax.tree.map(grown, state, is_leaf=lambda one: isinstance(one, KVCache))
+
+
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
+def _resume(shapes: _Shapes, state: DecodeState, rows: _Rows) -> DecodeState:
+    """Other prompts in the caches of a state."""
+    return rows.begun(shapes.structure, state.target, state.drafter)
 
 
 @functools.partial(

@@ -167,7 +167,8 @@ class Conversation:
         generation: Generation | None = None
         shown: list[int] = []
         try:
-            for settled, so_far in self._decoder(ids).stream([ids], most, seed=seed):
+            decoder = self._decoder(ids)
+            for settled, so_far in decoder.stream([ids], most, seed=seed, resumes=True):
                 generation = so_far
                 done = bool(settled.finish_reason)
                 shown += settled.token_ids
@@ -185,10 +186,11 @@ class Conversation:
         )
 
     def _decoder(self, ids: CheckedPrompt) -> Decoder:
-        """That of the rule; a new one compiles first, so that no speed has that in it."""
+        """That of the rule; what it needs is compiled first, so that no speed has that in it."""
         if self._config not in self._decoders:
             spec = self._pair.spec(self._config)
-            decoder = self._pair.decoder(spec, protect=self._config.protect)
-            decoder.warm_up([ids], self._values.max_new_tokens)
-            self._decoders[self._config] = decoder
-        return self._decoders[self._config]
+            self._decoders[self._config] = self._pair.decoder(spec, protect=self._config.protect)
+        decoder = self._decoders[self._config]
+        # As many tokens as the conversation may have, but without taking it in.
+        decoder.warm_up([ids[:1]], len(ids) - 1 + self._values.max_new_tokens)
+        return decoder

@@ -29,11 +29,11 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.programs import drafter_of
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama

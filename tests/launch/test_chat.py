@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.programs import Programs
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 
@@ -96,6 +97,22 @@ def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str
     assert "lucky" in said
     assert "There is no command /dance" in said
     assert "/clear" in said
+
+
+def test_what_was_said_is_not_taken_in_again(
+    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    resume = Programs.resume
+
+    def resuming(self: Programs, *given: object) -> object:
+        begun.append(given[5])  # type: ignore[arg-type]
+        return resume(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Programs, "resume", resuming)
+    talk("Ada has 3", "And?", "/clear", "Boris")
+    assert len(begun) == 2, "each turn but the first, also after what all have in common"
+    assert begun[0] > begun[1] > 0
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(

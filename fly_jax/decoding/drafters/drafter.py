@@ -45,12 +45,15 @@ class Drafter(abc.ABC):
       size: tokens that it proposes at a time where a draft model asks it.
       may_fall_short: it may propose fewer tokens than it was asked for.
       adapts: a row that wants fewer tokens may save a pass.
+      resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
+        the same state.
       needs_hidden: `prefill` and `observe` are given the target's hidden states.
     """
 
     size: int
     may_fall_short: bool = False
     adapts: bool = False
+    resumes: bool = False
     needs_hidden: bool = False
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Any:

@@ -59,6 +59,11 @@ class Lookup(Drafter):
     may_fall_short = True
 
     @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        """It keeps nothing but the text."""
+        return True
+
+    @property
     def size(self) -> int:  # type: ignore[override]
         """Most tokens after a match."""
         return self.num_tokens

@@ -110,6 +110,11 @@ class DraftModel(Drafter):
         return self.below is not None or self.stop is not None
 
     @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        """Unless it or what is below it lags: then its cache has less than the text."""
+        return not self.lags and (self.below is None or self.below.resumes)
+
+    @property
     def _model(self) -> Llama:
         return Llama(self.config, self.parameters, self.layout)
 

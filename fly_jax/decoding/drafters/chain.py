@@ -1,0 +1,83 @@
+"""What proposes in a decoder: what it is given, or a chain of draft models over the lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.llama import Llama
+
+# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
+_MOST_UNSTACKED_LAYERS = 16
+
+
+def checked_drafter(
+    target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, spec: RoundSpec
+) -> Drafter | None:
+    """What proposes: what was given, the lookup alone, or nothing where K is 0.
+
+    Raises:
+      FlyJaxError: K is asked for and nothing proposes, too few or many draft models, or one of
+        another vocabulary.
+    """
+    if not spec.num_speculative_tokens:
+        return None
+    if isinstance(draft, Drafter):
+        return draft
+    models = (draft,) if isinstance(draft, Llama) else tuple(draft or ())
+    if not models and spec.lookup is None:
+        raise FlyJaxError(
+            f"{spec.num_speculative_tokens} speculative tokens were asked for without a draft "
+            "model or a lookup; speculation needs one of them: give a draft or a lookup, or "
+            "num_speculative_tokens=0."
+        )
+    if models and len(models) != 1 + len(spec.level_speculative_tokens):
+        raise FlyJaxError(
+            f"{len(models)} draft models were given, and level_speculative_tokens has "
+            f"{len(spec.level_speculative_tokens)} numbers; it needs one for each draft model "
+            "but the first: correct it."
+        )
+    for one in models:
+        if one.config.vocab_size != target.config.vocab_size:
+            raise FlyJaxError(
+                f"A draft model has {one.config.vocab_size} tokens and the target "
+                f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
+                "model of the target's family."
+            )
+    return drafter_of(models, spec)
+
+
+def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
+    """The drafter that a spec asks for: a chain of draft models above the lookup, or less.
+
+    Args:
+      models: the draft models, the first proposing to the target and each other one to the one
+        before it.
+      spec: its lookup proposes to the last of them, or to the target.
+    """
+    drafter: Drafter | None = spec.lookup
+    sizes = (spec.num_speculative_tokens, *spec.level_speculative_tokens)
+    for level in reversed(range(len(models))):
+        model = for_backend(models[level])
+        drafter = DraftModel(
+            model.parameters(),
+            drafter,
+            config=model.config,
+            layout=model.layout,
+            size=sizes[level],
+            stop=spec.draft_stop if level == 0 else None,
+            lags=level > 0,
+        )
+    return drafter
+
+
+def for_backend(model: Llama) -> Llama:
+    """The model with its layers as programs on this backend take them best."""
+    is_small = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
+    on_cpu = jax.default_backend() == "cpu" and model.layout is None
+    return model.unstacked() if on_cpu and is_small else model

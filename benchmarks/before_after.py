@@ -167,7 +167,8 @@ def main(_: list[str]) -> None:
                             answers = _turn([old, new], values, rows, turn + start)
                             one = [answer["tokens_per_second"] for answer in answers]
                             speeds.setdefault(label, []).append(one)
-                        same[label] = answers[0]["tokens"] == answers[1]["tokens"]
+                            alike = answers[0]["tokens"] == answers[1]["tokens"]
+                            same[label] = same.get(label, True) and alike
             found = {label: _summary(turns, same=same[label]) for label, turns in speeds.items()}
             path = write("before_after", {"before_commit": commit, "configs": found})
             print(f"{start + 1} of {_STARTS.value} starts", file=sys.stderr, flush=True)

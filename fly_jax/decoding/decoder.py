@@ -136,8 +136,10 @@ class Decoder:
         self._refresh()
         if self.spec.depths and self._seconds is None:
             self._seconds = self._measure(prompts)
-        kept, self._kept = self._kept if resumes else None, None
+        kept = self._taken(prompts) if resumes else None
+        self.forget()
         state = self._admit(prompts, max_new_tokens, seed, self._seconds, kept=kept)
+        del kept  # whose caches are no more
         generations = [Generation(tuple(prompt)) for prompt in prompts]
         live = set(range(len(prompts)))
         reach = self._reach(prompts, max_new_tokens, state.target.capacity)
@@ -186,8 +188,25 @@ class Decoder:
             finished[settled.row] = generation
         return [finished[row] for row in range(len(prompts))]
 
-    def warm_up(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1) -> None:
-        """Compiles what decoding these prompts needs; the memory learns nothing from it."""
+    def forget(self) -> None:
+        """Gives back the caches that `stream` keeps where it is to be resumed."""
+        self._kept = None
+
+    def _taken(self, prompts: Sequence[Sequence[int]]) -> Kept | None:
+        """What was kept, if it holds anything of these prompts."""
+        kept = self._kept
+        return kept if kept is not None and kept.shared(prompts) else None
+
+    def warm_up(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 1, *, resumes: bool = False
+    ) -> None:
+        """Compiles what decoding these prompts needs; the memory learns nothing from it.
+
+        Args:
+          prompts: what will be decoded.
+          max_new_tokens: limit of each continuation.
+          resumes: they will be taken in behind what is kept, so that only the rounds are compiled.
+        """
         prompts = self.checked(prompts)
         self._refresh()
         for batch in like_lengths(prompts, self.batch_size):
@@ -196,15 +215,20 @@ class Decoder:
             capacity = self._capacity(some, max_new_tokens)
             reach = self._reach(some, max_new_tokens, capacity).all()
             bucket = bucket_for(max(map(len, some)), self.batch_size)
-            if (bucket, capacity, *reach) in self._compiled:
+            key = (0 if resumes else bucket, capacity, *reach)
+            if key in self._compiled:
                 continue
-            self._compiled.add((bucket, capacity, *reach))
             if self.spec.depths and self._seconds is None:
                 self._seconds = self._measure(some)
             # Rows that are finished from the start take no round.
-            state = self._admit(some, max_new_tokens, 0, self._seconds, finished=True)
+            limit = max_new_tokens
+            if resumes:  # as many positions, without taking in what fills them
+                limit += max(map(len, some)) - 1
+                some = self.checked([prompt[:1] for prompt in some])
+            state = self._admit(some, limit, 0, self._seconds, finished=True)
             for attended in reach:
                 state = self._programs.run(state.attending(attended), self._inputs)[0]
+            self._compiled.add(key)
 
     def _refresh(self) -> None:
         """Puts the memory's keys where the next round finds them, if they are others by now."""
@@ -301,7 +325,7 @@ class Decoder:
         return k + 1 if self.drafter is None else self.drafter.room(k)
 
     def _capacity(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
-        """That of the decoder, or what a batch needs: a power of two from `LEAST_ATTENDED` on."""
+        """That of the decoder, or what a batch needs: above `LEAST_ATTENDED` a power of two."""
         if self.capacity is not None:
             return self.capacity
         rows = [prompts[0]] * self.batch_size if len(prompts) < self.batch_size else prompts
@@ -309,7 +333,7 @@ class Decoder:
         needed = capacity_for(
             self.spec, [*rows[1:], longest], max_new_tokens, self.max_context, self.drafter
         )
-        return max(LEAST_ATTENDED, 1 << (needed - 1).bit_length())
+        return needed if needed <= LEAST_ATTENDED else 1 << (needed - 1).bit_length()
 
     def _reach(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, capacity: int) -> Reach:
         lengths = [len(prompt) for prompt in prompts]
@@ -340,7 +364,7 @@ class Decoder:
         capacity = self._capacity(prompts, max_new_tokens)
         start = 0 if kept is None else kept.shared(prompts)
         if kept is not None and start:
-            capacity = max(capacity, kept.state.target.capacity)
+            capacity = max(capacity, kept.capacity)
         # Rows without a prompt are finished from the start.
         lengths = np.ones(self.batch_size, np.int32)
         limits = np.ones(self.batch_size, np.int32)
@@ -372,7 +396,7 @@ class Decoder:
         bucket = bucket_for(int(lengths.max()) - start, self.batch_size)
         start = min(start, capacity - bucket)
         return self._programs.resume(
-            kept.state, text, lengths, limits, seeds, start, bucket, budget, seconds
+            kept.take(), text, lengths, limits, seeds, start, bucket, budget, seconds
         )
 
     def _goes_on(self, is_live: bool) -> bool:

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from fly_jax.decoding.state import DecodeState
 
 
-@dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a decoder keeps of its last batch.
+    """What a decoder keeps of its last batch."""
 
-    Attributes:
-      rows: the tokens of each row, as far as the host has read them.
-      state: of the device; donated to whoever goes on with it.
-    """
+    def __init__(self, rows: list[list[int]], state: DecodeState) -> None:
+        """Keeps.
 
-    rows: list[list[int]]
-    state: DecodeState
+        Args:
+          rows: the tokens of each row, as far as the host has read them.
+          state: of the device.
+        """
+        self._rows, self._state = rows, state
+
+    @property
+    def capacity(self) -> int:
+        """Of the caches."""
+        return self._state.target.capacity
 
     def shared(self, prompts: Sequence[Sequence[int]]) -> int:
         """How many tokens at the beginning of every prompt the caches hold.
 
-        The last two tokens of a row are not relied on: a draft model has not seen the last one
-        when a round ends, nor the one before it where all of its draft was kept. Nor is the last
-        of a prompt: something has to be run.
+        The last two tokens of a row are not relied on. A draft model has not seen the last one when
+        a round ends, nor the one before it where all of its draft was kept; and a row that is
+        finished is fed its last one again, with too little attended to, while others go on. Nor is
+        the last of a prompt: something has to be run.
         """
-        if len(prompts) > len(self.rows) or self.state.target.keys.is_deleted():
+        if len(prompts) > len(self._rows) or self._state.target.keys.is_deleted():
             return 0
-        return max(0, min(map(_shared, self.rows, prompts)))
+        return max(0, min(map(_shared, self._rows, prompts)))
+
+    def take(self) -> DecodeState:
+        """The state, which is donated to whoever goes on with it: nothing is kept any more."""
+        state = self._state
+        del self._state
+        return state
 
 
 def _shared(row: list[int], prompt: Sequence[int]) -> int:

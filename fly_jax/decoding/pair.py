@@ -30,8 +30,7 @@ from fly_jax.models.quantise import self_draft
 from fly_jax.models.specs import (
     INT8,
     SELF,
-    SELF_DRAFTS,
-    MatrixType,
+    check_self_draft,
     parameter_specs,
     self_draft_type,
 )
@@ -167,14 +166,14 @@ class OpenPair:
       drafts: see `Pair`.
       is_embedded: it is the pair that ships with the package.
       drafter: see `Pair`.
-      self_draft: type of the target's own matrices, rounded to draft for it.
+      self_draft: such as "self:int4", the target's own matrices, rounded to draft for it.
     """
 
     target: Checkpoint
     drafts: tuple[Checkpoint, ...]
     is_embedded: bool
     drafter: str | None = None
-    self_draft: MatrixType | None = None
+    self_draft: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -241,9 +240,10 @@ def open_pair(
                 "either it or the others (prompt_lookup_max puts a lookup below draft models)."
             )
         drafts = ()
-    own: MatrixType | None = None
-    if drafter is not None and drafter.startswith(SELF):
-        own, drafter = self_draft_type(drafter), None
+    own = None
+    if drafter is not None and not is_registered(drafter):
+        self_draft_type(drafter)
+        own, drafter = drafter, None
     folder, embedded_draft = embedded_pair()
     if target is not None:
         folder = resolve(str(target), revision)
@@ -307,11 +307,8 @@ def load_pair(
     dtype = dtype or opened.default_dtype
     int8 = dtype == "int8"
     stored_int8 = opened.target.source.int8
-    if opened.self_draft == SELF_DRAFTS["int8"] and (int8 or stored_int8):
-        raise FlyJaxError(
-            "self:int8 was given as the draft, and the target's matrices are int8 themselves, so "
-            "that it would save nothing; give self:int4, or the target in another type."
-        )
+    own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
+    check_self_draft(own, int8=int8 or stored_int8)
     width = jnp.dtype("bfloat16" if int8 else dtype)
     vocab_size = opened.vocab_size
     target_layout: Layout | None = None
@@ -322,18 +319,18 @@ def load_pair(
         draft_config = None
         if opened.drafts:
             draft_config = opened.drafts[0].config.with_vocabulary(vocab_size)
-        draft_config = config if opened.self_draft else draft_config
+        draft_config = config if own else draft_config
         chip = chip_of(jax.devices()[0].device_kind)
         matrices = INT8 if int8 or stored_int8 else None
         wanted = dataclasses.replace(workload or Workload(), matrices=matrices)
-        layouts = choose_layouts(devices, config, draft_config, wanted, chip, opened.self_draft)
+        layouts = choose_layouts(devices, config, draft_config, wanted, chip, own)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
     load = functools.partial(load_llama, dtype=width, int8=int8, vocab_size=vocab_size)
     loaded = load(opened.target, layout=target_layout)
     drafts = [load(one, layout=draft_layout) for one in opened.drafts]
-    if opened.self_draft is not None:
-        drafts = [self_draft(loaded, opened.self_draft)]
+    if own is not None:
+        drafts = [self_draft(loaded, own)]
     return Pair(
         target=loaded,
         drafts=tuple(drafts),

@@ -150,7 +150,7 @@ class Programs:
         state = state.attending(None)
         if text.shape[1] > state.target.capacity:
             state = _grown(state, text.shape[1])
-        state = _resume(self._shapes, state, rows)
+        state = _resume(self._shapes, self._drafter, state, rows)
         piece = min(bucket, prefill_piece(len(text)))
         for at in range(start, start + bucket, piece):
             state = self.take_in(state, piece, at)
@@ -265,9 +265,12 @@ def _grown(state: DecodeState, capacity: int) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
-def _resume(shapes: _Shapes, state: DecodeState, rows: _Rows) -> DecodeState:
+def _resume(
+    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, rows: _Rows
+) -> DecodeState:
     """Other prompts in the caches of a state."""
-    return rows.begun(shapes.structure, state.target, state.drafter)
+    drafting = None if drafter is None else drafter.resumed(state.drafter)
+    return rows.begun(shapes.structure, state.target, drafting)
 
 
 @functools.partial(

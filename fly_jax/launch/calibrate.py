@@ -211,7 +211,8 @@ def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
         if process_id() == 0:
             # What the draft models below the first one are does not change a token.
             models = inputs.models
-            draft = models.drafter or identity(models.drafts[0].path)
+            named = models.drafter or models.self_draft
+            draft = named or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
     path, which = Path(values.memory), broadcast(which)
     sizes = (config.most_drafted, values.max_new_tokens)

@@ -152,6 +152,8 @@ class Conversation:
     def _decode_with(self, config: DecodingConfig) -> None:
         config = _proposing(self._values, config)
         config.to_rule()
+        if config != self._config and self._config in self._decoders:
+            self._decoders[self._config].forget()
         self._config = config
         say(f"The rule is {config.rule}.")
 
@@ -191,6 +193,5 @@ class Conversation:
             spec = self._pair.spec(self._config)
             self._decoders[self._config] = self._pair.decoder(spec, protect=self._config.protect)
         decoder = self._decoders[self._config]
-        # As many tokens as the conversation may have, but without taking it in.
-        decoder.warm_up([ids[:1]], len(ids) - 1 + self._values.max_new_tokens)
+        decoder.warm_up([ids], self._values.max_new_tokens, resumes=True)
         return decoder

@@ -37,6 +37,23 @@ SELF_DRAFTS = {
 }
 
 
+def check_self_draft(matrices: MatrixType | None, *, int8: bool) -> None:
+    """Checks that a target's own draft is another model than the target.
+
+    Args:
+      matrices: the draft's; None for any other draft, or none.
+      int8: the target's matrices are int8.
+
+    Raises:
+      FlyJaxError: it would be the same.
+    """
+    if matrices == SELF_DRAFTS["int8"] and int8:
+        raise FlyJaxError(
+            "self:int8 was given as the draft, and the target's matrices are int8 themselves, so "
+            "that it would save nothing; give self:int4, or the target in another type."
+        )
+
+
 def self_draft_type(name: str) -> MatrixType:
     """The type that a draft such as "self:int4" names.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from fly_jax.models.specs import SELF_DRAFTS
 from fly_jax.planning.request import Request
 from fly_jax.sharding.mesh import parse_mesh
 
@@ -66,7 +67,8 @@ def _remedies(
     request: Request, fits: Callable[[Request], bool], largest_batch: int, largest_context: int
 ) -> Iterator[str]:
     """What would make it fit, each on its own: int8, fewer rows, less context, a larger slice."""
-    if not request.int8 and fits(dataclasses.replace(request, int8=True)):
+    is_own = request.self_draft == SELF_DRAFTS["int8"]  # which an int8 target would be itself
+    if not (request.int8 or is_own) and fits(dataclasses.replace(request, int8=True)):
         yield "int8 matrices (--dtype int8)"
     if 0 < largest_batch < request.rows:
         yield f"fewer rows: {largest_batch} (--batch_size {largest_batch})"

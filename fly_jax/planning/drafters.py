@@ -65,7 +65,7 @@ class Drafters:
       passes: the given draft in every layout and type, the fastest first; those that do not fit
         come last. A target's own draft has one layout, the target's.
       smaller: presets of its architecture and vocabulary with fewer parameters, and the target's
-        own matrices.
+        own matrices; but for those that pay with no K + 1 tokens a round.
     """
 
     passes: tuple[DraftPass, ...]
@@ -115,7 +115,9 @@ def weigh_drafters(
     for name, best in (*others, *own.items()):
         if best.fits:
             seconds = verify_seconds + k * best.seconds
-            smaller.append(SmallerDraft(name, best, seconds, mean * seconds / given_round))
+            pays_from = mean * seconds / given_round
+            if pays_from <= k + 1:  # more no round settles
+                smaller.append(SmallerDraft(name, best, seconds, pays_from))
     return Drafters(passes, tuple(smaller))
 
 

@@ -7,7 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator
 
-from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
+from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes, parameter_bytes
 from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.alternatives import alternatives
 from fly_jax.planning.copies import Copy
@@ -296,6 +296,9 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
         prompt_length=request.prefilled,
     ):
         work = _work(request, layouts, found.name)
+        # A target's own draft shares parameters with it, which the compiler counts for both.
+        both = found.name in ("prefill", "round")
+        twice = _shared_bytes(request, layouts) if both else 0
         passes = len(request.prefill_pieces) if found.name == "prefill" else 1
         exchanged = tuple(
             dataclasses.replace(one, count=one.count * passes) for one in found.exchanges
@@ -303,8 +306,8 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
         yield Step(
             name=found.name,
             source="compiled",
-            peak_bytes=found.peak_bytes,
-            argument_bytes=found.argument_bytes,
+            peak_bytes=found.peak_bytes - twice,
+            argument_bytes=found.argument_bytes - twice,
             temporary_bytes=found.temporary_bytes,
             exchanges=exchanged,
             copies=found.copies,
@@ -312,6 +315,12 @@ def _compiled(request: Request, layouts: Layouts) -> Iterator[Step]:
             seconds=roofline_seconds(work, exchanged, chip, dict(request.mesh.axes)),
             compile_seconds=found.seconds,
         )
+
+
+def _shared_bytes(request: Request, layouts: Layouts) -> int:
+    """What a chip holds of the target that is the draft's as well."""
+    model = (layouts.draft, request.draft, request.draft_workload.matrices)
+    return parameter_bytes(*model) - held_bytes(*model)
 
 
 def _counted(request: Request, layouts: Layouts) -> Iterator[Step]:

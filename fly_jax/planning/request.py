@@ -12,7 +12,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.specs import INT8, MatrixType
+from fly_jax.models.specs import INT8, MatrixType, check_self_draft
 from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
 from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
 from fly_jax.planning.topology import abstract_mesh, slice_of
@@ -98,6 +98,7 @@ class Request:
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
         shared_vocabulary(self.target, self.draft)
+        check_self_draft(self.self_draft, int8=self.int8)
         most = min(self.target.max_context, self.draft.max_context)
         if not 2 <= self.context <= most:
             raise FlyJaxError(

@@ -69,7 +69,7 @@ RULES: dict[str, ShardingRules] = {
 
 
 class NamedShape(Protocol):
-    """A shape whose axes have logical names, such as `fly_jax.models.llama.ParameterSpec`."""
+    """A shape whose axes have logical names, such as `fly_jax.models.specs.ParameterSpec`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from random_pairs import CONFIG, EOS, random_draft, random_target
 from test_mesh_decoding import placed
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Budget, Exact, Fly
 from fly_jax.verification.sampling import Sampling
 
 LONG = dataclasses.replace(CONFIG, max_context=600)
@@ -27,6 +29,11 @@ SPECS = {
     "defer": RoundSpec(Fly(0.0, 2), 3, None, EOS, boundary="defer"),
     "lookup": RoundSpec(Exact(), 3, Lookup(), EOS),
     "sampled": RoundSpec(Exact(), 3, None, EOS, sampling=Sampling(0.8)),
+    "draft and lookup": RoundSpec(Fly(window_size=1), 4, Lookup(), EOS),
+    "early stopping": RoundSpec(
+        Exact(), 4, None, EOS, draft_stop=EntropyStop(), sampling=Sampling(0.8)
+    ),
+    "budget": RoundSpec(Budget(Fly(window_size=1), 2.0), 4, None, EOS),
 }
 
 
@@ -49,14 +56,14 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pieces
 
 
-def decoder_for(name: str, mesh: str | None = None) -> Decoder:
+def decoder_for(name: str, mesh: str | None = None, rows: int = 1) -> Decoder:
     target, draft = random_target(2, LONG), random_draft(2, 0.3, LONG)
     if mesh is not None:
         layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
         target, draft = placed(target, layout), placed(draft, layout)
     spec = SPECS[name]
     drafts = [draft] if spec.num_speculative_tokens and name != "lookup" else []
-    return Decoder(target, drafts, spec, batch_size=1)
+    return Decoder(target, drafts, spec, batch_size=rows)
 
 
 def turn(
@@ -82,6 +89,35 @@ def test_three_turns(name: str, run: list[int]) -> None:
             assert sum(run) == 16, "the last tokens of the answer, and what was said since"
         assert found == turn(fresh, [text], resumes=False)
         text = [*text, *found, *range(10, 14)]
+
+
+@pytest.mark.parametrize("name", ["exact", "fly", "autoregressive"])
+def test_several_rows(name: str, run: list[int]) -> None:
+    """Some end long before others, and later there are fewer of them."""
+    kept, fresh = (decoder_for(name, rows=3) for _ in range(2))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, CONFIG.vocab_size, 30 + row).tolist() for row in range(3)]
+    for number, rows in enumerate((3, 3, 2)):
+        prompts, seeds = prompts[:rows], [1, 2, 3][:rows]
+        run.clear()
+        found = {
+            resumes: _rows(decoder, prompts, seeds, resumes=resumes)
+            for decoder, resumes in ((kept, True), (fresh, False))
+        }
+        assert found[True] == found[False]
+        assert len(set(map(len, found[True]))) > 1, "all rows end at once"
+        if number:
+            assert run[0] < max(map(len, prompts)), "of what the caches hold nothing is run"
+        prompts = [[*text, *new, 11, 12] for text, new in zip(prompts, found[True], strict=True)]
+
+
+def _rows(
+    decoder: Decoder, prompts: list[list[int]], seeds: list[int], *, resumes: bool
+) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    for settled, generation in decoder.stream(prompts, 30, seed=seeds, resumes=resumes):
+        found[settled.row] = generation.token_ids
+    return [found[row] for row in range(len(prompts))]
 
 
 def test_an_answer_that_was_stopped(run: list[int]) -> None:

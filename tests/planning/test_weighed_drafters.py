@@ -66,14 +66,18 @@ def test_no_model_of_another_family_is_proposed() -> None:
     )
     drafters = make_plan(request).drafters()
     assert drafters is not None
-    assert {one.name for one in drafters.smaller} <= {"self:int8", "self:int4"}
+    assert not [one for one in drafters.smaller if not one.name.startswith("self:")]
 
 
 def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
     """An int4 pass reads less than an int8 one, and the network is the same."""
-    request = dataclasses.replace(REQUEST, target=preset("llama-3.1-70b"))
+    request = dataclasses.replace(
+        REQUEST, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
+        spec=default_round(8), mean_accepted_tokens=8.0,
+    )  # fmt: skip
     drafters = make_plan(request).drafters()
     assert drafters is not None
+    assert all(one.pays_from <= 9 for one in drafters.smaller), "more no round settles"
     own = {one.name: one.best for one in drafters.smaller if one.name.startswith("self:")}
     assert set(own) == {"self:int8", "self:int4"}
     int8, int4 = own["self:int8"], own["self:int4"]

@@ -123,6 +123,10 @@ class Drafter(abc.ABC):
         """
         return state
 
+    def resumed(self, state: Any) -> Any:
+        """The state of a batch that was decoded, as its next prompts are to find it."""
+        return state
+
     def room(self, num_tokens: int) -> int:
         """Positions beyond a row's length that proposing and verifying K tokens may write to."""
         return num_tokens + 1

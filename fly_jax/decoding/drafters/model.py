@@ -123,8 +123,17 @@ class DraftModel(Drafter):
         return DraftModelState(
             empty_cache(self.config, rows, capacity, dtype),
             None if self.below is None else self.below.init(rows, capacity, dtype),
-            None if self.stop is None else jnp.full((rows,), self.stop.first, jnp.float32),
+            self._first_threshold(rows),
         )
+
+    def resumed(self, state: DraftModelState) -> DraftModelState:
+        """The caches alone: what was learned about stopping early is of other texts."""
+        below = None if self.below is None else self.below.resumed(state.below)
+        threshold = self._first_threshold(len(state.cache.length))
+        return dataclasses.replace(state, below=below, threshold=threshold)
+
+    def _first_threshold(self, rows: int) -> Float32[Array, " rows"] | None:
+        return None if self.stop is None else jnp.full((rows,), self.stop.first, jnp.float32)
 
     def prefill(
         self,

@@ -74,7 +74,7 @@ def _config(file: GgufFile) -> LlamaConfig:
             "architecture do not have; give the file of one."
         )
     # llama.cpp has no name for Mistral.
-    window = optional("attention.sliding_window", None)
+    window = optional("attention.sliding_window", 0) or None
     model_type = GGUF_ARCHITECTURES[family].name
     if window is not None and model_type == "llama":
         model_type = "mistral"

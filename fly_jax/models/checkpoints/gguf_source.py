@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures.registry import ARCHITECTURES
+from fly_jax.models.architectures.registry import GGUF_ARCHITECTURES
 from fly_jax.models.checkpoints.gguf_config import gguf_config
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import is_transposed, row_sharding, tensor_shape
@@ -51,6 +51,8 @@ class GgufSource:
         """
         self._file = file
         self.config = gguf_config(file)
+        # The file's own word: there a Mistral is a llama.
+        self._has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         needed: set[str] = set()
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
@@ -94,7 +96,7 @@ class GgufSource:
         For some families GGUF keeps the two halves of a head's rotary pairs side by side, and
         Hugging Face one after the other.
         """
-        if ARCHITECTURES[self.config.architecture].gguf_pairs and name in ("query", "key"):
+        if self._has_pairs and name in ("query", "key"):
             pairs = stored.reshape(-1, self.config.head_size // 2, 2, stored.shape[1])
             stored = pairs.swapaxes(1, 2).reshape(stored.shape)
         return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
@@ -87,12 +86,11 @@ def open_weights(path: Path) -> Source:
     return ConvertedSource(path) if is_converted(path) else HuggingFaceSource(path)
 
 
-def save_hf(model: Llama, folder: Path) -> None:
-    """Writes `config.json` and `model.safetensors`, in bfloat16, as transformers reads them."""
-    config = model.config
+def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
+    """Writes `config.json` and `model.safetensors` as transformers reads them."""
+    config, written = model.config, jnp.dtype(dtype)
     parameters = {
-        name: np.asarray(values).astype(ml_dtypes.bfloat16)
-        for name, values in model.parameters().items()
+        name: np.asarray(values).astype(written) for name, values in model.parameters().items()
     }
     tensors: dict[str, np.ndarray] = {}
     for group in groups(config):
@@ -104,7 +102,7 @@ def save_hf(model: Llama, folder: Path) -> None:
             tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    description = config_fields(config) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 

@@ -4,10 +4,10 @@
         --prompts question.jsonl
 
 The prompts are those of Spec-Bench (hemingkx/Spec-Bench, `data/spec_bench/question.jsonl`), put as
-a user's first message. With --hugging_face PYTHON, an interpreter that has PyTorch,
-transformers, absl-py and tqdm, the same model in float32 also decodes there, greedily and with its own prompt lookup,
-and its tokens are compared. A run that was interrupted goes on with what is missing when it is
-started again.
+a user's first message. With --hugging_face PYTHON, an interpreter that has PyTorch, transformers,
+absl-py and tqdm, the same model in float32 also decodes there, greedily and with its own prompt
+lookup, and its tokens are compared. A run that was interrupted goes on with what is missing when it
+is started again.
 """
 
 from __future__ import annotations

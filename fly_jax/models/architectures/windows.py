@@ -31,6 +31,12 @@ def read_windows(
     return {"sliding_window": int(window), "windowed_layers": found} if found else {}
 
 
+def read_upper_windows(hf: Mapping[str, Any], num_layers: int) -> Fields:
+    """A Qwen's: where the file does not list the layers, those from `max_window_layers` on."""
+    first = int(hf.get("max_window_layers", 28))
+    return read_windows(hf, num_layers, lambda layer: layer >= first)
+
+
 def written_windows(config: LlamaConfig) -> Fields:
     """The fields that `read_windows` reads."""
     return {

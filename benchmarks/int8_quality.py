@@ -24,7 +24,7 @@ from texts import MAX_NEW_TOKENS, word_problems
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.models.checkpoints.convert import convert
-from fly_jax.models.checkpoints.locate import embedded_pair
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 from fly_jax.training.problems import Problem, is_correct
 from fly_jax.verification.rules import Fly
 
@@ -65,7 +65,7 @@ def _against(
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
-    target, draft = embedded_pair()
+    target, draft = EMBEDDED_PAIR
     worded = word_problems("held_out", FLAGS.num_problems)
     solved = {"float32": _solve(load_pair(), worded)}
     with tempfile.TemporaryDirectory() as temporary:

@@ -22,7 +22,7 @@ from texts import MAX_NEW_TOKENS, PROMPT_TOKENS, word_problems
 
 from fly_jax.decoding.decoder import Generation, capacity_for
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.models.checkpoints.locate import embedded_pair
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 from fly_jax.training.dataset import token_rows
 from fly_jax.training.library_text import documents
@@ -80,7 +80,7 @@ def _agreement(draft: Llama, accounts: list[Generation]) -> float:
 
 def _problem_share(pair: Pair, num_rows: int = 200) -> float:
     """Share of the word problems among the tokens that the target was trained on."""
-    rows = itertools.islice(token_rows(embedded_pair()[0] / "tokenizer.model", seed=0), num_rows)
+    rows = itertools.islice(token_rows(EMBEDDED_PAIR[0] / "tokenizer.model", seed=0), num_rows)
     of_problems = total = 0
     for row in rows:
         for segment in range(1, row.segments.max() + 1):

@@ -8,7 +8,7 @@ from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.programs import prefill_piece
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.spec import RoundSpec, RoundStructure
 
 _SMALLEST_BUCKET = 16
 CAPACITY_STEP = 64
@@ -89,7 +89,7 @@ class Reach:
 
     def __init__(
         self,
-        spec: RoundSpec,
+        structure: RoundStructure,
         steps: Sequence[int],
         lengths: Sequence[int],
         limits: Sequence[int],
@@ -98,15 +98,16 @@ class Reach:
         """Nothing has been dispatched yet.
 
         Args:
-          spec: of the rounds.
+          structure: of the rounds.
           steps: numbers of positions to choose from, in ascending order; see `ladder`.
           lengths: of the prompts.
           limits: length at which each row is done.
           room: positions beyond a row's last token that a round may write to.
         """
-        window = spec.deferred_window
+        window = structure.deferred_window
         self._steps, self._lengths, self._limits = steps, lengths, limits
-        self._most_a_dispatch = spec.rounds_per_dispatch * (spec.num_speculative_tokens + 1)
+        most_a_round = structure.num_speculative_tokens + 1
+        self._most_a_dispatch = structure.rounds_per_dispatch * most_a_round
         self._provisional = most_provisional(window) if window else 0
         self._room = room
 

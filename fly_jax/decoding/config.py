@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.tokenizers.patterns import compile_patterns
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
 from fly_jax.verification.expression import LOSSLESS_RULES, combined, rule_names
 from fly_jax.verification.rules import RULES, Budget, Exact, Loose, Rule
@@ -22,6 +24,8 @@ DraftStop = Literal["never", "entropy"]
 # What K is chosen from where it is not given: each is a program of its own within the round, and
 # between two neighbours there is little to gain.
 AUTO_DEPTHS = (2, 5, 9, 15, 24)
+# Of the pair that ships with the package.
+_EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
 _Declaring = TypeVar("_Declaring")
 
@@ -113,7 +117,9 @@ class DecodingConfig:
         known = decoding_parameters()
         check_keys(given, known)
         for name, value in given.items():
-            known[name].check_given(value)
+            if known[name].kind is tuple and isinstance(value, list):  # as TOML has them
+                given[name] = tuple(value)
+            known[name].check_given(given[name])
         for name, one in known.items():
             object.__setattr__(self, name, given.get(name, one.default))
         names = rule_names(self.rule) if self.given_rule is None else (self.rule,)
@@ -133,7 +139,7 @@ class DecodingConfig:
 
     def _check(self, names: tuple[str, ...]) -> None:
         """Raises FlyJaxError for values that do not go together."""
-        compile_patterns(self.protect)
+        _check_patterns(self.protect)
         if self.rule == "exact" and self.temperature > 0:
             raise FlyJaxError(
                 f"The rule exact is greedy and the temperature is {self.temperature}; give the "
@@ -224,7 +230,8 @@ class DecodingConfig:
             return Exact()
         rule = self.given_rule
         if rule is None:
-            rule = combined(self.rule, lambda name: self._made(RULES[name]))
+            made = {name: self._made(RULES[name]) for name in rule_names(self.rule)}
+            rule = combined(self.rule, made)
         if self.risk_budget is not None:
             rule = self._made(Budget, rule=rule)
         if self.boundary == "reject":
@@ -300,6 +307,18 @@ class DecodingConfig:
         return *first, *([published] if fits else []), given
 
 
+def _check_patterns(patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise FlyJaxError(
+                f"protect is {pattern!r}, which is no regular expression ({reason}); correct it, "
+                r"or give one such as '\d'."
+            ) from error
+
+
 def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords with the parts that were given as instances in the values that these have."""
     found: dict[str, Any] = {}
@@ -311,6 +330,16 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+def default_config(*, is_embedded: bool) -> DecodingConfig:
+    """How a pair is decoded where nobody says how, in Python and on the command line.
+
+    Args:
+      is_embedded: the pair is the one that ships with the package.
+    """
+    values = tomllib.loads(_EMBEDDED.read_text(encoding="utf-8")) if is_embedded else {}
+    return DecodingConfig(**values)
 
 
 def parameter_groups() -> dict[str, tuple[Parameter, ...]]:

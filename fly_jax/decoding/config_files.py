@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys
-
-
-def default_config(*, is_embedded: bool) -> DecodingConfig:
-    """How a pair is decoded where nobody says how, in Python and on the command line.
-
-    Args:
-      is_embedded: the pair is the one that ships with the package.
-    """
-    if not is_embedded:
-        return DecodingConfig()
-    return load_config(Path(__file__).parents[1] / "configs" / "embedded_pair.toml")
 
 
 def load_config(path: str | Path) -> DecodingConfig:
@@ -49,19 +37,9 @@ def load_config(path: str | Path) -> DecodingConfig:
             f"The config {path} is not valid {path.suffix[1:].upper()} ({reason}); correct it."
         ) from error
     try:
-        return from_toml(values) if path.suffix == ".toml" else from_reference_json(values)
+        return DecodingConfig(**values) if path.suffix == ".toml" else from_reference_json(values)
     except FlyJaxError as error:
         raise FlyJaxError(f"In the config {path}: {error}") from error
-
-
-def from_toml(values: Mapping[str, Any]) -> DecodingConfig:
-    """A config from a parsed TOML file.
-
-    Raises:
-      FlyJaxError: an unknown key, or a value of no use.
-    """
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return DecodingConfig(**{**values, **lists})
 
 
 def from_reference_json(values: Any) -> DecodingConfig:

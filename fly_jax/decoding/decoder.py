@@ -90,8 +90,8 @@ class Decoder:
         self.listener: Callable[[RoundOutput], None] | None = None
         self.capacity = capacity
         self.batch_size = batch_size
-        structure = spec.structure(self.drafter)
-        self._programs = Programs(target, self.drafter, structure, cache_dtype)
+        self._structure = spec.structure(self.drafter)
+        self._programs = Programs(target, self.drafter, self._structure, cache_dtype)
         vocab = target.config.vocab_size
         protected = np.zeros(vocab, bool)
         ids = [*protected_token_ids, *spec.eos_token_ids]
@@ -174,10 +174,14 @@ class Decoder:
     ) -> list[Generation]:
         """Decodes any number of prompts, up to `batch_size` of like length at a time."""
         finished: dict[int, Generation] = {}
-        for batch in like_lengths(prompts, self.batch_size):
+        for batch in self.batches(prompts):
             some, seeds = [prompts[index] for index in batch], [seed + index for index in batch]
             finished |= zip(batch, self.decode(some, max_new_tokens, seed=seeds), strict=True)
         return [finished[index] for index in range(len(prompts))]
+
+    def batches(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Which prompts are decoded together, as indices: see `like_lengths`."""
+        return like_lengths(prompts, self.batch_size)
 
     def decode(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int | Sequence[int]
@@ -209,7 +213,7 @@ class Decoder:
         """
         prompts = self.checked(prompts)
         self._refresh()
-        for batch in like_lengths(prompts, self.batch_size):
+        for batch in self.batches(prompts):
             some = [prompts[index] for index in batch]
             # What programs differ by: few batches of many have others than those before them.
             capacity = self._capacity(some, max_new_tokens)
@@ -339,7 +343,7 @@ class Decoder:
         lengths = [len(prompt) for prompt in prompts]
         limits = [min(length + max_new_tokens, self.max_context) for length in lengths]
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
-        return Reach(self.spec, steps, lengths, limits, self._room)
+        return Reach(self._structure, steps, lengths, limits, self._room)
 
     def _admit(
         self,
@@ -387,7 +391,7 @@ class Decoder:
             budget = np.broadcast_to(
                 np.asarray(self.spec.rule.budget, np.float32), (self.batch_size,)
             )
-        if self.spec.deferred_window and seconds is None:
+        if self._structure.deferred_window and seconds is None:
             seconds = np.zeros(0, np.float32)
         if finished:
             limits = lengths

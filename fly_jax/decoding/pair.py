@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.config_files import default_config
+from fly_jax.decoding.config import DecodingConfig, default_config
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
@@ -22,8 +21,7 @@ from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
-from fly_jax.models.checkpoints.locate import embedded_pair, resolve
-from fly_jax.models.config import shared_vocabulary
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import self_draft
@@ -34,10 +32,10 @@ from fly_jax.models.specs import (
     parameter_specs,
     self_draft_type,
 )
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
-from fly_jax.sharding.processes import joint_errors
+from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
@@ -131,7 +129,8 @@ class Pair:
           memory: of corrections; None for an empty one, if the rule uses one.
 
         Raises:
-          FlyJaxError: a pattern that is no regular expression, or a memory of another vocabulary.
+          FlyJaxError: a memory of another vocabulary.
+          re.error: a pattern that is no regular expression.
         """
         if memory is not None:
             memory.check_vocabulary(self.tokenizer.digest, "The memory")
@@ -188,7 +187,7 @@ class OpenPair:
     @property
     def default_dtype(self) -> Dtype:
         """Of the weights where none is asked for: the fastest on this backend, which it starts."""
-        is_small = self.target.path == embedded_pair()[0]
+        is_small = self.target.path == EMBEDDED_PAIR[0]
         return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
 
     def encode(
@@ -244,15 +243,14 @@ def open_pair(
     if drafter is not None and not is_registered(drafter):
         self_draft_type(drafter)
         own, drafter = drafter, None
-    folder, embedded_draft = embedded_pair()
+    folder, embedded_draft = EMBEDDED_PAIR
     if target is not None:
         folder = resolve(str(target), revision)
     folders = [embedded_draft] if is_embedded else [resolve(str(one)) for one in drafts]
     opened = open_checkpoint(folder)
     proposing = tuple(open_checkpoint(one) for one in folders)
     for one in proposing:
-        shared_vocabulary(opened.config, one.config, len(opened.tokenizer.vocabulary.names))
-        check_same_vocabulary(opened.tokenizer, one.tokenizer)
+        opened.check_draft(one)
     return OpenPair(opened, proposing, is_embedded, drafter, own)
 
 
@@ -308,7 +306,8 @@ def load_pair(
     int8 = dtype == "int8"
     stored_int8 = opened.target.source.int8
     own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
-    check_self_draft(own, int8=int8 or stored_int8)
+    if own is not None:
+        check_self_draft(own, int8=int8 or stored_int8)
     width = jnp.dtype("bfloat16" if int8 else dtype)
     vocab_size = opened.vocab_size
     target_layout: Layout | None = None
@@ -343,7 +342,8 @@ def load_pair(
 
 def _created(spec: MeshSpec) -> Mesh:
     if spec.num_devices > 1:
-        prepare_devices(spec)  # has no effect once something else has started JAX's backend
+        # Has no effect once something else has started JAX's backend.
+        prepare_devices(spec, num_processes())
     return create_mesh(spec)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
-from fly_jax.decoding.capacity import like_lengths
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.verification.evidence import TargetEvidence
@@ -89,7 +88,7 @@ def record(
       bar: is moved on by one for each prompt.
     """
     parts: list[dict[str, Any]] = []
-    for batch in like_lengths(prompts, decoder.batch_size):
+    for batch in decoder.batches(prompts):
         some = [prompts[index] for index in batch]
         heard: list[RoundOutput] = []
         decoder.listener = heard.append

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         status = _status(list(arguments))
     finally:
-        crash_handler.shutdown(status)
+        if crash_handler.installed is not None:
+            crash_handler.installed.shutdown(status)
     return status
 
 

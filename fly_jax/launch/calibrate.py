@@ -29,7 +29,7 @@ from fly_jax.launch.flags import (
     config_from_flags,
     decoding_overrides,
 )
-from fly_jax.launch.inputs import Inputs, Prompt, load_models, open_inputs, read_prompts, say
+from fly_jax.launch.inputs import Inputs, load_models, open_inputs, say
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _HELP = """\
@@ -150,18 +150,14 @@ def _check_flags(values: FlagValues) -> None:
 
 def _run(values: FlagValues, command: str) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
-    prompts: list[Prompt] = []
     with joint_errors():
-        config = _config(values)
-        if process_id() == 0:
-            if values.gate is not None:
-                check_new(Path(values.gate))
-            prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
-    inputs = open_inputs(values, config, prompts)
+        if values.gate is not None and process_id() == 0:
+            check_new(Path(values.gate))
+    inputs = open_inputs(values, _config(values))
     if values.gate is None:
-        _fill(values, config, inputs)
+        _fill(values, inputs)
     else:
-        _find(values, config, inputs, command)
+        _find(values, inputs, command)
 
 
 def _config(values: FlagValues) -> DecodingConfig:
@@ -170,9 +166,8 @@ def _config(values: FlagValues) -> DecodingConfig:
         given = decoding_overrides(values) | {"memory": None}
         return DecodingConfig(rule="exact").replace(**given)
     config = config_from_flags(values)
-    _bound(values), strictness_of(config), windows_of(config, values.window_size)
-    config.to_lookup()
-    return config
+    _bound(values), strictness_of(config)
+    return config.replace(window_size=windows_of(config, values.window_size)[0])
 
 
 def _bound(values: FlagValues) -> Bound:
@@ -181,14 +176,14 @@ def _bound(values: FlagValues) -> Bound:
     return Bound("regret", values.max_regret)
 
 
-def _find(values: FlagValues, config: DecodingConfig, inputs: Inputs, command: str) -> None:
+def _find(values: FlagValues, inputs: Inputs, command: str) -> None:
     from fly_jax.evaluation.gate import check_prompts, find_gate
 
     check_prompts(inputs.ids)
     gate = find_gate(
-        load_models(values, config, inputs),
+        load_models(values, inputs),
         inputs.ids,
-        config,
+        inputs.config,
         _bound(values),
         window_size=values.window_size,
         max_new_tokens=values.max_new_tokens,
@@ -201,7 +196,7 @@ def _find(values: FlagValues, config: DecodingConfig, inputs: Inputs, command: s
     say(f"{values.gate} says so; decode with --config {values.gate}.")
 
 
-def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
+def _fill(values: FlagValues, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.identity import identity
 
@@ -215,14 +210,14 @@ def _fill(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> None:
             draft = named or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
     path, which = Path(values.memory), broadcast(which)
-    sizes = (config.most_drafted, values.max_new_tokens)
+    sizes = (inputs.config.most_drafted, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
     memory = fill_memory(
-        load_models(values, config, inputs),
+        load_models(values, inputs),
         inputs.ids,
         path,
-        num_speculative_tokens=config.most_drafted,
+        num_speculative_tokens=inputs.config.most_drafted,
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         models=which,

@@ -73,7 +73,11 @@ class CrashHandler:
         self._hosts = hosts
 
     def shutdown(self, status: int) -> None:
-        """See `shutdown`."""
+        """Ends this process's part in the job; does not return where it has failed.
+
+        The others are given a few seconds to end as well. Those that do not are stopped by the
+        service, so that they do not wait for this one.
+        """
         import jax
 
         self._exit_status = status
@@ -132,24 +136,15 @@ def lost_processes(native: str) -> set[int]:
     return {0} if _SERVICE_LOST.search(native) else set()
 
 
-_installed: CrashHandler | None = None
+# Of this process, where it is one of several.
+installed: CrashHandler | None = None
 
 
 def install(process: ProcessInfo, timeout: int) -> CrashHandler:
     """Handles the end of this process from now on, which must be one of several."""
-    global _installed
-    _installed = CrashHandler(process, timeout)
-    return _installed
-
-
-def shutdown(status: int) -> None:
-    """Ends this process's part in the job, if it has one; does not return where it has failed.
-
-    The others are given a few seconds to end as well. Those that do not are stopped by the service,
-    so that they do not wait for this one.
-    """
-    if _installed is not None:
-        _installed.shutdown(status)
+    global installed
+    installed = CrashHandler(process, timeout)
+    return installed
 
 
 def _nowhere() -> int:

@@ -9,10 +9,16 @@ from typing import Any
 
 from absl import flags
 
-from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
-from fly_jax.decoding.config_files import default_config, load_config
+from fly_jax.decoding.config import (
+    DecodingConfig,
+    decoding_parameters,
+    default_config,
+    parameter_groups,
+)
+from fly_jax.decoding.config_files import load_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter
+from fly_jax.sharding.processes import joint_errors
 
 _WIDTH = 96
 
@@ -306,7 +312,8 @@ def config_from_flags(values: flags.FlagValues) -> DecodingConfig:
       FlyJaxError: a file that cannot be read, or a value of no use.
     """
     if values.config:
-        config = load_config(values.config)
+        with joint_errors():
+            config = load_config(values.config)
     else:
         config = default_config(is_embedded=values.target is None and not values.draft)
     return config.replace(**decoding_overrides(values))

@@ -27,11 +27,8 @@ from fly_jax.launch.flags import (
 from fly_jax.launch.inputs import (
     Inputs,
     Prompt,
-    built_in_prompts,
     load_models,
     open_inputs,
-    prompts_from_flags,
-    read_prompts,
     say,
 )
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -78,16 +75,12 @@ def main(arguments: Sequence[str]) -> None:
 def _run(values: FlagValues) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    with joint_errors():
-        config, prompts = _config(values, compares), _prompts(values)
-    inputs = open_inputs(values, config, prompts)
-    with joint_errors():
-        memory = _memory(values, config, inputs.models.target.tokenizer)
-    _share(memory)
-    pair = load_models(values, config, inputs)
-    _decode(values, config, pair, memory, inputs)
+    inputs = open_inputs(values, _config(values, compares))
+    memory = _memory(values, inputs) if inputs.rule.uses_memory else None
+    pair = load_models(values, inputs)
+    _decode(values, pair, memory, inputs)
     if compares:
-        _compare(values, config, pair, memory, inputs)
+        _compare(values, pair, memory, inputs)
 
 
 def _config(values: FlagValues, compares: bool) -> DecodingConfig:
@@ -96,7 +89,8 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
     if values.audit is not None:
         from fly_jax.launch.auditing import check_audit
 
-        check_audit(Path(values.audit))
+        with joint_errors():
+            check_audit(Path(values.audit))
     config = config_from_flags(values)
     if not _has_draft(values) and not config.to_lookup() and (config.num_drafted or compares):
         if compares or values.rule is not None or values.config is not None:
@@ -108,7 +102,7 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
             )
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
         config = config.without_draft()
-    for one in config.side_by_side() if compares else (config,):
+    for one in config.side_by_side() if compares else ():
         one.to_rule(), one.to_lookup()
     _check_memory(values, config)
     return config
@@ -163,24 +157,20 @@ def _has_draft(values: FlagValues) -> bool:
     return values.target is None or bool(values.draft)
 
 
-def _prompts(values: FlagValues) -> list[Prompt]:
-    """The prompts, in process 0; the others are told which tokens there are to go on from."""
-    if process_id() != 0:
-        return []
-    if not _has_prompts(values):
-        return built_in_prompts()
-    prompts = prompts_from_flags(values.prompt)
-    if values.prompts_file is not None:
-        prompts += read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
-    return prompts
+def _memory(values: FlagValues, inputs: Inputs) -> CorrectionMemory:
+    """What the rule begins with, in all processes: with others the devices would part ways."""
+    with joint_errors():
+        memory = _read_memory(values, inputs.config, inputs.models.target.tokenizer)
+    for draft_token, target_token, count in broadcast(memory.counts()):
+        if process_id() != 0:
+            memory.add([(draft_token, target_token)], count)
+    return memory
 
 
-def _memory(
+def _read_memory(
     values: FlagValues, config: DecodingConfig, tokenizer: Tokenizer
-) -> CorrectionMemory | None:
-    """What the rule begins with: the file that is named, which process 0 reads, or nothing yet."""
-    if not config.to_rule().uses_memory:
-        return None
+) -> CorrectionMemory:
+    """The file that is named, which process 0 reads, or nothing yet."""
     path = None if config.memory is None or process_id() != 0 else Path(config.memory)
     if path is None or (values.update_memory and not path.exists()):
         memory = CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
@@ -191,26 +181,14 @@ def _memory(
     return memory
 
 
-def _share(memory: CorrectionMemory | None) -> None:
-    """Fills the memory with what process 0 read: with others the devices would part ways."""
-    if memory is not None:
-        for draft_token, target_token, count in broadcast(memory.counts()):
-            if process_id() != 0:
-                memory.add([(draft_token, target_token)], count)
-
-
 def _decode(
-    values: FlagValues,
-    config: DecodingConfig,
-    pair: Pair,
-    memory: CorrectionMemory | None,
-    inputs: Inputs,
+    values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
-    from fly_jax.decoding.capacity import like_lengths
     from fly_jax.launch.view import TextView
 
-    texts, ids = [prompt.text for prompt in inputs.prompts], inputs.ids
+    config, ids = inputs.config, inputs.ids
+    texts = [prompt.text for prompt in inputs.prompts]
     spec = pair.spec(config, audits=values.audit is not None)
     decoder = pair.decoder(
         spec,
@@ -230,7 +208,7 @@ def _decode(
             audit = stack.enter_context(auditing(values, config, pair, decoder, texts, ids))
         finished: dict[int, Generation] = {}
         num_printed = 0
-        for batch in like_lengths(ids, decoder.batch_size):
+        for batch in decoder.batches(ids):
             if view is not None:
                 view.begin([texts[index] for index in batch])
             for settled, generation in decoder.stream(
@@ -303,11 +281,7 @@ def _summary(number: int, total: int, generation: Generation) -> str:
 
 
 def _compare(
-    values: FlagValues,
-    config: DecodingConfig,
-    pair: Pair,
-    memory: CorrectionMemory | None,
-    inputs: Inputs,
+    values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare
@@ -319,7 +293,7 @@ def _compare(
         return None if problem is None or values.target else is_correct(problem, text)
 
     say(f"Comparing the rules on {len(inputs.ids)} prompts, {values.batch_size} at a time ...")
-    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in config.side_by_side()}
+    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in inputs.config.side_by_side()}
     comparison = compare(
         pair,
         inputs.ids,

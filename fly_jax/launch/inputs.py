@@ -17,8 +17,15 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
-from fly_jax.sharding.processes import broadcast, check_same, joint_errors, process_id
+from fly_jax.sharding.processes import (
+    broadcast,
+    check_same,
+    joint_errors,
+    num_processes,
+    process_id,
+)
 from fly_jax.training.problems import Problem, problems
+from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.pair import OpenPair, Pair
@@ -50,12 +57,16 @@ class Inputs:
     """What is known before the weights are read, the same in all processes.
 
     Attributes:
+      config: how prompts will be decoded.
+      rule: that of the config.
       models: the target and its drafts, opened.
       mesh: where they will lie.
       prompts: those that fit the context; in processes other than 0 their texts alone.
       ids: their tokens.
     """
 
+    config: DecodingConfig
+    rule: Rule
     models: OpenPair
     mesh: MeshSpec
     prompts: list[Prompt]
@@ -81,7 +92,7 @@ def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, M
     # What a file said may differ although the command is the same.
     check_same(json.loads(json.dumps(config.to_dict())))
     mesh = parse_mesh(values.mesh)
-    prepare_devices(mesh)  # before anything below can start a JAX backend
+    prepare_devices(mesh, num_processes())  # before anything below can start a JAX backend
     try:
         enable_compilation_cache(values.compilation_cache)
     except FlyJaxError as error:
@@ -95,32 +106,34 @@ def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, M
     return models, mesh
 
 
-def open_inputs(values: FlagValues, config: DecodingConfig, prompts: list[Prompt]) -> Inputs:
-    """Opens the models, and encodes the prompts.
+def open_inputs(values: FlagValues, config: DecodingConfig) -> Inputs:
+    """Reads the prompts, opens the models, and encodes the prompts.
 
     Args:
-      values: with the flags of models and prompts.
+      values: with the flags of models and prompts; process 0's prompts are taken by all.
       config: how prompts will be decoded.
-      prompts: in process 0, whose prompts all processes go on with.
 
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
+    rule, _ = config.to_rule(), config.to_lookup()
+    with joint_errors():
+        prompts = prompts_from_flags(values) if process_id() == 0 else []
     models, mesh = open_models(values, config)
-
     with joint_errors():
         prompts, ids = _encode(values, prompts, models) if process_id() == 0 else ([], [])
     texts, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in texts], [CheckedPrompt(one) for one in ids]
-    return Inputs(models, mesh, prompts, ids)
+    return Inputs(config, rule, models, mesh, prompts, ids)
 
 
-def load_models(values: FlagValues, config: DecodingConfig, inputs: Inputs) -> Pair:
+def load_models(values: FlagValues, inputs: Inputs) -> Pair:
     """`load_opened` for prompts that are known."""
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
-    return load_opened(values, config, inputs.models, inputs.mesh, rows=rows, longest=longest)
+    models, mesh = inputs.models, inputs.mesh
+    return load_opened(values, inputs.config, models, mesh, rows=rows, longest=longest)
 
 
 def load_opened(
@@ -244,15 +257,23 @@ def built_in_prompts() -> list[Prompt]:
     return [*worded, Prompt(_BUILT_IN_TEXT, "A built-in prompt")]
 
 
-def prompts_from_flags(texts: list[str]) -> list[Prompt]:
-    """The prompts of --prompt.
+def prompts_from_flags(values: FlagValues) -> list[Prompt]:
+    """The prompts of --prompt, then those of --prompts_file; without either those built in.
+
+    Args:
+      values: of a command that has the latter flag, and may have the former.
 
     Raises:
-      FlyJaxError: one is empty or not UTF-8.
+      FlyJaxError: one is empty or not UTF-8, or as `read_prompts`.
     """
+    texts: list[str] = values.prompt if "prompt" in values else []
+    if not texts and values.prompts_file is None:
+        return built_in_prompts()
     named = [Prompt(text, f"Prompt {index}") for index, text in enumerate(texts, 1)]
     for prompt in named:
         _check_text(prompt.text, prompt.source)
+    if values.prompts_file is not None:
+        named += read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
     return named
 
 

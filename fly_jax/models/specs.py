@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
+from fly_jax.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +137,45 @@ def parameter_specs(
             (embed, config.vocab_size), ("embed", "vocab"), ("embed",)
         )
     return specs if matrices is None else _with_scales(specs, matrices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What is read and written together: all of one layer, or one parameter outside the layers.
+
+    Attributes:
+      name: such as `layer_007` or `embedding`.
+      layer: its index, or None outside the layers.
+    """
+
+    name: str
+    layer: int | None
+
+    def specs(self, config: LlamaConfig, *, int8: bool = False) -> dict[str, ParameterSpec]:
+        """The group's own part of `parameter_specs`: a layer's without the axis `layers`."""
+        specs = parameter_specs(config, INT8 if int8 else None)
+        if self.layer is None:
+            own = (self.name, scale_name(self.name))
+            return {name: specs[name] for name in own if name in specs}
+        return {
+            name: dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+            for name, spec in specs.items()
+            if spec.axes[0] == "layers"
+        }
+
+
+def groups(config: LlamaConfig) -> list[Group]:
+    """Every group of a model; those outside the layers, which are the largest, come first."""
+    outer = [name for name, spec in parameter_specs(config).items() if spec.axes[0] != "layers"]
+    layers = [Group(f"layer_{index:03}", index) for index in range(config.num_layers)]
+    return [Group(name, None) for name in outer] + layers
+
+
+def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
+    """Where a parameter lies: as the layout says, or on the first device."""
+    if layout is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return layout.sharding(spec.axes, spec.shape)
 
 
 def scale_name(name: str) -> str:

@@ -13,7 +13,6 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.processes import num_processes
 
 _GOOGLE = "0x1ae0"  # as a vendor of PCI devices, TPUs among them
 AXES = ("data", "x", "y")
@@ -73,19 +72,23 @@ def parse_mesh(text: str) -> MeshSpec:
 MOST_SIMULATED = 1024
 
 
-def prepare_devices(spec: MeshSpec) -> None:
+def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
     """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
 
     Of several processes each simulates its share. Call it before anything touches a JAX backend.
     After that it changes nothing, and `create_mesh` says whether the devices suffice.
 
+    Args:
+      spec: of the mesh.
+      num_processes: of the job; 1 for this one alone.
+
     Raises:
       FlyJaxError: the mesh does not divide over the processes.
     """
-    share, rest = divmod(spec.num_devices, num_processes())
+    share, rest = divmod(spec.num_devices, num_processes)
     if rest:
         raise FlyJaxError(
-            f"The mesh {spec} does not divide over {num_processes()} processes, of which each "
+            f"The mesh {spec} does not divide over {num_processes} processes, of which each "
             "needs the same number of devices; ask for another mesh, or start another number of "
             "processes."
         )
@@ -118,7 +121,7 @@ def create_mesh(spec: MeshSpec) -> Mesh:
       FlyJaxError: the accelerators are more or fewer than the mesh has devices, or the CPU backend
         was up before `prepare_devices` could have it simulate enough.
     """
-    devices, needed, processes = jax.devices(), spec.num_devices, num_processes()
+    devices, needed, processes = jax.devices(), spec.num_devices, jax.process_count()
     kind = devices[0].platform
     if kind == "cpu" and needed > MOST_SIMULATED:
         raise FlyJaxError(
@@ -155,7 +158,8 @@ def describe(mesh: Mesh) -> str:
     """One line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
     spec = MeshSpec(tuple(mesh.shape.items()))
     device = mesh.devices.flat[0]
-    over = f" over {num_processes()} processes" if num_processes() > 1 else ""
+    processes = jax.process_count()
+    over = f" over {processes} processes" if processes > 1 else ""
     noun = "device" if spec.num_devices == 1 else "devices"
     if device.platform == "cpu":
         simulated = "" if spec.num_devices == 1 else "simulated "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from fly_jax.errors import FlyJaxError
@@ -40,12 +40,12 @@ def rule_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def combined(text: str, make: Callable[[str], _Rule]) -> _Rule:
+def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
     """The rule that a checked expression stands for.
 
     Args:
       text: has passed `rule_names`.
-      make: the rule of a name.
+      rules: those that it names.
     """
 
     def evaluated(node: ast.expr) -> _Rule:
@@ -53,7 +53,7 @@ def combined(text: str, make: Callable[[str], _Rule]) -> _Rule:
             joined: _Rule = _OPERATORS[type(node.op)](evaluated(node.left), evaluated(node.right))
             return joined
         assert isinstance(node, ast.Name)
-        return make(node.id)
+        return rules[node.id]
 
     return evaluated(_parsed(text))
 

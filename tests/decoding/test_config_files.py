@@ -3,13 +3,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
-from fly_jax.decoding.config_files import from_reference_json, from_toml, load_config
+from fly_jax.decoding.config_files import from_reference_json, load_config
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
@@ -105,7 +106,7 @@ def test_rules_and_lookups(
     ],
 )
 def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
-    config = from_toml(values)
+    config = DecodingConfig(**values)
     assert config.to_rule() == rule
     assert config.to_sampling() == (Sampling(1) if "temperature" in values else None)
 
@@ -232,8 +233,8 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "TOML" in sentence(tmp_path / "bytes.toml")
 
 
-def test_from_toml_keeps_the_defaults() -> None:
-    assert from_toml({"window_size": 3}) == DecodingConfig(window_size=3)
+def test_toml_keeps_the_defaults() -> None:
+    assert DecodingConfig(**tomllib.loads("window_size = 3")) == DecodingConfig(window_size=3)
 
 
 def test_a_config_says_all_that_is_declared() -> None:
@@ -255,7 +256,7 @@ def test_a_config_says_all_that_is_declared() -> None:
 
 
 def test_values_lie_over_one_another() -> None:
-    config = from_toml({"rule": "margin", "margin_gap": 1.0, "lossless_speculative_tokens": 9})
+    config = DecodingConfig(rule="margin", margin_gap=1.0, lossless_speculative_tokens=9)
     assert config.replace(rule="exact").num_drafted == 9
     assert config.replace(rule="exact", num_speculative_tokens=4).num_drafted == 4
     assert config.replace(margin_gap=2).to_rule() == Margin(gap=2)

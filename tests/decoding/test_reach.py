@@ -103,7 +103,7 @@ def test_a_dispatch_reaches_what_its_rows_need(
         spec = RoundSpec(Fly(0.3, window), k, rounds_per_dispatch=rounds, boundary="defer")
     chance = random.Random(seed)
     limits = [length + limit for length in lengths]
-    reach = Reach(spec, range(1, max(limits) + room + 1), lengths, limits, room)
+    reach = Reach(spec.structure(None), range(1, max(limits) + room + 1), lengths, limits, room)
     generations = [Generation(()) for _ in lengths]
     actual, settled, pending = list(lengths), list(lengths), list(lengths)
     live = set(range(len(lengths)))

@@ -16,7 +16,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints.load import load_llama
-from fly_jax.models.checkpoints.locate import embedded_pair
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import self_draft
 from fly_jax.models.specs import SELF_DRAFTS, parameter_specs, scale_groups, scale_name
@@ -101,7 +101,7 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
 
 
 def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str]) -> None:
-    target = str(embedded_pair()[0])
+    target = str(EMBEDDED_PAIR[0])
     pair = fly_jax.load_pair(target, "self:int4")
     (found,) = fly_jax.generate(
         pair, ["import os\n"], rule="exact", num_speculative_tokens=4, max_new_tokens=24
@@ -122,7 +122,7 @@ def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str])
 )
 def test_what_cannot_be(draft: str | list[str], dtype: str, sentence: str) -> None:
     with pytest.raises(FlyJaxError, match=sentence):
-        fly_jax.load_pair(embedded_pair()[0], draft, dtype=dtype)
+        fly_jax.load_pair(EMBEDDED_PAIR[0], draft, dtype=dtype)
 
 
 def test_one_array_for_each_layer(target: Llama) -> None:

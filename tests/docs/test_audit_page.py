@@ -12,7 +12,7 @@ import pytest
 import fly_jax
 from fly_jax.evaluation.audit import Mismatch
 from fly_jax.evaluation.audit_summary import CLASSES
-from fly_jax.launch import generate
+from fly_jax.launch import generate, inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import built_in_prompts
 
@@ -30,7 +30,7 @@ def test_the_commands_run(
 ) -> None:
     """On two of the built-in prompts, enough for --prompt 2, and without the comparison."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "built_in_prompts", lambda: built_in_prompts()[:2])
+    monkeypatch.setattr(inputs, "built_in_prompts", lambda: built_in_prompts()[:2])
     monkeypatch.setattr(generate, "_compare", lambda *_: None)
     printed = []
     for line in BLOCKS["bash"].splitlines():

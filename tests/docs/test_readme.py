@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fly_jax.models.checkpoints.locate import embedded_pair
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "configs").symlink_to(ROOT / "configs")
-    target, draft = embedded_pair()
+    target, draft = EMBEDDED_PAIR
     # The embedded pair stands in for weights that cannot be had here.
     command = command.replace("meta-llama/Llama-3.1-405B-Instruct", str(target))
     command = command.replace("meta-llama/Llama-3.1-8B-Instruct", str(draft))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fly_jax.launch import generate
+from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
@@ -119,10 +119,10 @@ def test_without_prompts_and_models(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The built-in pair continues built-in prompts, and the table says how many were right."""
-    monkeypatch.setattr("fly_jax.decoding.pair.embedded_pair", lambda: tiny_pair)
+    monkeypatch.setattr("fly_jax.decoding.pair.EMBEDDED_PAIR", tiny_pair)
     problem = Problem("Boris", " buys 3.\nAnswer: 3", "3")
     prompts = [Prompt(problem.prompt, "A built-in prompt", problem), Prompt("Ada", "Another")]
-    monkeypatch.setattr(generate, "built_in_prompts", lambda: prompts)
+    monkeypatch.setattr(inputs, "built_in_prompts", lambda: prompts)
     assert main(SIZES) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Boris")

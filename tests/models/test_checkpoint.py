@@ -17,10 +17,9 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
-from fly_jax.models.checkpoints.source import Group
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import parameter_specs
+from fly_jax.models.specs import Group, parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 

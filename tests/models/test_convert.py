@@ -23,8 +23,8 @@ from fly_jax.models.checkpoints import convert as module
 from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import load_llama, open_weights
-from fly_jax.models.checkpoints.source import Group
 from fly_jax.models.llama import Llama
+from fly_jax.models.specs import Group
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 

@@ -21,10 +21,10 @@ from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
-from fly_jax.models.checkpoints.source import groups
 from fly_jax.models.config import LlamaConfig, RopeScaling
 from fly_jax.models.llama import Llama
 from fly_jax.models.rope import inverse_frequencies
+from fly_jax.models.specs import groups
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

@@ -20,7 +20,7 @@ from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
-from fly_jax.models.checkpoints.locate import embedded_pair, resolve
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR, resolve
 from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
@@ -358,7 +358,7 @@ def test_a_hub_that_refuses(
 
 
 def test_the_embedded_pair_has_its_place() -> None:
-    target, draft = embedded_pair()
+    target, draft = EMBEDDED_PAIR
     assert (target.name, draft.name) == ("target", "draft")
     assert target.parent == draft.parent
     assert (target.parent.name, target.parents[1].name) == ("embedded", "models")

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import AxisType
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding import mesh as mesh_module
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 
 READABLE = {
@@ -71,7 +70,7 @@ def test_describe_simulated_devices() -> None:
 
 def test_too_late_to_simulate_more() -> None:
     spec = parse_mesh("8x8")
-    prepare_devices(spec)
+    prepare_devices(spec, 1)
     assert len(jax.devices()) == 8
     with pytest.raises(FlyJaxError, match="mesh 8x8 needs 64 devices and JAX has started with 8"):
         create_mesh(spec)
@@ -108,14 +107,14 @@ def test_accelerators_that_fit(monkeypatch: pytest.MonkeyPatch, text: str, used:
 def test_several_processes_need_a_mesh_of_all_their_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mesh_module, "num_processes", lambda: 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     _machine(monkeypatch, 8)
     for text in ("1x1", "2x2", "4x4"):
         with pytest.raises(FlyJaxError, match=f"mesh {text} needs .* and the 2 processes have 8 "):
             create_mesh(parse_mesh(text))
     for text in ("1x1", "3x3"):
         with pytest.raises(FlyJaxError, match=f"mesh {text} does not divide over 2 processes"):
-            prepare_devices(parse_mesh(text))
+            prepare_devices(parse_mesh(text), 2)
     seen: dict[str, object] = {}
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **options: seen.update(options))
     create_mesh(parse_mesh("2x4"))
@@ -127,7 +126,7 @@ def test_a_cpu_only_machine_simulates_the_mesh() -> None:
     program = (
         "from fly_jax.sharding.mesh import create_mesh, describe, parse_mesh, prepare_devices\n"
         "spec = parse_mesh('8x8')\n"
-        "prepare_devices(spec)\n"
+        "prepare_devices(spec, 1)\n"
         "print(describe(create_mesh(spec)))\n"
     )
     done = subprocess.run(

@@ -19,7 +19,7 @@ class Architecture:
       name: its `model_type`.
       class_name: its class in transformers.
       read: the fields of `LlamaConfig` that are its own, from the fields of a `config.json` and the
-        number of layers. May raise as a wrong kind of field does.
+        number of layers; None where it has none. May raise as a wrong kind of field does.
       written: the fields of a `config.json` that are its own.
       defaults: of fields that a `config.json` of this family may leave out, where they are not
         Llama's.
@@ -31,7 +31,7 @@ class Architecture:
 
     name: str
     class_name: str
-    read: Callable[[Mapping[str, Any], int], Fields]
+    read: Callable[[Mapping[str, Any], int], Fields] | None = None
     written: Callable[[LlamaConfig], Fields]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     refused: tuple[str, ...] = ()

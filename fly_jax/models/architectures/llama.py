@@ -7,7 +7,6 @@ from fly_jax.models.architectures.architecture import Architecture
 LLAMA = Architecture(
     name="llama",
     class_name="LlamaForCausalLM",
-    read=lambda _, __: {},
     written=lambda _: {"attention_bias": False, "mlp_bias": False},
     refused=("attention_bias", "mlp_bias"),
     gguf="llama",

@@ -78,7 +78,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
             architecture=name,
-            **architecture.read(hf, num_layers),
+            **(architecture.read(hf, num_layers) if architecture.read else {}),
         )
     except KeyError as error:
         raise FlyJaxError(

@@ -14,20 +14,19 @@ from tqdm import tqdm
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.converted import (
+    RECORD,
     Record,
     StoredType,
     group_folder,
-    is_converted,
     read_record,
     stored_files,
     write_group,
 )
 from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
-from fly_jax.models.checkpoints.load import open_weights, read_group
-from fly_jax.models.checkpoints.source import Group, groups
+from fly_jax.models.checkpoints.load import large_arrays_given_back, open_weights, read_group
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.host_memory import large_arrays_given_back
+from fly_jax.models.specs import Group, groups
 from fly_jax.models.tokenizers.gguf import gguf_tokenizer, write_tokenizer
 
 _CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
@@ -97,7 +96,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
 
 def _begin(output: Path, wanted: Record) -> bool:
     """Makes the folder ready for this conversion; whether it is finished already."""
-    if is_converted(output):
+    if (output / RECORD).exists():
         found = read_record(output)
         if (found.source, found.dtype) != (wanted.source, wanted.dtype):
             what = "from other weights" if found.source != wanted.source else f"to {found.dtype}"

@@ -20,15 +20,16 @@ from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_of, read_config
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Group, parameter_sharding
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.specs import ParameterSpec, parameter_specs
+from fly_jax.models.specs import Group, ParameterSpec, parameter_sharding, parameter_specs
 from fly_jax.sharding.rules import Layout
 
 StoredType = Literal["bfloat16", "float32", "int8"]
 
 _ORBAX = "orbax"
-_RECORD = "conversion.json"
+# It is there once a conversion was begun.
+RECORD = "conversion.json"
 # What a device takes of a matrix is read in whole chunks.
 _CHUNK_BYTES = 2**24
 _AGAIN = "remove the folder and convert again"
@@ -52,14 +53,9 @@ class Record:
 
     def write(self, folder: Path) -> None:
         """Replaces the folder's record as a whole."""
-        partial = folder / f"{_RECORD}.partial"
+        partial = folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        os.replace(partial, folder / _RECORD)
-
-
-def is_converted(folder: Path) -> bool:
-    """Whether a conversion was begun in the folder."""
-    return (folder / _RECORD).exists()
+        os.replace(partial, folder / RECORD)
 
 
 def read_record(folder: Path) -> Record:
@@ -69,9 +65,9 @@ def read_record(folder: Path) -> Record:
       FlyJaxError: it is damaged.
     """
     try:
-        return Record(**json.loads((folder / _RECORD).read_bytes()))
+        return Record(**json.loads((folder / RECORD).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise FlyJaxError(f"{folder / _RECORD} is damaged ({error}); {_AGAIN}.") from error
+        raise FlyJaxError(f"{folder / RECORD} is damaged ({error}); {_AGAIN}.") from error
 
 
 def group_folder(folder: Path, group: Group) -> Path:
@@ -128,7 +124,7 @@ class ConvertedSource:
         self.int8 = record.dtype == "int8"
         self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
         _check_files(folder, record.files)
-        self._check_shapes(config_of(record.config, str(folder / _RECORD)))
+        self._check_shapes(config_of(record.config, str(folder / RECORD)))
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """The group's arrays, each where it stays."""
@@ -182,12 +178,12 @@ def _check_files(folder: Path, files: dict[str, int]) -> None:
         path = folder / name
         if not path.is_file():
             raise FlyJaxError(
-                f"{path} does not exist, but {_RECORD} names it; the checkpoint needs all of its "
+                f"{path} does not exist, but {RECORD} names it; the checkpoint needs all of its "
                 f"files: copy this one again, or {_AGAIN}."
             )
         if path.stat().st_size != size:
             raise FlyJaxError(
-                f"{path} has {path.stat().st_size} bytes and {_RECORD} says {size}; copy the file "
+                f"{path} has {path.stat().st_size} bytes and {RECORD} says {size}; copy the file "
                 f"again, or {_AGAIN}."
             )
 

@@ -13,8 +13,7 @@ from fly_jax.models.architectures.registry import GGUF_ARCHITECTURES
 from fly_jax.models.checkpoints.gguf_config import gguf_config
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import is_transposed, row_sharding, tensor_shape
-from fly_jax.models.checkpoints.source import Group, groups
-from fly_jax.models.specs import ParameterSpec
+from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 
 _OUTER = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -17,8 +19,8 @@ from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_fields
-from fly_jax.models.checkpoints.converted import ConvertedSource, is_converted
-from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
+from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
@@ -26,15 +28,27 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.source import Group, Source, groups, parameter_sharding
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.host_memory import large_arrays_given_back
+from fly_jax.models.checkpoints.source import Source
+from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
-from fly_jax.models.specs import INT8, ParameterSpec, parameter_specs
+from fly_jax.models.specs import (
+    INT8,
+    Group,
+    ParameterSpec,
+    groups,
+    parameter_sharding,
+    parameter_specs,
+)
 from fly_jax.models.tokenizers.gguf import gguf_tokenizer
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.rules import Layout
+
+# The numbers of glibc's malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_LARGE_BYTES = 2**20
+# Where glibc's own adjustment ends in a process that frees large arrays: see mallopt(3).
+_USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +70,16 @@ class Checkpoint:
         """The model's configuration."""
         return self.source.config
 
+    def check_draft(self, draft: Checkpoint) -> None:
+        """Checks that a model's tokens are this one's, so that it can draft for it.
+
+        Raises:
+          FlyJaxError: they are others.
+        """
+        if draft.config.vocab_size != self.config.vocab_size:
+            shared_vocabulary(self.config, draft.config, len(self.tokenizer.vocabulary.names))
+        check_same_vocabulary(self.tokenizer, draft.tokenizer)
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a model and its tokenizer, without reading a weight.
@@ -66,7 +90,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
       FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
-    if is_gguf(path):
+    if path.suffix == ".gguf":
         file = open_gguf(path)
         weights = GgufSource(file)
         return Checkpoint(path, weights, gguf_tokenizer(file, weights.config.eos_token_ids))
@@ -81,9 +105,9 @@ def open_weights(path: Path) -> Source:
       FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
         tensor has a shape or type that the configuration does not ask for.
     """
-    if is_gguf(path):
+    if path.suffix == ".gguf":
         return GgufSource(open_gguf(path))
-    return ConvertedSource(path) if is_converted(path) else HuggingFaceSource(path)
+    return ConvertedSource(path) if (path / RECORD).exists() else HuggingFaceSource(path)
 
 
 def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
@@ -131,7 +155,9 @@ def load_llama(
       FlyJaxError: what `open_weights` raises, or a weight is NaN or infinite.
     """
     source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
-    config = source.config.with_vocabulary(vocab_size or source.config.vocab_size)
+    config = source.config
+    if vocab_size not in (None, config.vocab_size):
+        config = config.with_vocabulary(vocab_size)
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
@@ -241,3 +267,25 @@ def _insert(
         name: jax.lax.dynamic_update_index_in_dim(stacks[name], part, layer, axis=0)
         for name, part in parts.items()
     }
+
+
+@contextlib.contextmanager
+def large_arrays_given_back() -> Iterator[None]:
+    """Within it, what is freed of large arrays goes back to the system; does that on glibc only.
+
+    By default glibc keeps freed arrays of up to 32 MiB for later. While a model is loaded, arrays
+    that stay lie between those that go, and so what is kept grows with the model
+    (benchmarks/load_memory.py measures that it does not).
+    """
+    _set_malloc(_MMAP_THRESHOLD, _LARGE_BYTES)
+    try:
+        yield
+    finally:
+        _set_malloc(_MMAP_THRESHOLD, _USUAL_MMAP_BYTES)
+        _set_malloc(_TRIM_THRESHOLD, _USUAL_TRIM_BYTES)
+
+
+def _set_malloc(option: int, value: int) -> None:
+    """An option of the C library's memory."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc
+        ctypes.CDLL(None).mallopt(option, value)

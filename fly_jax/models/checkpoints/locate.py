@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import re
 from pathlib import Path
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.gguf_file import is_gguf
 
+_EMBEDDED = Path(__file__).parents[1] / "embedded"
+# The target and the draft that come with the package.
+EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
@@ -67,12 +69,6 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
             "checkpoint, or an id such as meta-llama/Llama-3.1-8B-Instruct."
         )
     return _download(repository, own or revision)
-
-
-def embedded_pair() -> tuple[Path, Path]:
-    """The folders of the target and the draft that come with the package."""
-    folder = Path(str(importlib.resources.files("fly_jax.models"))) / "embedded"
-    return folder / "target", folder / "draft"
 
 
 def _download(repository: str, revision: str | None) -> Path:

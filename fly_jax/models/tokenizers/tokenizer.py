@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import read_config
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.tokenizers.patterns import compile_patterns
 from fly_jax.models.tokenizers.vocabulary import Vocabulary, read_json, read_model
 
 
@@ -84,9 +84,9 @@ class Tokenizer:
         """The ids of tokens in whose own text (`token_text`) one of the patterns is found.
 
         Raises:
-          FlyJaxError: a pattern that is no regular expression.
+          re.error: a pattern that is no regular expression.
         """
-        compiled = compile_patterns(patterns)
+        compiled = [re.compile(pattern) for pattern in patterns]
         return tuple(
             index
             for index in range(self.vocab_size if compiled else 0)

@@ -33,7 +33,7 @@ class LlamaConfig:
     """Everything about a Llama, or a model like it, that is static under `jit`; hashable.
 
     Attributes:
-      vocab_size: rows of the embedding.
+      vocab_size: tokens that it knows: rows of the embedding.
       embed_size: width of the residual stream.
       ffw_size: width of the gated MLP.
       num_layers: decoder layers.
@@ -53,6 +53,9 @@ class LlamaConfig:
       sliding_window: tokens that a layer with a window sees, the token itself among them.
       windowed_layers: the layers that have it (Mistral 0.1: all), in ascending order.
       unrotated_layers: layers without rotary positions (SmolLM3), in ascending order.
+      draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
+        target's tokens; the last row stands for all others, which it never proposes. None where
+        each token has a row.
     """
 
     vocab_size: int
@@ -75,6 +78,7 @@ class LlamaConfig:
     sliding_window: int | None = None
     windowed_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -93,6 +97,12 @@ class LlamaConfig:
             raise FlyJaxError(
                 f"The configuration has sliding_window={self.sliding_window}; it must be at least "
                 "1, or null: correct config.json."
+            )
+        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size <= self.vocab_size:
+            raise FlyJaxError(
+                f"The configuration has draft_vocab_size={self.draft_vocab_size} and vocab_size="
+                f"{self.vocab_size}; the first must be at least 2 and at most the second: correct "
+                "config.json."
             )
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(

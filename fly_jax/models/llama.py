@@ -34,7 +34,7 @@ class Llama(nnx.Module):
     Attributes:
       config: its shape.
       layout: how its arrays lie on a mesh; None on one device.
-      embedding, final_norm, unembedding: the parameters outside the layers.
+      embedding, final_norm, unembedding, token_rows: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
@@ -44,6 +44,7 @@ class Llama(nnx.Module):
     embedding: nnx.Param
     final_norm: nnx.Param
     unembedding: nnx.Param
+    token_rows: nnx.Param
     layers: nnx.Dict
 
     def __init__(
@@ -156,14 +157,18 @@ class Llama(nnx.Module):
     def logits(
         self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
     ) -> Float[Array, "batch time vocab"]:
-        """Scores of every token of the vocabulary, in float32."""
+        """Scores of every token of the vocabulary, in float32; -inf of those without a row."""
         # A product rounded to bfloat16 would make ties of close logits, and wrong gaps.
         product = matmul or functools.partial(_matmul, dtype=jnp.float32)
         name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
             name, equation = "embedding", "btd,vd->btv"
         scores = _product(equation, hidden, self._outer_weights(), name, product)
-        return self._constrain(scores.astype(jnp.float32), ("rows", None, "vocab"))
+        scores = scores.astype(jnp.float32)
+        if self.config.draft_vocab_size is not None:
+            rows, other = self.token_rows[...], self.config.draft_vocab_size - 1
+            scores = jnp.where(rows == other, -jnp.inf, scores[..., rows])
+        return self._constrain(scores, ("rows", None, "vocab"))
 
     def parameters(self) -> Parameters:
         """The parameters by name, as plain arrays: what checkpoints hold and `jit` takes fast."""
@@ -218,6 +223,8 @@ class Llama(nnx.Module):
         return x if self.layout is None else self.layout.constrain(x, axes)
 
     def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
+        if self.config.draft_vocab_size is not None:
+            tokens = self.token_rows[...][tokens]
         rows = self.embedding[...][tokens]
         scale = self._outer_weights().get(scale_name("embedding"))
         if scale is None:
@@ -249,8 +256,12 @@ def _zero_after(x: Float[Array, "batch time embed"]) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dict[str, Array]:
-    parameters = {}
+    parameters: dict[str, Array] = {}
     for index, (name, spec) in enumerate(parameter_specs(config).items()):
+        if name == "token_rows":  # the first tokens have rows
+            rows = jnp.arange(config.vocab_size, dtype=spec.dtype)
+            parameters[name] = jnp.minimum(rows, parameters["embedding"].shape[0] - 1)
+            continue
         if not spec.inputs:
             parameters[name] = jnp.ones(spec.shape, dtype)
             continue

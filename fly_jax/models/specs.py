@@ -101,13 +101,14 @@ def parameter_specs(
     """
     layers, embed, ffw = config.num_layers, config.embed_size, config.ffw_size
     heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_size
+    rows = config.draft_vocab_size or config.vocab_size
     norm = ParameterSpec((layers, embed), ("layers", "embed"))
     key = ParameterSpec(
         (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head"), ("embed",)
     )
     gate = ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw"), ("embed",))
     specs = {
-        "embedding": ParameterSpec((config.vocab_size, embed), ("vocab", "embed"), ("embed",)),
+        "embedding": ParameterSpec((rows, embed), ("vocab", "embed"), ("embed",)),
         "attention_norm": norm,
         "query": ParameterSpec(
             (layers, embed, heads, head), ("layers", "embed", "q_heads", "head"), ("embed",)
@@ -133,8 +134,10 @@ def parameter_specs(
         head_norm = ParameterSpec((layers, head), ("layers", "head"))
         specs |= {"query_norm": head_norm, "key_norm": head_norm}
     if not config.tied_embeddings:
-        specs["unembedding"] = ParameterSpec(
-            (embed, config.vocab_size), ("embed", "vocab"), ("embed",)
+        specs["unembedding"] = ParameterSpec((embed, rows), ("embed", "vocab"), ("embed",))
+    if config.draft_vocab_size is not None:  # the row of each of the target's tokens
+        specs["token_rows"] = ParameterSpec(
+            (config.vocab_size,), ("vocab",), (), np.dtype(np.int32)
         )
     return specs if matrices is None else _with_scales(specs, matrices)
 

@@ -78,6 +78,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
             architecture=name,
+            draft_vocab_size=hf.get("draft_vocab_size"),
             **(architecture.read(hf, num_layers) if architecture.read else {}),
         )
     except KeyError as error:
@@ -127,6 +128,7 @@ def config_fields(config: LlamaConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+        **({"draft_vocab_size": config.draft_vocab_size} if config.draft_vocab_size else {}),
         **architecture.written(config),
     }
 

@@ -36,6 +36,7 @@ _OUTER = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
+    "token_rows": "token_rows",
 }
 _LAYER = {
     "attention_norm": "input_layernorm.weight",
@@ -109,7 +110,7 @@ class HuggingFaceSource:
             stored = self._stored[tensor]
             files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
                 stored.shape,
-                DTYPES[stored.dtype],
+                spec.dtype or DTYPES[stored.dtype],
                 sharding=row_sharding(layout, spec, stored.shape[0]),
             )
         context = ocp.Context()
@@ -148,10 +149,11 @@ def _check(
                 f"The tensor {tensor} in {found.file} has shape {list(found.shape)}; config.json "
                 f"asks for {list(shape)}: give weights and config.json of the same model."
             )
-        if found.dtype not in DTYPES:
+        types = ("I32",) if tensor == _OUTER["token_rows"] else tuple(DTYPES)
+        if found.dtype not in types:
             raise FlyJaxError(
-                f"The tensor {tensor} in {found.file} is stored as {found.dtype}; fly_jax reads "
-                f"{', '.join(DTYPES)}: give a checkpoint that is not quantised."
+                f"The tensor {tensor} in {found.file} is stored as {found.dtype}; fly_jax reads it "
+                f"as {', '.join(types)}: give a checkpoint that is not quantised."
             )
 
 

@@ -113,8 +113,10 @@ def open_weights(path: Path) -> Source:
 def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
     """Writes `config.json` and `model.safetensors` as transformers reads them."""
     config, written = model.config, jnp.dtype(dtype)
+    own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
     parameters = {
-        name: np.asarray(values).astype(written) for name, values in model.parameters().items()
+        name: np.asarray(values).astype(own[name] or written)
+        for name, values in model.parameters().items()
     }
     tensors: dict[str, np.ndarray] = {}
     for group in groups(config):
@@ -237,7 +239,8 @@ def _arranged(
         part = arranged(name, stored[name], spec)
         finite[name] = jnp.isfinite(part).all()
         if "vocab" in spec.axes:
-            part = jax.lax.slice_in_dim(part, 0, vocab_size, axis=spec.axes.index("vocab"))
+            axis = spec.axes.index("vocab")
+            part = jax.lax.slice_in_dim(part, 0, min(vocab_size, spec.shape[axis]), axis=axis)
             spec = dataclasses.replace(spec, shape=part.shape)
         if quantise and spec.inputs:
             parts |= quantised(name, part, spec, INT8)

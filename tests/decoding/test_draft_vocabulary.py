@@ -1,0 +1,113 @@
+"""A drafter that knows some of its target's tokens drafts those, and sees the others as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
+
+import fly_jax
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints.load import load_llama, save_hf
+from fly_jax.models.llama import Llama
+
+PROMPTS = ["Ada has 3 apples", "Boris"]
+# The target's own matrices, so that drafts are accepted wherever the drafter knows the tokens.
+KNOWN = np.arange(0, VOCAB_SIZE, 2)
+ROWS = len(KNOWN) + 1
+
+
+def narrowed(target: Llama) -> Llama:
+    """The target with every second row of its embedding, and the mean of the others."""
+    parameters = target.parameters()
+    embedding = np.asarray(parameters["embedding"])
+    rows = np.concatenate([embedding[KNOWN], embedding[1::2].mean(axis=0, keepdims=True)])
+    table = np.full(VOCAB_SIZE, len(KNOWN), np.int32)
+    table[KNOWN] = np.arange(len(KNOWN))
+    config = dataclasses.replace(target.config, draft_vocab_size=ROWS)
+    more = {"embedding": jnp.asarray(rows), "token_rows": jnp.asarray(table)}
+    return Llama(config, parameters | more)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("pair")
+    target, _ = write_pair(root)
+    narrow = root / "narrow"
+    save_hf(narrowed(load_llama(target)), narrow, jnp.float32)
+    shutil.copy(target / "tokenizer.model", narrow)
+    return target, narrow
+
+
+def test_logits_are_those_of_the_known_tokens() -> None:
+    whole = Llama.random(CONFIG, jax.random.key(0))
+    narrow = narrowed(whole)
+    tokens = jnp.asarray([[0, 3, 8, 5]])
+    positions, visible = jnp.arange(4)[None], jnp.tril(jnp.ones((1, 4, 4), bool))
+    hidden = narrow.hidden_uncached(tokens, positions, visible)
+    logits = np.asarray(narrow.logits(hidden))
+    assert logits.shape == (1, 4, VOCAB_SIZE)
+    unknown = np.setdiff1d(np.arange(VOCAB_SIZE), KNOWN)
+    assert (logits[..., unknown] == -np.inf).all()
+    np.testing.assert_allclose(
+        logits[..., KNOWN], np.asarray(whole.logits(hidden))[..., KNOWN], rtol=1e-5, atol=1e-6
+    )
+    # Tokens that it does not know are all the same to it.
+    other = narrow.hidden_uncached(jnp.asarray([[0, 7, 8, 1]]), positions, visible)
+    np.testing.assert_array_equal(hidden, other)
+
+
+@pytest.mark.parametrize("where", [{}, {"dtype": "int8"}, {"mesh": "2x2"}], ids=str)
+def test_text_is_the_targets(folders: tuple[Path, Path], where: dict[str, str]) -> None:
+    target, narrow = folders
+    given = {"dtype": "float32", **where}
+    pair = fly_jax.load_pair(target, narrow, **given)
+    assert pair.drafts[0].parameters()["token_rows"].dtype == jnp.int32
+    greedy = {"num_speculative_tokens": 4, "max_new_tokens": 24, "batch_size": 2}
+    alone = fly_jax.generate(pair, PROMPTS, rule="autoregressive", max_new_tokens=24, batch_size=2)
+    exact = fly_jax.generate(pair, PROMPTS, rule="exact", **greedy)
+    assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
+    accepted = [one.num_accepted_tokens for one in exact]
+    assert sum(accepted) > 0
+    for one in exact:  # what stands there as the draft has proposed it, it knows
+        drafted = [token for token, why in zip(one.token_ids, one.why, strict=True)
+                   if why is fly_jax.Why.MATCHED]  # fmt: skip
+        assert set(drafted) <= set(KNOWN.tolist())
+
+
+def test_sampling_and_stopping_know_nothing_of_it(folders: tuple[Path, Path]) -> None:
+    pair = fly_jax.load_pair(*folders, dtype="float32")
+    sampled = fly_jax.generate(
+        pair, PROMPTS, rule="sampled", temperature=1.0, top_k=20, num_speculative_tokens=4,
+        max_new_tokens=40, batch_size=2, draft_stop="entropy",
+    )  # fmt: skip
+    assert all(0 <= token < VOCAB_SIZE for one in sampled for token in one.token_ids)
+    drafted, accepted = (
+        sum(getattr(one, name) for one in sampled)
+        for name in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    assert 0 < accepted < drafted
+    # Half of the tokens can only be the target's own.
+    assert any(token % 2 for one in sampled for token in one.token_ids)
+
+
+def test_a_number_of_rows_that_cannot_be(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, narrow = folders
+    folder = tmp_path / "wrong"
+    shutil.copytree(narrow, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["draft_vocab_size"] == ROWS
+    for rows in (1, VOCAB_SIZE + 1):
+        (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": rows}))
+        with pytest.raises(FlyJaxError, match=f"draft_vocab_size={rows} and vocab_size"):
+            fly_jax.load_pair(target, folder)
+    (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": ROWS - 1}))
+    with pytest.raises(FlyJaxError, match="has shape"):
+        fly_jax.load_pair(target, folder)

@@ -121,7 +121,7 @@ def open_inputs(values: FlagValues, config: DecodingConfig) -> Inputs:
         prompts = prompts_from_flags(values) if process_id() == 0 else []
     models, mesh = open_models(values, config)
     with joint_errors():
-        prompts, ids = _encode(values, prompts, models) if process_id() == 0 else ([], [])
+        prompts, ids = encode_prompts(values, prompts, models) if process_id() == 0 else ([], [])
     texts, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in texts], [CheckedPrompt(one) for one in ids]
@@ -188,10 +188,14 @@ def _check_sizes(config: DecodingConfig, context: int) -> None:
             )
 
 
-def _encode(
+def encode_prompts(
     values: FlagValues, prompts: list[Prompt], models: OpenPair
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
-    """The prompts that fit the context, and their tokens."""
+    """The prompts that fit the context, and their tokens.
+
+    Raises:
+      FlyJaxError: there is none, or one that does not fit and is not to be skipped.
+    """
     chats = _chats(values, prompts, models)
     fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl.flags import FlagValues
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.distil import add_distil_flags, distil
 from fly_jax.launch.flags import Flags
 
 _HELP = """\
 python -m fly_jax.launch train [flags]
+python -m fly_jax.launch train --teacher MODEL --prompts_file FILE [flags]
 
 Trains the pair that ships with the package: the tokenizer if there is none yet, the target, then
-the draft. A run that was interrupted goes on from its newest checkpoint when it is started again.
+the draft. With --teacher it makes a small drafter for that model instead: the teacher continues the
+prompts, and the drafter learns what the teacher expects, token by token. A run that was interrupted
+goes on where it was when it is started again.
 
 Examples:
   python -m fly_jax.launch train
   python -m fly_jax.launch train --model draft --directory runs/small --num_steps 200
+  python -m fly_jax.launch train --teacher model.gguf --prompts_file prompts.jsonl --batch_size 32
 
 {flags}
 """
 
+_DIRECTORY = "runs/embedded_pair"
 _TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -40,7 +50,11 @@ def main(arguments: Sequence[str]) -> None:
         print(_HELP.format(flags=flags.help()))
         return
     try:
-        _train(values.model, Path(values.directory), values.num_steps)
+        if values.teacher is not None:
+            distil(values)
+        else:
+            _check_flags(values)
+            _train(values.model, Path(values.directory or _DIRECTORY), values.num_steps)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "train", *arguments])
         raise KeyboardInterrupt(f"Go on from the newest checkpoint with: {again}") from interrupt
@@ -53,13 +67,26 @@ def _flags() -> Flags:
         group, "model", "all", ("all", "target", "draft", "tokenizer"), "what to train; all if not "
         "given",
     )  # fmt: skip
-    flags.string(group, "directory", "runs/embedded_pair", "where checkpoints and results go")
+    flags.string(
+        group, "directory", None,
+        "where checkpoints and results go; runs/embedded_pair, or runs/drafter with a teacher, if "
+        "not given",
+    )  # fmt: skip
     flags.integer(
         group, "num_steps", None, "optimiser steps of a model, instead of the recipe's",
         lower_bound=1,
     )  # fmt: skip
     flags.boolean(group, "help", "show this")
+    add_distil_flags(flags)
     return flags
+
+
+def _check_flags(values: FlagValues) -> None:
+    """Refuses flags that are about a teacher, which was not given."""
+    if values.prompts_file is not None:
+        raise FlyJaxError(
+            "--prompts_file was given without a model to continue the prompts; give --teacher."
+        )
 
 
 def _train(model: str, directory: Path, num_steps: int | None) -> None:
@@ -70,6 +97,8 @@ def _train(model: str, directory: Path, num_steps: int | None) -> None:
         _say(f"The tokenizer is in {tokenizer}.")
         return
     # These start JAX's own imports, which the tokenizer does without.
+    from fly_jax.models.checkpoints.load import save_hf
+    from fly_jax.training.dataset import batches
     from fly_jax.training.pair import RECIPES
     from fly_jax.training.recipe import train
 
@@ -78,7 +107,17 @@ def _train(model: str, directory: Path, num_steps: int | None) -> None:
         if num_steps is not None:
             recipe = dataclasses.replace(recipe, num_steps=num_steps, stop_step=None)
         _say(f"Training the {name} for {recipe.last_step} steps ...")
-        folder = train(recipe, tokenizer / _TOKENIZER_FILES[0], directory / name)
+        rows = functools.partial(
+            batches,
+            tokenizer / _TOKENIZER_FILES[0],
+            recipe.seed,
+            recipe.batch_size,
+            row_length=recipe.row_length,
+            problem_share=recipe.problem_share,
+            taste=recipe.taste,
+        )
+        folder = directory / name / "hf"
+        save_hf(train(recipe, rows, directory / name / "checkpoints"), folder)
         for file in _TOKENIZER_FILES:
             shutil.copy(tokenizer / file, folder / file)
         _say(f"The {name} is in {folder}.")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
@@ -34,13 +35,16 @@ class Row(NamedTuple):
 
     ``weights[t]`` is the loss weight of predicting ``tokens[t + 1]``; zero from one document to
     the next. ``segments`` numbers the documents of the row from 1, and ``positions`` counts from
-    zero in each.
+    zero in each. Where a teacher has said what it expects instead of ``tokens[t + 1]``, these are
+    the tokens ``likely[t]`` with the probabilities ``shares[t]``.
     """
 
     tokens: NDArray[np.int32]
     weights: NDArray[np.float32]
     segments: NDArray[np.int32]
     positions: NDArray[np.int32]
+    likely: NDArray[np.int32] | None = None
+    shares: NDArray[np.float32] | None = None
 
 
 class _Encoder:
@@ -155,14 +159,14 @@ def batches(
     taste: int | None = None,
 ) -> Iterator[Row]:
     """The rows by the batch, from batch ``start_step`` on; every array has a leading batch axis."""
-    rows = token_rows(
-        tokenizer_path, seed, row_length, problem_share, split, start_step * batch_size, taste
+    start = start_step * batch_size
+    return stacked(
+        token_rows(tokenizer_path, seed, row_length, problem_share, split, start, taste), batch_size
     )
+
+
+def stacked(rows: Iterator[Row], batch_size: int) -> Iterator[Row]:
+    """Endless rows by the batch."""
     while True:
         batch = list(itertools.islice(rows, batch_size))
-        yield Row(
-            tokens=np.stack([row.tokens for row in batch]),
-            weights=np.stack([row.weights for row in batch]),
-            segments=np.stack([row.segments for row in batch]),
-            positions=np.stack([row.positions for row in batch]),
-        )
+        yield jax.tree.map(lambda *parts: np.stack(parts), *batch)

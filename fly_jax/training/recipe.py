@@ -1,7 +1,8 @@
-"""The training run: resumable through Orbax, with a progress bar, ending in a HF checkpoint."""
+"""The training run: resumable through Orbax, with a progress bar."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -10,9 +11,8 @@ from absl import logging
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.llama import Llama
-from fly_jax.training import dataset
+from fly_jax.training.dataset import Row
 from fly_jax.training.pair import Recipe
 from fly_jax.training.step import TrainingState, initial_state, train_step
 
@@ -21,41 +21,35 @@ _STEPS_PER_REPORT = 10
 
 def train(
     recipe: Recipe,
-    tokenizer_model: Path,
+    batches: Callable[[int], Iterator[Row]],
     directory: Path,
     *,
+    known: dict[str, jax.Array] | None = None,
     steps_per_checkpoint: int = 100,
-) -> Path:
-    """Trains one model of the pair, from the newest checkpoint in `directory` if there is one.
+) -> Llama:
+    """Trains a model, from the newest checkpoint in `directory` if there is one.
 
     The data are a function of the seed and the step, so an interrupted run continues as if it had
     not been: Ctrl-C loses at most `steps_per_checkpoint` steps.
 
     Args:
       recipe: the model and its run.
-      tokenizer_model: the SentencePiece file of the pair.
-      directory: takes `checkpoints/` and, at the end, `hf/`.
+      batches: what it learns from, from a step on.
+      directory: takes the checkpoints.
+      known: parameters that do not begin at random.
       steps_per_checkpoint: steps from one checkpoint to the next.
 
     Returns:
-      The folder of the finished Hugging Face checkpoint, weights in bfloat16.
+      The trained model.
 
     Raises:
       FlyJaxError: the newest checkpoint is beyond the run's last step.
     """
     options = ocp.CheckpointManagerOptions(save_interval_steps=steps_per_checkpoint, max_to_keep=2)
-    with ocp.CheckpointManager((directory / "checkpoints").absolute(), options=options) as manager:
-        state = _restore(manager, recipe)
+    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
+        state = _restore(manager, recipe, known)
         start = int(state.step)
-        batches = dataset.batches(
-            tokenizer_model,
-            recipe.seed,
-            recipe.batch_size,
-            start_step=start,
-            row_length=recipe.row_length,
-            problem_share=recipe.problem_share,
-            taste=recipe.taste,
-        )
+        rows = batches(start)
         tokens_per_step = recipe.batch_size * recipe.row_length
         with tqdm(
             total=recipe.last_step * tokens_per_step,
@@ -64,8 +58,7 @@ def train(
             unit_scale=True,
         ) as bar:
             for step in range(start, recipe.last_step):
-                batch = next(batches)
-                state, loss = train_step(recipe, state, *batch)
+                state, loss = train_step(recipe, state, *next(rows))
                 if (step + 1) % _STEPS_PER_REPORT == 0:
                     bar.set_postfix(step=step + 1, loss=f"{float(loss):.3f}", refresh=False)
                 bar.update(tokens_per_step)
@@ -74,17 +67,13 @@ def train(
                     args=ocp.args.StandardSave(state._asdict()),
                     force=step + 1 == recipe.last_step,
                 )
-    return export(recipe, state, directory / "hf")
+    return Llama(recipe.config, state.parameters)
 
 
-def export(recipe: Recipe, state: TrainingState, folder: Path) -> Path:
-    """Writes the parameters as a Hugging Face checkpoint in bfloat16."""
-    save_hf(Llama(recipe.config, state.parameters), folder)
-    return folder
-
-
-def _restore(manager: ocp.CheckpointManager, recipe: Recipe) -> TrainingState:
-    fresh = initial_state(recipe)
+def _restore(
+    manager: ocp.CheckpointManager, recipe: Recipe, known: dict[str, jax.Array] | None
+) -> TrainingState:
+    fresh = initial_state(recipe, known)
     step = manager.latest_step()
     if step is None:
         return fresh

@@ -63,8 +63,10 @@ def weighted_loss(
     weights: Float[Array, "batch length"],
     segments: Int[Array, "batch length+1"],
     positions: Int[Array, "batch length+1"],
+    likely: Int[Array, "batch length few"] | None = None,
+    shares: Float[Array, "batch length few"] | None = None,
 ) -> Float[Array, ""]:
-    """Cross entropy of each next token in nats, averaged by weight.
+    """Cross entropy of each next token, or of what a teacher expects, in nats, averaged by weight.
 
     A token sees only the tokens of its own segment.
     """
@@ -75,7 +77,12 @@ def weighted_loss(
     )
     hidden = model.hidden_uncached(tokens[:, :-1], positions[:, :-1], visible, bfloat16_matmul)
     logits = model.logits(hidden, bfloat16_matmul)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    if likely is None or shares is None:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    else:
+        log_mass = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        expected = jnp.take_along_axis(logits, likely, axis=-1) - log_mass
+        losses = -jnp.sum(shares * expected, axis=-1)
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
@@ -126,12 +133,14 @@ def train_step(
     weights: Float[Array, "batch length"],
     segments: Int[Array, "batch length+1"],
     positions: Int[Array, "batch length+1"],
+    likely: Int[Array, "batch length few"] | None = None,
+    shares: Float[Array, "batch length few"] | None = None,
 ) -> tuple[TrainingState, Float[Array, ""]]:
     """One step on one batch: the new state, and the loss before it."""
 
     def loss(parameters: dict[str, Array]) -> Float[Array, ""]:
         model = Llama(recipe.config, parameters)
-        return weighted_loss(model, tokens, weights, segments, positions)
+        return weighted_loss(model, tokens, weights, segments, positions, likely, shares)
 
     value, gradients = jax.value_and_grad(loss)(state.parameters)
     updates, optimizer = make_optimizer(recipe).update(gradients, state.optimizer, state.parameters)
@@ -139,8 +148,8 @@ def train_step(
     return TrainingState(parameters, optimizer, state.step + 1), value
 
 
-def initial_state(recipe: Recipe) -> TrainingState:
-    """Random parameters in float32 and an empty optimiser state."""
+def initial_state(recipe: Recipe, known: dict[str, Array] | None = None) -> TrainingState:
+    """Random parameters in float32, but for those that are known, and an empty optimiser state."""
     model = Llama.random(recipe.config, jax.random.key(recipe.seed))
-    parameters = model.parameters()
+    parameters = model.parameters() | (known or {})
     return TrainingState(parameters, make_optimizer(recipe).init(parameters), jnp.int32(0))

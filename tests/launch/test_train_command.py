@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 from fly_jax.launch.__main__ import main
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
 from fly_jax.training.pair import RECIPES, VOCAB_SIZE, Recipe
 
+TINY = LlamaConfig(
+    vocab_size=8, embed_size=4, ffw_size=4, num_layers=1, num_heads=1, num_kv_heads=1, head_size=4,
+    max_context=8,
+)  # fmt: skip
 FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -23,11 +31,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         for name in FILES:
             (folder / name).write_text(name)
 
-    def train(recipe: Recipe, tokenizer_model: Path, directory: Path) -> Path:
+    def train(recipe: Recipe, batches: Any, directory: Path) -> Llama:
+        (tokenizer_model, *_) = batches.args
         assert tokenizer_model.read_text() == "tokenizer.model"
-        calls.append((recipe, directory.name))
-        (directory / "hf").mkdir(parents=True, exist_ok=True)
-        return directory / "hf"
+        calls.append((recipe, directory.parent.name))
+        return Llama.random(TINY, jax.random.key(0))
 
     monkeypatch.setattr("fly_jax.training.tokenizer.train_tokenizer", train_tokenizer)
     monkeypatch.setattr("fly_jax.training.recipe.train", train)
@@ -58,7 +66,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def interrupted(*_: object) -> Path:
+    def interrupted(*_: object) -> Llama:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("fly_jax.training.recipe.train", interrupted)

@@ -81,17 +81,32 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
             )
             bar.update(sizes[group])
     if file is not None:
-        write_tokenizer(file, output)
         fields = json.dumps(config_fields(checkpoint.config), indent=2)
         (output / "config.json").write_text(f"{fields}\n")
+    carry_tokenizer(source, output)
+    record = read_record(output)
+    dataclasses.replace(record, files=stored_files(output)).write(output)
+
+
+def carry_tokenizer(source: Path, output: Path) -> None:
+    """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
+
+    Args:
+      source: folder or GGUF file.
+      output: a folder; what is in it stays.
+
+    Raises:
+      FlyJaxError: a GGUF file that is damaged.
+    """
+    if is_gguf(source):
+        write_tokenizer(open_gguf(source), output)
+        return
     for pattern in _CARRIED:
         for carried in source.glob(pattern):
             if not carried.match(_NOT_CARRIED) and not (output / carried.name).exists():
                 partial = output / f"{carried.name}.partial"
                 shutil.copy(carried, partial)
                 partial.replace(output / carried.name)  # so that none is ever half there
-    record = read_record(output)
-    dataclasses.replace(record, files=stored_files(output)).write(output)
 
 
 def _begin(output: Path, wanted: Record) -> bool:

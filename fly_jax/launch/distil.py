@@ -1,0 +1,136 @@
+"""What train does with a teacher: makes a small drafter for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from absl.flags import FlagValues
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, add_prompt_flags
+from fly_jax.launch.inputs import encode_prompts, read_prompts, say
+from fly_jax.sharding.mesh import create_mesh, parse_mesh, prepare_devices
+
+GROUP = "A drafter for a teacher"
+_DIRECTORY = "runs/drafter"
+# The drafter reads no more of a prompt than fits into a row with its answer.
+_KEY = "made.json"
+
+
+def add_distil_flags(into: Flags) -> None:
+    """Adds the flags of a drafter for a teacher."""
+    into.string(
+        GROUP, "teacher", None,
+        "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
+    )  # fmt: skip
+    into.string(GROUP, "mesh", "1x1", "where the teacher lies, such as 8x8")
+    into.choice(
+        GROUP, "dtype", None, ("float32", "bfloat16", "int8"), "of the teacher; the fastest "
+        "here if not given",
+    )  # fmt: skip
+    into.number(GROUP, "temperature", 0.0, "of the teacher's answers; 0 is greedy")
+    into.integer(
+        GROUP, "draft_vocab_size", 8192,
+        "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
+        lower_bound=2,
+    )  # fmt: skip
+    into.integer(GROUP, "embed_size", 256, "width of the drafter, a multiple of 128", lower_bound=1)
+    into.integer(GROUP, "num_layers", 4, "layers of the drafter", lower_bound=1)
+    into.integer(GROUP, "seed", 0, "of the first weights, the data and the draws", lower_bound=0)
+    add_prompt_flags(into, GROUP)
+
+
+def distil(values: FlagValues) -> None:
+    """Has the teacher continue prompts, reads along, and trains the drafter on what it said.
+
+    Raises:
+      FlyJaxError: a flag or a file that will not do, or a directory with another run.
+    """
+    _check(values)
+    prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
+    mesh = parse_mesh(values.mesh)
+    prepare_devices(mesh, 1)
+
+    import jax.numpy as jnp
+
+    from fly_jax.decoding.pair import load_pair, open_pair
+    from fly_jax.models.checkpoints.convert import carry_tokenizer
+    from fly_jax.models.checkpoints.identity import identity
+    from fly_jax.models.checkpoints.load import save_hf
+    from fly_jax.training import drafter, teacher
+    from fly_jax.training.dataset import stacked
+    from fly_jax.training.recipe import train
+
+    opened = open_pair(values.teacher)
+    _, ids = encode_prompts(values, prompts, opened)
+    directory = Path(values.directory or _DIRECTORY)
+    _claim(directory, {
+        "teacher": identity(opened.target.path),
+        "prompts": [len(ids), sum(map(len, ids)), sum(map(sum, ids))],
+        **{name: values[name].value for name in ("temperature", "max_new_tokens", "seed")},
+    })  # fmt: skip
+    pair = load_pair(opened, mesh=create_mesh(mesh), dtype=values.dtype)
+    sampling = {"temperature": values.temperature} if values.temperature else {}
+    decoder = pair.decoder(
+        pair.spec(rule="autoregressive", **sampling), batch_size=min(values.batch_size, len(ids))
+    )
+    documents = teacher.continued(
+        decoder, ids, directory / "continuations.jsonl", max_new_tokens=values.max_new_tokens
+    )
+    heard = teacher.expected(
+        pair.target, documents, directory / "expected", length=drafter.ROW_LENGTH + 1
+    )
+    config = pair.target.config
+    own, share = drafter.frequent_tokens(heard, config.vocab_size, values.draft_vocab_size)
+    say(
+        f"{sum(len(one.answer) for one in documents)} tokens of answers to {len(ids)} prompts; the "
+        f"drafter knows {len(own.known)} of {config.vocab_size} tokens, {share:.1%} of them."
+    )
+    recipe = drafter.drafter_recipe(
+        config, own, embed_size=values.embed_size, num_layers=values.num_layers,
+        num_steps=values.num_steps or 2000, seed=values.seed,
+    )  # fmt: skip
+    embedding = drafter.first_embedding(pair.target, own, values.embed_size)
+    trained = train(
+        recipe,
+        lambda step: stacked(
+            drafter.distilled_rows(heard, own, recipe, step * recipe.batch_size), recipe.batch_size
+        ),
+        directory / f"checkpoints_{recipe.config.num_layers}x{values.embed_size}",
+        known={"embedding": jnp.asarray(embedding)},
+    )
+    made = drafter.for_teacher(trained, own, config)
+    folder = directory / "hf"
+    save_hf(made, folder)
+    carry_tokenizer(opened.target.path, folder)
+    say(f"The drafter is in {folder}: give it as --draft.")
+
+
+def _check(values: FlagValues) -> None:
+    from fly_jax.training.drafter import HEAD_SIZE, HEADS_PER_KV_HEAD
+
+    if values.prompts_file is None:
+        raise FlyJaxError(
+            "--teacher was given without prompts for it to continue; give --prompts_file."
+        )
+    if values.embed_size % (HEAD_SIZE * HEADS_PER_KV_HEAD):
+        raise FlyJaxError(
+            f"--embed_size is {values.embed_size}; the drafter has heads of {HEAD_SIZE} in pairs: "
+            f"give a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}."
+        )
+    if values.temperature < 0:
+        raise FlyJaxError(f"--temperature is {values.temperature}; give 0 or more.")
+
+
+def _claim(directory: Path, wanted: dict[str, object]) -> None:
+    """Makes the directory this run's, or finds that it is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / _KEY
+    text = json.dumps(wanted, indent=2) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise FlyJaxError(
+            f"{directory} holds what another teacher, or this one otherwise, has said; give "
+            "another --directory, or remove that one."
+        )
+    file.write_text(text, encoding="utf-8")

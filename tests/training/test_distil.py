@@ -1,0 +1,236 @@
+"""A drafter learns what its teacher expects, in the tokens that it knows."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
+
+import fly_jax
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.launch.__main__ import main
+from fly_jax.models.llama import Llama
+from fly_jax.training import drafter, teacher
+from fly_jax.training.drafter import OwnTokens, distilled_rows, drafter_recipe, frequent_tokens
+from fly_jax.training.step import weighted_loss
+from fly_jax.training.teacher import Document, Expected
+
+PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama.random(CONFIG, jax.random.key(1))
+
+
+def decoder_of(model: Llama) -> Decoder:
+    spec = fly_jax.RoundSpec(fly_jax.Exact(), 0)
+    return Decoder(model, None, spec, batch_size=2)
+
+
+def heard() -> list[Expected]:
+    """Two documents, in which tokens 3 and 4 are said most."""
+    said = [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]
+    likely = np.array([3, 5])
+    return [
+        Expected(
+            np.array(tokens, np.int32),
+            num_prompt,
+            np.tile(likely, (len(tokens), 1)).astype(np.int32),
+            np.tile([0.7, 0.2], (len(tokens), 1)).astype(np.float16),
+        )
+        for tokens, num_prompt in said
+    ]
+
+
+def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
+    file = tmp_path / "continuations.jsonl"
+    decoder = decoder_of(model)
+    whole = teacher.continued(decoder, PROMPTS, file, max_new_tokens=5)
+    alone = decoder.generate(PROMPTS, 5)
+    assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
+    lines = file.read_text().splitlines()
+    file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
+    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5) == whole
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(records) == len(PROMPTS)
+    decoder.decode = None  # type: ignore[assignment, method-assign]
+    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5) == whole
+
+
+def test_what_a_teacher_expects(
+    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher, "_PART_DOCUMENTS", 2)
+    documents = [Document([1, 5, 9], [4, 4, 7]), Document([1], [8]), Document([1] * 9, [2, 3])]
+    found = teacher.expected(model, documents, tmp_path / "parts", length=8)
+    assert [len(one.tokens) for one in found] == [6, 2, 8]
+    assert [one.num_prompt for one in found] == [3, 1, 6]
+    for one in found:
+        length = len(one.tokens)
+        hidden = model.hidden_uncached(
+            one.tokens[None],
+            jnp.arange(length)[None],
+            jnp.tril(jnp.ones((1, length, length), bool)),
+        )
+        shares = np.asarray(jax.nn.softmax(model.logits(hidden)[0]))
+        best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
+        # Products of bfloat16, shares as float16.
+        np.testing.assert_allclose(one.shares, best, rtol=0.05, atol=0.003)
+        np.testing.assert_allclose(
+            np.take_along_axis(shares, one.likely, axis=-1), best, rtol=0.05, atol=0.003
+        )
+    monkeypatch.setattr(teacher, "_read_along", None)
+    again = teacher.expected(model, documents, tmp_path / "parts", length=8)
+    for one, other in zip(found, again, strict=True):
+        assert one.num_prompt == other.num_prompt
+        for name in ("tokens", "likely", "shares"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_the_most_frequent_tokens_are_known() -> None:
+    own, share = frequent_tokens(heard(), 12, 4)
+    assert own.known.tolist() == [3, 4, 9]  # 9 is only in prompts, more often than 8
+    assert own.rows.tolist() == [3, 3, 3, 0, 1, 3, 3, 3, 3, 2, 3, 3]
+    assert (own.num_rows, share) == (4, 1.0)
+    own, share = frequent_tokens(heard(), 12, 2)
+    assert (own.known.tolist(), own.num_rows) == ([3], 2)
+    assert share == pytest.approx(4 / 6)
+    everything, _ = frequent_tokens(heard(), 12, 12)
+    assert everything.num_rows == 12
+    assert everything.rows.tolist() == list(range(12))
+
+
+def recipe_of(own: OwnTokens) -> drafter.Recipe:
+    return drafter_recipe(CONFIG, own, embed_size=128, num_layers=1, num_steps=1, seed=3)
+
+
+def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter, "ROW_LENGTH", 16)
+    own, _ = frequent_tokens(heard(), 12, 4)
+    recipe = recipe_of(own)
+    rows = list(itertools.islice(distilled_rows(heard(), own, recipe), 4))
+    later = next(distilled_rows(heard(), own, recipe, start_row=3))
+    for one, other in zip(rows[3], later, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for row in rows:
+        assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
+        assert row.likely is not None
+        assert row.shares is not None
+        assert row.weights.shape == row.likely.shape[:1] == row.shares.shape[:1] == (16,)
+        documents = {(2, 0, 0, 1): 1, (3, 2, 1, 0, 0): 2}
+        for segment in range(1, row.segments[-1]):
+            inside = np.flatnonzero(row.segments == segment)
+            num_prompt = documents[tuple(row.tokens[inside].tolist())]
+            assert row.positions[inside].tolist() == list(range(len(inside)))
+            weights = np.ones(len(inside), np.float32)
+            weights[: num_prompt - 1], weights[-1] = 0.3, 0
+            np.testing.assert_array_equal(row.weights[inside], weights)
+        assert row.likely.tolist() == [[0, 3]] * 16
+        # Token 5 is none that it knows.
+        np.testing.assert_allclose(row.shares, [[0.7, 0]] * 16, atol=1e-3)
+
+
+def test_the_loss_is_the_cross_entropy_of_what_is_expected() -> None:
+    config = recipe_of(OwnTokens(np.arange(12), np.arange(12))).config
+    model = Llama.random(config, jax.random.key(0))
+    tokens = jnp.asarray([[1, 2, 3, 4]])
+    segments, positions = jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None]
+    weights = jnp.asarray([[1.0, 0.5, 2.0]])
+    hard = weighted_loss(model, tokens, weights, segments, positions)
+    ones = tokens[:, 1:, None], jnp.ones((1, 3, 1))
+    assert weighted_loss(model, tokens, weights, segments, positions, *ones) == pytest.approx(
+        float(hard), rel=1e-5
+    )
+    likely, shares = jnp.asarray([[[1, 2]] * 3]), jnp.asarray([[[0.6, 0.1]] * 3])
+    soft = weighted_loss(model, tokens, weights, segments, positions, likely, shares)
+    losses = [
+        weighted_loss(
+            model, tokens, weights, segments, positions, jnp.full((1, 3, 1), one), ones[1]
+        )
+        for one in (1, 2)
+    ]
+    assert float(soft) == pytest.approx(float(0.6 * losses[0] + 0.1 * losses[1]), rel=1e-5)
+
+
+def test_the_first_embedding_keeps_what_tokens_have_in_common(model: Llama) -> None:
+    own, _ = frequent_tokens(heard(), VOCAB_SIZE, 20)
+    rows = drafter.first_embedding(model, own, 128)
+    assert rows.shape == (20, 128)
+    assert np.sqrt(np.mean(rows**2) * 128) == pytest.approx(1, rel=1e-4)
+    embedding = np.asarray(model.parameters()["embedding"])
+    mean = embedding[own.rows == 19].mean(axis=0)
+    known = np.concatenate([embedding[own.known], mean[None]])
+    product = known @ known.T
+    np.testing.assert_allclose(
+        rows @ rows.T, product * (rows[0] @ rows[0]) / product[0, 0], atol=1e-4
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("distil")
+    target, _ = write_pair(root)
+    prompts = root / "prompts.txt"
+    prompts.write_text("Ada has 3 apples\nBoris\nThe sum\n")
+    return target, prompts
+
+
+def test_a_drafter_learns_its_teachers_text(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What the teacher said to three prompts is learned by heart, with half of its tokens."""
+    monkeypatch.setattr(drafter, "ROW_LENGTH", 48)
+    target, prompts = folders
+    directory = tmp_path / "run"
+    arguments = [
+        "train", f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={directory}",
+        "--embed_size=128", "--num_layers=1", f"--draft_vocab_size={VOCAB_SIZE // 2}",
+        "--max_new_tokens=24", "--batch_size=3", "--num_steps=40", "--dtype=float32",
+    ]  # fmt: skip
+    assert main(arguments) == 0
+    assert f"of {VOCAB_SIZE} tokens" in capsys.readouterr().err
+    pair = fly_jax.load_pair(target, directory / "hf", dtype="float32")
+    texts = prompts.read_text().splitlines()
+    exact = fly_jax.generate(
+        pair, texts, rule="exact", num_speculative_tokens=4, max_new_tokens=24, batch_size=3
+    )
+    alone = fly_jax.generate(pair, texts, rule="autoregressive", max_new_tokens=24, batch_size=3)
+    assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
+    assert sum(one.num_accepted_tokens for one in exact) > 20
+    # Started again there is nothing left to do.
+    monkeypatch.setattr(teacher, "_read_along", None)
+    assert main(arguments) == 0
+    # What another teacher, or this one with other prompts, has said is not mixed with it.
+    prompts.write_text("Ada\n")
+    assert main(arguments) == 2
+    assert "give another --directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--teacher={}"], "--prompts_file"),
+        (["--teacher={}", "--prompts_file=x", "--embed_size=100"], "multiple of 128"),
+        (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
+        (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
+        (["--prompts_file=x"], "--teacher"),
+    ],
+)
+def test_what_is_refused(
+    folders: tuple[Path, Path], arguments: list[str], word: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(["train", *(one.format(folders[0]) for one in arguments)]) == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert error.count("\n") == 1

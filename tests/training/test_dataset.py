@@ -1,6 +1,7 @@
 """Rows are functions of seed and index, and say what to learn where."""
 
 import itertools
+import operator
 from pathlib import Path
 
 import jax
@@ -41,7 +42,7 @@ def test_batches_stack_rows(tokenizer_path: Path) -> None:
     assert batch.tokens.shape == batch.segments.shape == batch.positions.shape == (3, 65)
     assert batch.weights.shape == (3, 64)
     for index in range(3):
-        assert_same(rows[3 + index], jax.tree.map(lambda part: part[index], batch))
+        assert_same(rows[3 + index], jax.tree.map(operator.itemgetter(index), batch))
 
 
 def test_documents_are_kept_apart(tokenizer_path: Path) -> None:

@@ -39,7 +39,7 @@ gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 enable_compilation_cache()
 # Programs that compile faster than this are not worth a file.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 @pytest.fixture

@@ -180,8 +180,9 @@ class Llama(nnx.Module):
         On a CPU a scan copies each layer's matrices out of the stack before every product; a few
         layers compile fast enough without it (docs/performance.md has the figures).
         """
-        layers = {name: tuple(stack) for name, stack in self._layer_weights().items()}
-        return Llama(self.config, self.parameters() | layers, self.layout)
+        return Llama(
+            self.config, self.parameters() | _one_by_one(self._layer_weights()), self.layout
+        )
 
     def _run_layers(
         self,
@@ -241,6 +242,12 @@ class Llama(nnx.Module):
 
     def _layer_weights(self) -> Parameters:
         return {name: value.get_value() for name, value in self.layers.items()}
+
+
+@jax.jit
+def _one_by_one(stacks: Parameters) -> Parameters:
+    """Each stack as a tuple of its layers."""
+    return {name: tuple(stack) for name, stack in stacks.items()}
 
 
 def _zero_after(x: Float[Array, "batch time embed"]) -> Array:

@@ -103,8 +103,14 @@ def stored_files(folder: Path) -> dict[str, int]:
     }
 
 
+def _as_stored(name: str, stored: Array, spec: ParameterSpec) -> Array:
+    return stored
+
+
 class ConvertedSource:
     """A folder that `convert` has written; each process reads what its devices take."""
+
+    arranged = staticmethod(_as_stored)
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
@@ -144,10 +150,6 @@ class ConvertedSource:
             raise FlyJaxError(
                 f"The checkpoint {own} is damaged ({_short(error)}); copy it again, or {_AGAIN}."
             ) from error
-
-    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
-        """The array itself: it is stored as it is used."""
-        return stored
 
     def describe(self, group: Group, name: str) -> str:
         """The array and its checkpoint."""

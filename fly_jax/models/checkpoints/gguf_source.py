@@ -12,7 +12,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures.registry import GGUF_ARCHITECTURES
 from fly_jax.models.checkpoints.gguf_config import gguf_config
 from fly_jax.models.checkpoints.gguf_file import GgufFile
-from fly_jax.models.checkpoints.hugging_face import is_transposed, row_sharding, tensor_shape
+from fly_jax.models.checkpoints.hugging_face import arranged, row_sharding, tensor_shape
 from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 
@@ -36,6 +36,17 @@ _LAYER = {
 }
 
 
+def _unpaired(name: str, stored: Array, spec: ParameterSpec) -> Array:
+    """A tensor of a family in which a head's rotary pairs lie side by side.
+
+    Hugging Face has their two halves one after the other.
+    """
+    if name in ("query", "key"):
+        pairs = stored.reshape(-1, spec.shape[-1] // 2, 2, stored.shape[1])
+        stored = pairs.swapaxes(1, 2).reshape(stored.shape)
+    return arranged(name, stored, spec)
+
+
 class GgufSource:
     """A GGUF file of a model; each process reads only the rows that its devices take."""
 
@@ -51,7 +62,8 @@ class GgufSource:
         self._file = file
         self.config = gguf_config(file)
         # The file's own word: there a Mistral is a llama.
-        self._has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
+        has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
+        self.arranged = _unpaired if has_pairs else arranged
         needed: set[str] = set()
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
@@ -88,17 +100,6 @@ class GgufSource:
                 functools.partial(_part, self._file, tensor),
             )
         return found
-
-    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
-        """The tensor as [in, out], with heads as an axis of their own.
-
-        For some families GGUF keeps the two halves of a head's rotary pairs side by side, and
-        Hugging Face one after the other.
-        """
-        if self._has_pairs and name in ("query", "key"):
-            pairs = stored.reshape(-1, self.config.head_size // 2, 2, stored.shape[1])
-            stored = pairs.swapaxes(1, 2).reshape(stored.shape)
-        return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""

@@ -77,6 +77,11 @@ def tensor_shape(name: str, spec: ParameterSpec) -> tuple[int, ...]:
     return (math.prod(spec.shape) // inputs, inputs)
 
 
+def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:
+    """The tensor as [in, out], with heads as an axis of their own."""
+    return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
+
+
 class HuggingFaceSource:
     """A folder with `config.json` and safetensors, in one file or in several with an index.
 
@@ -84,6 +89,7 @@ class HuggingFaceSource:
     """
 
     int8 = False
+    arranged = staticmethod(arranged)
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
@@ -121,10 +127,6 @@ class HuggingFaceSource:
             for file, abstract in files.items():
                 tensors |= ocp.load(file, abstract)
         return {name: tensors[tensor_name(group, name)] for name in specs}
-
-    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
-        """The tensor as [in, out], with heads as an axis of their own."""
-        return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""

@@ -7,7 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -28,7 +28,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.source import Source
+from fly_jax.models.checkpoints.source import Arranged, Source
 from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
@@ -226,7 +226,7 @@ def read_group(
 
 def _arranged(
     stored: dict[str, Array],
-    arranged: Callable[[str, Array, ParameterSpec], Array],
+    arranged: Arranged,
     specs: tuple[tuple[str, ParameterSpec], ...],
     vocab_size: int,
     quantise: bool,
@@ -255,10 +255,12 @@ def _empty_stacks(
     """Zeros for the parts of all layers."""
     specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
-    zeros = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
-    return jax.jit(
-        lambda: {name: jnp.zeros(*what) for name, what in zeros.items()}, out_shardings=shardings
-    )()
+    sizes = tuple((name, specs[name].shape, part.dtype) for name, part in parts.items())
+    return jax.jit(_zeros, static_argnums=0, out_shardings=shardings)(sizes)
+
+
+def _zeros(sizes: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...]) -> dict[str, Array]:
+    return {name: jnp.zeros(shape, dtype) for name, shape, dtype in sizes}
 
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))

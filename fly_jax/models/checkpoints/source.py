@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxtyping import Array
@@ -12,6 +13,9 @@ from fly_jax.sharding.rules import Layout
 
 # What a reader may hold beyond the arrays that it fills.
 READ_BUFFER_BYTES = 256 * 2**20
+
+
+Arranged = Callable[[str, Array, ParameterSpec], Array]
 
 
 class Source(Protocol):
@@ -25,16 +29,20 @@ class Source(Protocol):
     config: LlamaConfig
     int8: bool
 
+    @property
+    def arranged(self) -> Arranged:
+        """Makes a parameter of a group, from its name, what is stored and its spec, `Llama`'s.
+
+        It runs under `jit`, and is equal for checkpoints that are arranged alike.
+        """
+        ...
+
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """The group's parameters as they are stored, by name.
 
         Raises:
           FlyJaxError: a file is damaged.
         """
-        ...
-
-    def arranged(self, name: str, stored: Array, spec: ParameterSpec) -> Array:
-        """A parameter of a group as `Llama` takes it, from what is stored; runs under `jit`."""
         ...
 
     def describe(self, group: Group, name: str) -> str:

@@ -150,14 +150,27 @@ def probs_of(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return oracle.processed_probs(logits, *numbers_of(sampling))
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def draft_and_verify(
     sampling: Sampling, is_sampled: bool, num_drafted: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The first emitted token, the one that the target adds, and why, of every trial."""
-    target = jnp.broadcast_to(jnp.stack([TARGET, DRAFT]), (TRIALS, 2, len(TARGET)))
-    draft = jnp.broadcast_to(DRAFT, (TRIALS, 1, len(DRAFT)))
-    draw_key, verify_key = jax.random.split(jax.random.key(7))
+    keys = jax.random.split(jax.random.key(7))
+    return _draft_and_verify(sampling, is_sampled, num_drafted, TARGET, DRAFT, keys)
+
+
+# What is drawn from is an argument: of constants the compiler would work out the draws itself.
+@functools.partial(jax.jit, static_argnums=1)
+def _draft_and_verify(
+    sampling: Sampling,
+    is_sampled: bool,
+    num_drafted: int,
+    wanted: jax.Array,
+    proposed: jax.Array,
+    keys: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    target = jnp.broadcast_to(jnp.stack([wanted, proposed]), (TRIALS, 2, len(TARGET)))
+    draft = jnp.broadcast_to(proposed, (TRIALS, 1, len(DRAFT)))
+    draw_key, verify_key = keys
     tokens = drawn(draft, sampling, draw_key) if is_sampled else sample(draft)
     drafted = jnp.full((TRIALS,), num_drafted)
     seen = evidence(

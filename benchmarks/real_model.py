@@ -7,7 +7,7 @@ The prompts are those of Spec-Bench (hemingkx/Spec-Bench, `data/spec_bench/quest
 a user's first message. With --hugging_face PYTHON, an interpreter that has PyTorch, transformers,
 absl-py and tqdm, the same model in float32 also decodes there, greedily and with its own prompt
 lookup, and its tokens are compared. A run that was interrupted goes on with what is missing when it
-is started again.
+is started again. --drafter adds a drafter that train --teacher has made.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _PROMPTS = flags.DEFINE_string("prompts", None, "Spec-Bench's question.jsonl")
+_DRAFTER = flags.DEFINE_string("drafter", None, "folder of a drafter made for the target")
 _EACH = flags.DEFINE_integer("each", 4, "prompts of each category", lower_bound=1)
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "of an answer", lower_bound=1)
 _PYTHON = flags.DEFINE_string("hugging_face", None, "interpreter with PyTorch and transformers")
@@ -55,6 +56,17 @@ CONFIGS: dict[str, tuple[str | None, dict[str, Any]]] = {
         {"rule": "margin", "margin_gap": 1.0, "num_speculative_tokens": 15},
     ),
 }
+_OF_DRAFTER: dict[str, dict[str, Any]] = {
+    "drafter, exact, K = 2": {"rule": "exact", "num_speculative_tokens": 2},
+    "drafter, exact, K = 4": {"rule": "exact", "num_speculative_tokens": 4},
+    "drafter over lookup, exact, K = 6": {
+        "rule": "exact", "num_speculative_tokens": 6, "prompt_lookup_max": 4,
+    },
+    "drafter, fly, K = 10": {"rule": "fly", "num_speculative_tokens": 10},
+    "drafter, fly | margin 0.3, K = 10": {
+        "rule": "fly | margin", "margin_gap": 0.3, "num_speculative_tokens": 10,
+    },
+}  # fmt: skip
 _HUGGING_FACE = {
     "Hugging Face, greedy": {},
     "Hugging Face, prompt lookup": {"prompt_lookup_num_tokens": 10},
@@ -192,6 +204,9 @@ def main(_: list[str]) -> None:
     from fly_jax.decoding.pair import load_pair, open_pair
 
     asked = questions(Path(_PROMPTS.value), _EACH.value)
+    configs = dict(CONFIGS)
+    if _DRAFTER.value is not None:
+        configs |= {name: (_DRAFTER.value, values) for name, values in _OF_DRAFTER.items()}
     opened = open_pair(_TARGET.value)
     ids = [opened.encode([{"role": "user", "content": one.text}]) for one in asked]
     setting = {
@@ -205,7 +220,7 @@ def main(_: list[str]) -> None:
     if before.get("setting") == setting:
         decoded = before["decoded"]
     drafts: dict[str | None, list[str]] = collections.defaultdict(list)
-    for name, (draft, _values) in CONFIGS.items():
+    for name, (draft, _values) in configs.items():
         if name not in decoded:
             drafts[draft].append(name)
 
@@ -217,7 +232,7 @@ def main(_: list[str]) -> None:
     for draft, names in drafts.items():
         pair = load_pair(_TARGET.value, draft)
         for name in names:
-            decoded[name] = _decoded(pair, CONFIGS[name][1], ids)
+            decoded[name] = _decoded(pair, configs[name][1], ids)
             save()
     if _PYTHON.value is not None and not set(_HUGGING_FACE) <= set(decoded):
         with _written(load_pair(_TARGET.value, dtype="float32").target) as folder:

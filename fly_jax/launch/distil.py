@@ -14,8 +14,8 @@ from fly_jax.sharding.mesh import create_mesh, parse_mesh, prepare_devices
 
 GROUP = "A drafter for a teacher"
 _DIRECTORY = "runs/drafter"
-# The drafter reads no more of a prompt than fits into a row with its answer.
-_KEY = "made.json"
+# Says what the answers in the directory are answers to.
+_KEY = "answers_to.json"
 
 
 def add_distil_flags(into: Flags) -> None:
@@ -97,7 +97,7 @@ def distil(values: FlagValues) -> None:
         lambda step: stacked(
             drafter.distilled_rows(heard, own, recipe, step * recipe.batch_size), recipe.batch_size
         ),
-        directory / f"checkpoints_{recipe.config.num_layers}x{values.embed_size}",
+        directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}",
         known={"embedding": jnp.asarray(embedding)},
     )
     made = drafter.for_teacher(trained, own, config)

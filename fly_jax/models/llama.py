@@ -180,9 +180,10 @@ class Llama(nnx.Module):
         On a CPU a scan copies each layer's matrices out of the stack before every product; a few
         layers compile fast enough without it (docs/performance.md has the figures).
         """
-        return Llama(
-            self.config, self.parameters() | _one_by_one(self._layer_weights()), self.layout
-        )
+        stacks = self._layer_weights()
+        if isinstance(stacks["query"], tuple):
+            return self
+        return Llama(self.config, self.parameters() | _one_by_one(stacks), self.layout)
 
     def _run_layers(
         self,

@@ -202,6 +202,7 @@ def main(_: list[str]) -> None:
     from machine import RESULTS, write
 
     from fly_jax.decoding.pair import load_pair, open_pair
+    from fly_jax.models.checkpoints.identity import identity
 
     asked = questions(Path(_PROMPTS.value), _EACH.value)
     configs = dict(CONFIGS)
@@ -217,8 +218,11 @@ def main(_: list[str]) -> None:
     path = RESULTS / f"{_NAME}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     decoded: dict[str, list[dict[str, Any]]] = {}
+    drafter = None if _DRAFTER.value is None else identity(Path(_DRAFTER.value))
     if before.get("setting") == setting:
-        decoded = before["decoded"]
+        same = before.get("drafter") == drafter
+        kept = before["decoded"].items()
+        decoded = {name: one for name, one in kept if same or name not in _OF_DRAFTER}
     drafts: dict[str | None, list[str]] = collections.defaultdict(list)
     for name, (draft, _values) in configs.items():
         if name not in decoded:
@@ -227,7 +231,8 @@ def main(_: list[str]) -> None:
     def save() -> None:
         plain = decoded["autoregressive"]
         summaries = {name: _summary(one, asked, plain) for name, one in decoded.items()}
-        write(_NAME, {"setting": setting, "summaries": summaries, "decoded": decoded})
+        found = {"setting": setting, "drafter": drafter, "summaries": summaries}
+        write(_NAME, found | {"decoded": decoded})
 
     for draft, names in drafts.items():
         pair = load_pair(_TARGET.value, draft)

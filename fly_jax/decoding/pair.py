@@ -130,7 +130,7 @@ class Pair:
 
         Raises:
           FlyJaxError: a memory of another vocabulary.
-          re.error: a pattern that is no regular expression.
+          re.error, OverflowError, RecursionError: a pattern that is no regular expression.
         """
         if memory is not None:
             memory.check_vocabulary(self.tokenizer.digest, "The memory")

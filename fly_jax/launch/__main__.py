@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "memory and speed of a pair on a slice of chips, without the slice",
     "calibrate": "fill the memory of corrections that the rule csd looks things up in",
     "audit": "sum up what generate --audit wrote of every mismatch, or show it as a page",
-    "train": "train the pair that ships with the package",
+    "train": "make a drafter for a model, or the pair that ships with the package",
 }
 
 _USAGE = """\

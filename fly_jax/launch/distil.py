@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 from absl.flags import FlagValues
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, add_prompt_flags
-from fly_jax.launch.inputs import encode_prompts, read_prompts, say
-from fly_jax.sharding.mesh import create_mesh, parse_mesh, prepare_devices
+from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
+from fly_jax.sharding.mesh import parse_mesh, prepare_devices
 
 GROUP = "A drafter for a teacher"
 _DIRECTORY = "runs/drafter"
@@ -54,7 +56,7 @@ def distil(values: FlagValues) -> None:
 
     import jax.numpy as jnp
 
-    from fly_jax.decoding.pair import load_pair, open_pair
+    from fly_jax.decoding.pair import open_pair
     from fly_jax.models.checkpoints.convert import carry_tokenizer
     from fly_jax.models.checkpoints.identity import identity
     from fly_jax.models.checkpoints.load import save_hf
@@ -67,28 +69,33 @@ def distil(values: FlagValues) -> None:
     directory = Path(values.directory or _DIRECTORY)
     _claim(directory, {
         "teacher": identity(opened.target.path),
-        "prompts": [len(ids), sum(map(len, ids)), sum(map(sum, ids))],
+        "dtype": values.dtype or opened.default_dtype,
+        "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         **{name: values[name].value for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
-    pair = load_pair(opened, mesh=create_mesh(mesh), dtype=values.dtype)
-    sampling = {"temperature": values.temperature} if values.temperature else {}
-    decoder = pair.decoder(
-        pair.spec(rule="autoregressive", **sampling), batch_size=min(values.batch_size, len(ids))
-    )
+    config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
+    rows = min(values.batch_size, len(ids))
+    longest = max(map(len, ids)) + values.max_new_tokens
+    pair = load_opened(values, config, opened, mesh, rows=rows, longest=longest)
     documents = teacher.continued(
-        decoder, ids, directory / "continuations.jsonl", max_new_tokens=values.max_new_tokens
+        pair.decoder(pair.spec(config), batch_size=rows),
+        ids,
+        directory / "continuations.jsonl",
+        max_new_tokens=values.max_new_tokens,
+        seed=values.seed,
     )
     heard = teacher.expected(
         pair.target, documents, directory / "expected", length=drafter.ROW_LENGTH + 1
     )
-    config = pair.target.config
-    own, share = drafter.frequent_tokens(heard, config.vocab_size, values.draft_vocab_size)
+    shape = pair.target.config
+    own, share = drafter.frequent_tokens(heard, shape.vocab_size, values.draft_vocab_size)
     say(
         f"{sum(len(one.answer) for one in documents)} tokens of answers to {len(ids)} prompts; the "
-        f"drafter knows {len(own.known)} of {config.vocab_size} tokens, {share:.1%} of them."
+        f"drafter knows {len(own.known)} of {shape.vocab_size} tokens, which are {share:.1%} of "
+        "the answers."
     )
     recipe = drafter.drafter_recipe(
-        config, own, embed_size=values.embed_size, num_layers=values.num_layers,
+        shape, own, embed_size=values.embed_size, num_layers=values.num_layers,
         num_steps=values.num_steps or 2000, seed=values.seed,
     )  # fmt: skip
     embedding = drafter.first_embedding(pair.target, own, values.embed_size)
@@ -100,16 +107,37 @@ def distil(values: FlagValues) -> None:
         directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}",
         known={"embedding": jnp.asarray(embedding)},
     )
-    made = drafter.for_teacher(trained, own, config)
+    made = drafter.for_teacher(trained, own, shape)
     folder = directory / "hf"
     save_hf(made, folder)
     carry_tokenizer(opened.target.path, folder)
     say(f"The drafter is in {folder}: give it as --draft.")
 
 
+def check_without_teacher(values: FlagValues) -> None:
+    """Refuses flags of a teacher, where none was given.
+
+    Raises:
+      FlyJaxError: there is one.
+    """
+    names = Flags("")
+    add_distil_flags(names)
+    for name in names.values:
+        if values[name].present:
+            raise FlyJaxError(
+                f"--{name} was given without --teacher, and is about a drafter for one; give "
+                "--teacher as well, or leave it out."
+            )
+
+
 def _check(values: FlagValues) -> None:
     from fly_jax.training.drafter import HEAD_SIZE, HEADS_PER_KV_HEAD
 
+    if values["model"].present:
+        raise FlyJaxError(
+            "--model was given with --teacher, and is about the pair that ships with the package; "
+            "leave one of the two out."
+        )
     if values.prompts_file is None:
         raise FlyJaxError(
             "--teacher was given without prompts for it to continue; give --prompts_file."
@@ -129,8 +157,10 @@ def _claim(directory: Path, wanted: dict[str, object]) -> None:
     file = directory / _KEY
     text = json.dumps(wanted, indent=2) + "\n"
     if file.exists() and file.read_text(encoding="utf-8") != text:
+        before = json.loads(file.read_bytes())
+        name = next(name for name, value in wanted.items() if before.get(name) != value)
         raise FlyJaxError(
-            f"{directory} holds what another teacher, or this one otherwise, has said; give "
-            "another --directory, or remove that one."
+            f"{directory} holds answers that were given with another {name} ({before.get(name)}) "
+            f"than this run's ({wanted[name]}); give another --directory, or remove that one."
         )
     file.write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ from fly_jax.decoding.config import (
 from fly_jax.decoding.config_files import load_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter
-from fly_jax.sharding.processes import joint_errors
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _WIDTH = 96
 
@@ -312,8 +312,9 @@ def config_from_flags(values: flags.FlagValues) -> DecodingConfig:
       FlyJaxError: a file that cannot be read, or a value of no use.
     """
     if values.config:
-        with joint_errors():
-            config = load_config(values.config)
+        with joint_errors():  # all take process 0's file, as they do its prompts
+            read = load_config(values.config).to_dict() if process_id() == 0 else None
+        config = DecodingConfig(**broadcast(read))
     else:
         config = default_config(is_embedded=values.target is None and not values.draft)
     return config.replace(**decoding_overrides(values))

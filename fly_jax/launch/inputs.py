@@ -19,7 +19,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import (
     broadcast,
-    check_same,
     joint_errors,
     num_processes,
     process_id,
@@ -89,8 +88,6 @@ def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, M
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
-    # What a file said may differ although the command is the same.
-    check_same(json.loads(json.dumps(config.to_dict())))
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, num_processes())  # before anything below can start a JAX backend
     try:
@@ -116,6 +113,7 @@ def open_inputs(values: FlagValues, config: DecodingConfig) -> Inputs:
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
+    # The same on all of them, which have the same flags and process 0's config.
     rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():
         prompts = prompts_from_flags(values) if process_id() == 0 else []

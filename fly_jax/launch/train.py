@@ -1,4 +1,4 @@
-"""The command train: makes the tokenizer and the two models that ship with the package."""
+"""The command train: makes the pair that ships with the package, or a drafter for a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl.flags import FlagValues
-
-from fly_jax.errors import FlyJaxError
-from fly_jax.launch.distil import add_distil_flags, distil
+from fly_jax.launch.distil import add_distil_flags, check_without_teacher, distil
 from fly_jax.launch.flags import Flags
 
 _HELP = """\
@@ -53,11 +50,11 @@ def main(arguments: Sequence[str]) -> None:
         if values.teacher is not None:
             distil(values)
         else:
-            _check_flags(values)
+            check_without_teacher(values)
             _train(values.model, Path(values.directory or _DIRECTORY), values.num_steps)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "train", *arguments])
-        raise KeyboardInterrupt(f"Go on from the newest checkpoint with: {again}") from interrupt
+        raise KeyboardInterrupt(f"Go on where it was with: {again}") from interrupt
 
 
 def _flags() -> Flags:
@@ -79,14 +76,6 @@ def _flags() -> Flags:
     flags.boolean(group, "help", "show this")
     add_distil_flags(flags)
     return flags
-
-
-def _check_flags(values: FlagValues) -> None:
-    """Refuses flags that are about a teacher, which was not given."""
-    if values.prompts_file is not None:
-        raise FlyJaxError(
-            "--prompts_file was given without a model to continue the prompts; give --teacher."
-        )
 
 
 def _train(model: str, directory: Path, num_steps: int | None) -> None:

@@ -33,7 +33,8 @@ class LlamaConfig:
     """Everything about a Llama, or a model like it, that is static under `jit`; hashable.
 
     Attributes:
-      vocab_size: tokens that it knows: rows of the embedding.
+      vocab_size: tokens that it takes; each has a row of the embedding, unless there is a
+        `draft_vocab_size`.
       embed_size: width of the residual stream.
       ffw_size: width of the gated MLP.
       num_layers: decoder layers.

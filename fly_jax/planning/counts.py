@@ -75,9 +75,9 @@ def pass_work(
     num_bytes: float = parameter_bytes(layout, config, workload.matrices)
     if not config.tied_embeddings:
         int8 = workload.matrices is not None and workload.matrices.outer
-        rows = config.draft_vocab_size or config.vocab_size
+        known = config.draft_vocab_size or config.vocab_size
         num_bytes -= layout.shard_bytes(
-            ("vocab", "embed"), (rows, config.embed_size), 1 if int8 else 2
+            ("vocab", "embed"), (known, config.embed_size), 1 if int8 else 2
         )
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
     score_bytes = 4 * attended

@@ -10,7 +10,7 @@ from fly_jax.training.dataset import PROBLEM_SHARE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One model of the pair and its training run.
+    """A model, such as one of the pair, and its training run.
 
     Attributes:
       config: the shape of the model.
@@ -21,8 +21,9 @@ class Recipe:
       warmup_steps: steps in which the rate rises from 0.
       decay_share: last part of the steps, in which the rate falls linearly to 0.
       seed: of the initial weights and of the data.
-      problem_share: share of the rows that start with word problems.
-      taste: the style of their solutions; None if every wording is as likely as the others.
+      problem_share: of the pair: share of the rows that start with word problems.
+      taste: of the pair: the style of their solutions; None if every wording is as likely as the
+        others.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
     """
 

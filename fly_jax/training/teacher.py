@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,12 @@ class Expected(NamedTuple):
 
 
 def continued(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    file: Path,
+    *,
+    max_new_tokens: int,
+    seed: int,
 ) -> list[Document]:
     """The teacher's continuations. What the file has of an earlier run is not decoded again.
 
@@ -59,6 +65,7 @@ def continued(
       prompts: token ids.
       file: takes a JSON object for each prompt.
       max_new_tokens: limit of each continuation.
+      seed: of the draws of the first prompt, each other one's being one more.
     """
     found = dict(_read(file))
     left = [index for index in range(len(prompts)) if index not in found]
@@ -68,10 +75,9 @@ def continued(
     ):
         for batch in decoder.batches([prompts[index] for index in left]):
             indices = [left[place] for place in batch]
-            some = [prompts[index] for index in indices]
-            for index, one in zip(
-                indices, decoder.decode(some, max_new_tokens, seed=indices), strict=True
-            ):
+            some, seeds = zip(*((prompts[index], seed + index) for index in indices), strict=True)
+            answers = decoder.decode(some, max_new_tokens, seed=seeds)
+            for index, one in zip(indices, answers, strict=True):
                 found[index] = Document(list(prompts[index]), one.token_ids)
                 out.write(json.dumps({"index": index, **found[index]._asdict()}) + "\n")
             out.flush()
@@ -83,10 +89,9 @@ def _read(file: Path) -> Iterator[tuple[int, Document]]:
     """The records of an earlier run; a last one that was cut off is cut out of the file."""
     if not file.exists():
         return
-    text = file.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole, encoding="utf-8")
+    text = file.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    os.truncate(file, len(whole))
     for line in whole.splitlines():
         record = json.loads(line)
         yield record["index"], Document(record["prompt"], record["answer"])
@@ -99,9 +104,9 @@ def expected(
 
     Args:
       teacher: the model.
-      documents: what to read; of a longer one the last `length` tokens.
+      documents: what to read.
       folder: takes the parts.
-      length: of a document, at most.
+      length: what is kept of a document is its last tokens, so many at most.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []
@@ -109,44 +114,34 @@ def expected(
         for start in range(0, len(documents), _PART_DOCUMENTS):
             some = documents[start : start + _PART_DOCUMENTS]
             file = folder / f"part_{start // _PART_DOCUMENTS:05}.npz"
-            # The last part may have been written when there were fewer documents.
-            part = _load(file) if file.exists() else []
-            if len(part) != len(some):
-                part = _read_along(teacher, some, length)
-                _save(file, part)
-            found += part
+            if not file.exists():
+                _save(file, _read_along(teacher, some, length))
+            found += _load(file)
             bar.update(len(some))
     return found
 
 
 def _read_along(teacher: Llama, documents: Sequence[Document], length: int) -> list[Expected]:
-    cut = [_cut(one, length) for one in documents]
+    texts = [np.array([*one.prompt, *one.answer], np.int32) for one in documents]
     found: dict[int, Expected] = {}
-    for batch, width in _passes([len(tokens) for tokens, _ in cut]):
+    for batch, width in _passes([len(text) for text in texts]):
         rows = max(_PASS_TOKENS // width, 1)
         tokens = np.zeros((rows, width), np.int32)
         for row, index in enumerate(batch):
-            tokens[row, : len(cut[index][0])] = cut[index][0]
+            tokens[row, : len(texts[index])] = texts[index]
         likely, shares = jax.device_get(
             _most_likely(teacher.config, teacher.layout, teacher.parameters(), tokens)
         )
         for row, index in enumerate(batch):
-            own, num_prompt = cut[index]
-            part = slice(0, len(own))
+            end = len(texts[index])
+            kept = slice(max(end - length, 0), end)
             found[index] = Expected(
-                np.array(own, np.int32),
-                num_prompt,
-                likely[row, part],
-                shares[row, part].astype(np.float16),
+                texts[index][kept],
+                max(len(documents[index].prompt) - kept.start, 0),
+                likely[row, kept],
+                shares[row, kept].astype(np.float16),
             )
-    return [found[index] for index in range(len(cut))]
-
-
-def _cut(document: Document, length: int) -> tuple[list[int], int]:
-    """The last tokens of a document, and how many of them are the prompt's."""
-    tokens = [*document.prompt, *document.answer]
-    lost = max(len(tokens) - length, 0)
-    return tokens[lost:], max(len(document.prompt) - lost, 0)
+    return [found[index] for index in range(len(texts))]
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
@@ -169,10 +164,12 @@ def _most_likely(
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
     before: Bool[Array, "width width"] = jnp.tril(jnp.ones((width, width), bool))
     visible = jnp.broadcast_to(before, (rows, width, width))
-    hidden = model.hidden_uncached(tokens, positions, visible, bfloat16_matmul)
+    # Where activations are bfloat16, so are the products' operands anyhow.
+    matmul = bfloat16_matmul if model.dtype == jnp.float32 else None
+    hidden = model.hidden_uncached(tokens, positions, visible, matmul)
 
     def of_row(row: Float[Array, "width embed"]) -> tuple[Array, Array]:
-        logits = model.logits(row[None], bfloat16_matmul)[0]
+        logits = model.logits(row[None], matmul)[0]
         best, likely = jax.lax.top_k(logits, min(_FEW, logits.shape[-1]))
         return likely, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 

@@ -20,7 +20,7 @@ from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
 from fly_jax.models.checkpoints import convert as module
-from fly_jax.models.checkpoints.convert import convert
+from fly_jax.models.checkpoints.convert import carry_tokenizer, convert
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.llama import Llama
@@ -48,6 +48,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for dtype in ("bfloat16", "int8"):
         convert(folder / "source", folder / dtype, dtype)
     return {name: folder / name for name in ("source", "bfloat16", "int8")}
+
+
+def test_a_tokenizer_alone_is_carried_out_of_a_conversion(tmp_path: Path, source: Path) -> None:
+    convert(source, tmp_path / "converted")
+    folder = tmp_path / "other"
+    saved(folder, tiny(tied=False))
+    carry_tokenizer(tmp_path / "converted", folder)
+    assert (folder / "tokenizer.model").read_bytes() == b"pieces"
+    open_weights(folder)  # is no conversion
 
 
 def assert_same(one: Llama, other: Llama) -> None:

@@ -14,6 +14,7 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.pair import Dtype
 from fly_jax.launch.__main__ import main
 from fly_jax.models.llama import Llama
 from fly_jax.training import drafter, teacher
@@ -52,16 +53,16 @@ def heard() -> list[Expected]:
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
     decoder = decoder_of(model)
-    whole = teacher.continued(decoder, PROMPTS, file, max_new_tokens=5)
+    whole = teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0)
     alone = decoder.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
     lines = file.read_text().splitlines()
     file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
-    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5) == whole
+    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == len(PROMPTS)
     decoder.decode = None  # type: ignore[assignment, method-assign]
-    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5) == whole
+    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
 
 
 def test_what_a_teacher_expects(
@@ -72,14 +73,13 @@ def test_what_a_teacher_expects(
     found = teacher.expected(model, documents, tmp_path / "parts", length=8)
     assert [len(one.tokens) for one in found] == [6, 2, 8]
     assert [one.num_prompt for one in found] == [3, 1, 6]
-    for one in found:
-        length = len(one.tokens)
-        hidden = model.hidden_uncached(
-            one.tokens[None],
-            jnp.arange(length)[None],
-            jnp.tril(jnp.ones((1, length, length), bool)),
-        )
-        shares = np.asarray(jax.nn.softmax(model.logits(hidden)[0]))
+    for document, one in zip(documents, found, strict=True):
+        text = np.array([[*document.prompt, *document.answer]])
+        length = text.shape[1]
+        before = jnp.tril(jnp.ones((1, length, length), bool))
+        hidden = model.hidden_uncached(text, jnp.arange(length)[None], before)
+        np.testing.assert_array_equal(one.tokens, text[0, -8:])
+        shares = np.asarray(jax.nn.softmax(model.logits(hidden)[0, -8:]))
         best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
         # Products of bfloat16, shares as float16.
         np.testing.assert_allclose(one.shares, best, rtol=0.05, atol=0.003)
@@ -92,6 +92,17 @@ def test_what_a_teacher_expects(
         assert one.num_prompt == other.num_prompt
         for name in ("tokens", "likely", "shares"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_teacher_of_any_type_is_read(
+    folders: tuple[Path, Path], dtype: Dtype, tmp_path: Path
+) -> None:
+    target = fly_jax.load_pair(folders[0], dtype=dtype).target
+    (found,) = teacher.expected(target, [Document([1, 5], [4])], tmp_path, length=8)
+    assert found.shares.shape == found.likely.shape
+    assert (found.shares > 0).all()
+    assert (found.shares.sum(axis=1) < 1).all()
 
 
 def test_the_most_frequent_tokens_are_known() -> None:
@@ -213,7 +224,7 @@ def test_a_drafter_learns_its_teachers_text(
     # What another teacher, or this one with other prompts, has said is not mixed with it.
     prompts.write_text("Ada\n")
     assert main(arguments) == 2
-    assert "give another --directory" in capsys.readouterr().err
+    assert "answers that were given with another prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,6 +235,8 @@ def test_a_drafter_learns_its_teachers_text(
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),
+        (["--seed=3"], "--seed was given without --teacher"),
+        (["--teacher={}", "--prompts_file=x", "--model=target"], "--model"),
     ],
 )
 def test_what_is_refused(

@@ -103,7 +103,8 @@ def carry_tokenizer(source: Path, output: Path) -> None:
         return
     for pattern in _CARRIED:
         for carried in source.glob(pattern):
-            if not carried.match(_NOT_CARRIED) and not (output / carried.name).exists():
+            own = carried.match(_NOT_CARRIED) or carried.name == RECORD
+            if not own and not (output / carried.name).exists():
                 partial = output / f"{carried.name}.partial"
                 shutil.copy(carried, partial)
                 partial.replace(output / carried.name)  # so that none is ever half there

@@ -28,6 +28,7 @@ from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
@@ -153,9 +154,10 @@ def _check(
             )
         types = ("I32",) if tensor == _OUTER["token_rows"] else tuple(DTYPES)
         if found.dtype not in types:
+            other = "that is not quantised" if types != ("I32",) else "that train --teacher made"
             raise FlyJaxError(
                 f"The tensor {tensor} in {found.file} is stored as {found.dtype}; fly_jax reads it "
-                f"as {', '.join(types)}: give a checkpoint that is not quantised."
+                f"as {', '.join(types)}: give a checkpoint {other}."
             )
 
 
@@ -287,8 +289,8 @@ def _checked_end(tensor: StoredTensor, entry: dict[str, Any]) -> int:
     start, end = entry["data_offsets"]
     if start < 0 or end < start or any(size < 0 for size in tensor.shape):
         raise ValueError(f"a tensor lies at bytes {start} to {end}")
-    if tensor.dtype in DTYPES:
-        bytes_needed = math.prod(tensor.shape) * jnp.dtype(DTYPES[tensor.dtype]).itemsize
+    if tensor.dtype in _ITEM_BYTES:
+        bytes_needed = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
         if end - start != bytes_needed:
             raise ValueError(f"{end - start} bytes for shape {list(tensor.shape)}")
     return int(end)

@@ -84,7 +84,7 @@ class Tokenizer:
         """The ids of tokens in whose own text (`token_text`) one of the patterns is found.
 
         Raises:
-          re.error: a pattern that is no regular expression.
+          re.error, OverflowError, RecursionError: a pattern that is no regular expression.
         """
         compiled = [re.compile(pattern) for pattern in patterns]
         return tuple(

@@ -289,22 +289,29 @@ class DecodingConfig:
         """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
 
         That is FLy unless another one is chosen; then FLy as published goes before it, with this
-        config's gate and window, where the window fits.
+        config's gate and window. Where FLy was not asked for and its window does not fit, it is
+        left out.
         """
         lossless = "sampled" if self.temperature > 0 else "exact"
         given = self.replace(temperature=self.temperature)
         first = [given.replace(rule=rule) for rule in ("autoregressive", lossless)]
-        if self.rule in (*LOSSLESS_RULES, "fly"):
-            return *first, given.replace(rule="fly")
+        if self.rule == "fly":
+            return *first, given
+        if not self.is_loosened:
+            return *first, *_fitting(given.replace(rule="fly"))
         parts = (Lookup, EntropyStop, Sampling)
         kept = {one.name for part in parts for one in parameters_of(part)} | {
             "num_speculative_tokens", "level_speculative_tokens", "draft_stop",
             "entropy_threshold", "window_size",
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
-        published = DecodingConfig(**values)
-        fits = published.largest_k > published.window_size
-        return *first, *([published] if fits else []), given
+        return *first, *_fitting(DecodingConfig(**values)), given
+
+
+def _fitting(fly: DecodingConfig) -> tuple[DecodingConfig, ...]:
+    """FLy, where its window fits into a block or need not."""
+    fits = fly.boundary == "defer" or fly.largest_k > fly.window_size
+    return (fly,) if fits else ()
 
 
 def _check_patterns(patterns: Iterable[str]) -> None:

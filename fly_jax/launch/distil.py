@@ -70,7 +70,7 @@ def distil(values: FlagValues) -> None:
     _claim(directory, {
         "teacher": identity(opened.target.path),
         "dtype": values.dtype or opened.default_dtype,
-        "prompts": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
         **{name: values[name].value for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
@@ -160,7 +160,7 @@ def _claim(directory: Path, wanted: dict[str, object]) -> None:
         before = json.loads(file.read_bytes())
         name = next(name for name, value in wanted.items() if before.get(name) != value)
         raise FlyJaxError(
-            f"{directory} holds answers that were given with another {name} ({before.get(name)}) "
-            f"than this run's ({wanted[name]}); give another --directory, or remove that one."
+            f"{directory} holds the answers of a run with another --{name}; give another "
+            "--directory, or remove that one."
         )
     file.write_text(text, encoding="utf-8")

@@ -70,7 +70,8 @@ def _flags() -> Flags:
         "not given",
     )  # fmt: skip
     flags.integer(
-        group, "num_steps", None, "optimiser steps of a model, instead of the recipe's",
+        group, "num_steps", None, "optimiser steps of a model; those of the recipe, or 2000 for a "
+        "drafter, if not given",
         lower_bound=1,
     )  # fmt: skip
     flags.boolean(group, "help", "show this")

@@ -143,6 +143,8 @@ def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
     assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
     deferring = DecodingConfig(boundary="defer", num_speculative_tokens=6)
     assert [one.rule for one in deferring.side_by_side()] == ["autoregressive", "exact", "fly"]
+    lossless = DecodingConfig(rule="exact", num_speculative_tokens=4)
+    assert [one.rule for one in lossless.side_by_side()] == ["autoregressive", "exact"]
 
 
 def test_a_window_that_does_not_fit() -> None:

@@ -224,7 +224,7 @@ def test_a_drafter_learns_its_teachers_text(
     # What another teacher, or this one with other prompts, has said is not mixed with it.
     prompts.write_text("Ada\n")
     assert main(arguments) == 2
-    assert "answers that were given with another prompts" in capsys.readouterr().err
+    assert "the answers of a run with another --prompts_file; give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(repository) or name_or_path.endswith("@"):
         raise FlyJaxError(
             f"'{name_or_path}' is neither a folder that exists nor a hub id; give the folder of a "
-            "checkpoint, or an id such as meta-llama/Llama-3.1-8B-Instruct."
+            "checkpoint, a GGUF file that exists, or an id such as "
+            "meta-llama/Llama-3.1-8B-Instruct."
         )
     return _download(repository, own or revision)
 

@@ -53,8 +53,15 @@ KINDS = {
     "autoregressive": Kind(lambda _: RoundSpec(Exact(), 0, eos_token_ids=EOS), num_drafts=0),
     "exact": Kind(_rule(Exact())),
     "fly": Kind(_rule(_FLY)),
-    "fly | margin": Kind(_rule(_FLY | Margin())),
-    "csd": Kind(_rule(Csd(), reports_mismatches=True), teaches=True),
+    # What a rule may ask for, all of it.
+    "rules": Kind(
+        _rule(
+            Budget(_FLY | Margin() | Csd(), 20.0),
+            reports_mismatches=True,
+            audits=True,
+        ),
+        teaches=True,
+    ),
     "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
     "lookup": Kind(_rule(_FLY, lookup=Lookup())),
     "levels": Kind(
@@ -65,8 +72,6 @@ KINDS = {
     ),
     "stop": Kind(_rule(_FLY, draft_stop=EntropyStop())),
     "defer": Kind(_rule(_FLY, boundary="defer")),
-    "audit": Kind(_rule(_FLY, audits=True)),
-    "budget": Kind(_rule(Budget(_FLY, 20.0))),
 }
 
 

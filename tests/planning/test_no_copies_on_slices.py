@@ -65,7 +65,7 @@ def _compiled(
         ("stop", LARGE, SMALL, "8x8"),
         ("defer", LARGE, SMALL, "8x8"),
         ("fly", MIDDLE, SMALL, "4x4"),
-        ("lookup", MIDDLE, SMALL, "2x8"),
+        ("fly", MIDDLE, SMALL, "2x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.
         ("lookup", LITTLE, LITTLE, "1x1"),
     ],
@@ -81,7 +81,7 @@ def test_no_round_copies_a_cache_or_a_stack_of_matrices(
     [
         ("exact", LARGE, "8x8", "v5e"),
         ("fly", MIDDLE, "4x4", "v5e"),
-        ("lookup", MIDDLE, "2x8", "v5e"),
+        ("fly", MIDDLE, "2x8", "v5e"),
         ("autoregressive", MIDDLE, "4x8", "v5e"),
         ("autoregressive", MIDDLE, "2x4", "v6e"),  # it takes more than the memory of 8 v5e
         ("autoregressive", SMALL, "8x8", "v5e"),

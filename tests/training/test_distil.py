@@ -73,13 +73,18 @@ def test_what_a_teacher_expects(
     found = teacher.expected(model, documents, tmp_path / "parts", length=8)
     assert [len(one.tokens) for one in found] == [6, 2, 8]
     assert [one.num_prompt for one in found] == [3, 1, 6]
-    for document, one in zip(documents, found, strict=True):
-        text = np.array([[*document.prompt, *document.answer]])
+
+    @jax.jit
+    def probabilities(text: jax.Array) -> jax.Array:
         length = text.shape[1]
         before = jnp.tril(jnp.ones((1, length, length), bool))
         hidden = model.hidden_uncached(text, jnp.arange(length)[None], before)
+        return jax.nn.softmax(model.logits(hidden)[0])
+
+    for document, one in zip(documents, found, strict=True):
+        text = np.array([[*document.prompt, *document.answer]])
         np.testing.assert_array_equal(one.tokens, text[0, -8:])
-        shares = np.asarray(jax.nn.softmax(model.logits(hidden)[0, -8:]))
+        shares = np.asarray(probabilities(text))[-8:]
         best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
         # Products of bfloat16, shares as float16.
         np.testing.assert_allclose(one.shares, best, rtol=0.05, atol=0.003)
@@ -154,19 +159,17 @@ def test_the_loss_is_the_cross_entropy_of_what_is_expected() -> None:
     tokens = jnp.asarray([[1, 2, 3, 4]])
     segments, positions = jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None]
     weights = jnp.asarray([[1.0, 0.5, 2.0]])
-    hard = weighted_loss(model, tokens, weights, segments, positions)
+
+    @jax.jit
+    def loss(*expected: jax.Array) -> jax.Array:
+        return weighted_loss(model, tokens, weights, segments, positions, *expected)
+
+    hard = loss()
     ones = tokens[:, 1:, None], jnp.ones((1, 3, 1))
-    assert weighted_loss(model, tokens, weights, segments, positions, *ones) == pytest.approx(
-        float(hard), rel=1e-5
-    )
+    assert loss(*ones) == pytest.approx(float(hard), rel=1e-5)
     likely, shares = jnp.asarray([[[1, 2]] * 3]), jnp.asarray([[[0.6, 0.1]] * 3])
-    soft = weighted_loss(model, tokens, weights, segments, positions, likely, shares)
-    losses = [
-        weighted_loss(
-            model, tokens, weights, segments, positions, jnp.full((1, 3, 1), one), ones[1]
-        )
-        for one in (1, 2)
-    ]
+    soft = loss(likely, shares)
+    losses = [loss(jnp.full((1, 3, 1), one), ones[1]) for one in (1, 2)]
     assert float(soft) == pytest.approx(float(0.6 * losses[0] + 0.1 * losses[1]), rel=1e-5)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.decoding.spec import RoundSpec, RoundStructure
 
@@ -87,49 +86,42 @@ def bucket_for(length: int, rows: int) -> int:
 class Reach:
     """How many cache positions the next dispatch's attention must read, from what is known."""
 
-    def __init__(
-        self,
-        structure: RoundStructure,
-        steps: Sequence[int],
-        lengths: Sequence[int],
-        limits: Sequence[int],
-        room: int,
-    ) -> None:
-        """Nothing has been dispatched yet.
+    def __init__(self, structure: RoundStructure, steps: Sequence[int], room: int) -> None:
+        """For any rows.
 
         Args:
           structure: of the rounds.
           steps: numbers of positions to choose from, in ascending order; see `ladder`.
-          lengths: of the prompts.
-          limits: length at which each row is done.
           room: positions beyond a row's last token that a round may write to.
         """
         window = structure.deferred_window
-        self._steps, self._lengths, self._limits = steps, lengths, limits
-        most_a_round = structure.num_speculative_tokens + 1
-        self._most_a_dispatch = structure.rounds_per_dispatch * most_a_round
-        self._provisional = most_provisional(window) if window else 0
-        self._room = room
+        most_a_dispatch = structure.rounds_per_dispatch * (structure.num_speculative_tokens + 1)
+        # One dispatch is on its way when the next one is made.
+        self._growth = 2 * most_a_dispatch + (most_provisional(window) if window else 0)
+        self._steps, self._room = steps, room
 
-    def next_dispatch(self, live: Collection[int], generations: Sequence[Generation]) -> int:
-        """Positions for the next dispatch, given what has settled of the rows that go on.
+    def next_dispatch(self, rows: Iterable[tuple[int, int]]) -> int:
+        """Positions for the next dispatch.
 
-        One dispatch is on its way when the next one is made.
+        Args:
+          rows: of each row that goes on, the tokens that are known to have settled, its prompt
+            among them, and the length at which it is done.
         """
-        if not live:
-            return self._step(max(self._longest(row, 0) for row in range(len(self._lengths))))
-        return self._step(max(self._longest(row, len(generations[row].token_ids)) for row in live))
+        return self._step(max(self._longest(*row) for row in rows))
 
-    def all(self) -> list[int]:
-        """Every answer that `next_dispatch` may give, also when only the shortest rows are left."""
-        first = self._step(min(self._longest(row, 0) for row in range(len(self._lengths))))
-        last = self._step(max(self._limits))
+    def all(self, rows: Sequence[tuple[int, int]]) -> list[int]:
+        """Every answer that `next_dispatch` may give, also when only the shortest rows are left.
+
+        Args:
+          rows: before anything has settled.
+        """
+        first = self._step(min(self._longest(*row) for row in rows))
+        last = self._step(max(limit for _, limit in rows))
         return [step for step in self._steps if first <= step <= last]
 
-    def _longest(self, row: int, settled: int) -> int:
+    def _longest(self, length: int, limit: int) -> int:
         """Tokens that a row may have before the last round of the next dispatch."""
-        growth = 2 * self._most_a_dispatch + self._provisional
-        return min(self._lengths[row] + settled + growth, self._limits[row])
+        return min(length + self._growth, limit)
 
     def _step(self, length: int) -> int:
         return next(step for step in self._steps if step >= length + self._room)

@@ -27,14 +27,12 @@ from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.kept import Kept
 from fly_jax.decoding.programs import Programs, prefill_piece
 from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
-from fly_jax.decoding.reports import token_reports
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Why
 
 _TIMINGS = 3
 
@@ -142,14 +140,17 @@ class Decoder:
         del kept  # whose caches are no more
         generations = [Generation(tuple(prompt)) for prompt in prompts]
         live = set(range(len(prompts)))
-        reach = self._reach(prompts, max_new_tokens, state.target.capacity)
+        reach = self._reach(state.target.capacity)
+        limits = [limit for _, limit in self._rows(prompts, max_new_tokens)]
         jax.block_until_ready(state.target.keys)
         start = time.perf_counter()
         pending: RoundOutput | None = None
         try:
             while self._goes_on(bool(live)):
                 self._refresh()
-                state = state.attending(reach.next_dispatch(live, generations))
+                rows = live or range(len(prompts))
+                known = [(generations[row].num_tokens, limits[row]) for row in rows]
+                state = state.attending(reach.next_dispatch(known))
                 state, output = self._programs.run(state, self._inputs)
                 for leaf in jax.tree.leaves(output):
                     leaf.copy_to_host_async()
@@ -217,7 +218,7 @@ class Decoder:
             some = [prompts[index] for index in batch]
             # What programs differ by: few batches of many have others than those before them.
             capacity = self._capacity(some, max_new_tokens)
-            reach = self._reach(some, max_new_tokens, capacity).all()
+            reach = self._reach(capacity).all(self._rows(some, max_new_tokens))
             bucket = bucket_for(max(map(len, some)), self.batch_size)
             key = (0 if resumes else bucket, capacity, *reach)
             if key in self._compiled:
@@ -250,7 +251,7 @@ class Decoder:
         longest = max(map(len, prompts))
         capacity = self._capacity(prompts, 1)
         room = max(capacity - self._room - longest, 1)
-        reach = self._reach(prompts, room, capacity)
+        attended = self._reach(capacity).next_dispatch(self._rows(prompts, room))
         for repeat in range(1 + _TIMINGS):
             for depth in range(len(seconds)):
                 only_this = np.full(len(seconds), np.inf, np.float32)
@@ -259,7 +260,7 @@ class Decoder:
                 if self.drafter is not None:  # a round that stops early says nothing of its K
                     unstopped = self.drafter.without_stop(state.drafter)
                     state = dataclasses.replace(state, drafter=unstopped)
-                state = state.attending(reach.next_dispatch(set(), []))
+                state = state.attending(attended)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()
                 # Only what is counted is kept: the caches make room for the next ones.
@@ -339,11 +340,15 @@ class Decoder:
         )
         return needed if needed <= LEAST_ATTENDED else 1 << (needed - 1).bit_length()
 
-    def _reach(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, capacity: int) -> Reach:
-        lengths = [len(prompt) for prompt in prompts]
-        limits = [min(length + max_new_tokens, self.max_context) for length in lengths]
+    def _reach(self, capacity: int) -> Reach:
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
-        return Reach(self._structure, steps, lengths, limits, self._room)
+        return Reach(self._structure, steps, self._room)
+
+    def _rows(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[int, int]]:
+        """Length of each row, and length at which it is done."""
+        return [
+            (len(prompt), min(len(prompt) + max_new_tokens, self.max_context)) for prompt in prompts
+        ]
 
     def _admit(
         self,
@@ -415,36 +420,15 @@ class Decoder:
         self, output: RoundOutput, generations: list[Generation], live: set[int]
     ) -> Iterator[Settled]:
         """Books one dispatch's rounds: what settled in each live row."""
+        totals = None
+        if self.spec.rule.budget is not None:
+            totals = np.ravel(np.asarray(self.spec.rule.budget, np.float32))
         for index in range(output.count.shape[0]):
             for row in sorted(live):
-                generation, count = generations[row], int(output.count[index, row])
-                drafted = int(output.num_drafted[index, row])
-                if count == 0 and drafted == 0:
+                total = None if totals is None else float(totals[row % totals.size])
+                settled = generations[row].book(output, (index, row), self.spec, total)
+                if settled is None:
                     continue
-                tokens = tuple(output.tokens[index, row, :count].tolist())
-                why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
-                generation.token_ids.extend(tokens)
-                generation.why.extend(why)
-                if output.reports is not None and self.spec.audits:
-                    generation.reports += token_reports(tokens, why, output.reports, (index, row))
-                generation.num_rounds += 1
-                generation.num_draft_tokens += drafted
-                generation.num_accepted_tokens += int(output.num_accepted[index, row])
-                generation.num_rescued_tokens += int(output.num_rescued[index, row])
-                generation.num_draft_passes += int(output.num_draft_passes[index])
-                if output.budget is not None and self.spec.rule.budget is not None:
-                    totals = np.ravel(np.asarray(self.spec.rule.budget, np.float32))
-                    total = totals[row % totals.size]
-                    if np.isfinite(total):  # a row without a budget may be beside one with it
-                        spent = total - output.budget[index, row]
-                        generation.regret = max(float(spent), 0.0)
-                if output.rolled_back is not None:
-                    generation.num_rollbacks += int(output.rolled_back[index, row])
-                if not tokens:
-                    continue  # all of it is provisional
-                reason = None
-                if output.finished[index, row]:
-                    stopped = tokens[-1] in self.spec.eos_token_ids
-                    reason = generation.finish_reason = "stop" if stopped else "length"
+                if settled.finish_reason is not None:
                     live.discard(row)
-                yield Settled(row, tokens, why, reason)
+                yield settled

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from fly_jax.decoding.reports import TokenReport
+from fly_jax.decoding.reports import TokenReport, token_reports
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import RoundOutput
 from fly_jax.verification.rules import Why
 
 
@@ -58,6 +61,53 @@ class Generation:
     seconds: float = 0.0
     regret: float | None = None
     reports: list[TokenReport] = dataclasses.field(default_factory=list)
+
+    def book(
+        self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec, budget: float | None
+    ) -> Settled | None:
+        """Adds what one round has done to its row.
+
+        Args:
+          output: of a dispatch, on the host.
+          at: the round in the dispatch, and the row.
+          spec: of the rounds.
+          budget: that the row began with, in nats; None or infinite without one.
+
+        Returns:
+          What has settled; None where nothing has.
+        """
+        index, row = at
+        count, drafted = int(output.count[at]), int(output.num_drafted[at])
+        if count == 0 and drafted == 0:
+            return None
+        tokens = tuple(output.tokens[index, row, :count].tolist())
+        why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
+        self.token_ids.extend(tokens)
+        self.why.extend(why)
+        if output.reports is not None and spec.audits:
+            self.reports += token_reports(tokens, why, output.reports, at)
+        self.num_rounds += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += int(output.num_accepted[at])
+        self.num_rescued_tokens += int(output.num_rescued[at])
+        self.num_draft_passes += int(output.num_draft_passes[index])
+        # A row without a budget may be beside one with it.
+        if output.budget is not None and budget is not None and math.isfinite(budget):
+            self.regret = max(budget - float(output.budget[at]), 0.0)
+        if output.rolled_back is not None:
+            self.num_rollbacks += int(output.rolled_back[at])
+        if not tokens:
+            return None  # all of it is provisional
+        reason = None
+        if output.finished[at]:
+            reason = "stop" if tokens[-1] in spec.eos_token_ids else "length"
+            self.finish_reason = reason
+        return Settled(row, tokens, why, reason)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and what followed."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
     def mean_accepted_tokens(self) -> float:

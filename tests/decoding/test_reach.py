@@ -22,7 +22,6 @@ from fly_jax.decoding import programs
 from fly_jax.decoding.capacity import Reach, bucket_for, ladder, like_lengths
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.deferral import most_provisional
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact, Fly
 
@@ -103,13 +102,13 @@ def test_a_dispatch_reaches_what_its_rows_need(
         spec = RoundSpec(Fly(0.3, window), k, rounds_per_dispatch=rounds, boundary="defer")
     chance = random.Random(seed)
     limits = [length + limit for length in lengths]
-    reach = Reach(spec.structure(None), range(1, max(limits) + room + 1), lengths, limits, room)
-    generations = [Generation(()) for _ in lengths]
+    reach = Reach(spec.structure(None), range(1, max(limits) + room + 1), room)
+    known = list(lengths)
     actual, settled, pending = list(lengths), list(lengths), list(lengths)
     live = set(range(len(lengths)))
     while live:
-        positions = reach.next_dispatch(live, generations)
-        assert positions in reach.all()
+        positions = reach.next_dispatch((known[row], limits[row]) for row in live)
+        assert positions in reach.all(list(zip(lengths, limits, strict=True)))
         for _ in range(rounds):
             for row, end in enumerate(limits):
                 if settled[row] == end:
@@ -126,7 +125,7 @@ def test_a_dispatch_reaches_what_its_rows_need(
                 if actual[row] == end:  # nothing stays open at the end
                     settled[row] = end
         for row, length in enumerate(pending):
-            generations[row].token_ids = [0] * (length - lengths[row])
+            known[row] = length
             if length == limits[row]:
                 live.discard(row)
         pending = list(settled)

@@ -174,9 +174,46 @@ class Programs:
             None if seconds is None else self.put(seconds, (None,)),
         )
 
-    def take_in(self, state: DecodeState, piece: int, start: int) -> DecodeState:
-        """Runs `piece` more tokens of the prompts, from `start` on; the state is donated."""
-        attended = 1 << (start - 1).bit_length()
+    def begin(
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        seeds: np.ndarray,
+        budget: np.ndarray | None,
+        seconds: np.ndarray | None,
+    ) -> DecodeState:
+        """`admit`, of whose prompts nothing has been run yet."""
+        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
+        return cast(DecodeState, _begin(self._shapes, self._drafter, rows))
+
+    def copy_row(self, one: DecodeState, state: DecodeState, row: int) -> DecodeState:
+        """One row with what the models hold of a row of a larger state; `one` is donated."""
+        return _copy_row(self._drafter, one, state, self._index(row))
+
+    def insert(self, state: DecodeState, one: DecodeState, row: int) -> DecodeState:
+        """The state, which is donated, with another row in a place of its rows."""
+        return _insert(state, one, self._index(row))
+
+    def release(self, state: DecodeState, row: int) -> DecodeState:
+        """The state, which is donated, with a row that is done."""
+        return _release(state, self._index(row))
+
+    def _index(self, row: int) -> Array:
+        return self.put(np.asarray(row, np.int32), ())
+
+    def take_in(
+        self, state: DecodeState, piece: int, start: int, attended: int | None = None
+    ) -> DecodeState:
+        """Runs `piece` more tokens of the prompts, from `start` on; the state is donated.
+
+        Args:
+          state: of the rows.
+          piece: tokens that are run.
+          start: those that were run before.
+          attended: positions that attention reads, at least `start`; a power of two if not given.
+        """
+        attended = 1 << (start - 1).bit_length() if attended is None else attended
         begin = self.put(np.asarray(start, np.int32), ())
         return self._call(
             _take_in, self._shapes, piece, attended, self._parameters, self._drafter, state, begin
@@ -241,13 +278,65 @@ def _admit(
     rows: _Rows,
 ) -> DecodeState:
     """Runs the prompts' first tokens through all models; logits are not needed yet."""
-    number, capacity = rows.text.shape
-    cache = empty_cache(shapes.config, number, capacity, shapes.cache_dtype)
-    drafting = None if drafter is None else drafter.init(number, capacity, shapes.cache_dtype)
-    state = rows.begun(shapes.structure, cache, drafting)
+    state = _begun(shapes, drafter, rows)
     # Nothing has been taken in before that could be attended to.
     state = _fed(shapes, piece, parameters, drafter, state.attending(0), jnp.int32(0))
     return state.attending(None)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes",))
+def _begin(shapes: _Shapes, drafter: Drafter | None, rows: _Rows) -> DecodeState:
+    return _begun(shapes, drafter, rows)
+
+
+def _begun(shapes: _Shapes, drafter: Drafter | None, rows: _Rows) -> DecodeState:
+    """Rows of whose prompts nothing has been run."""
+    number, capacity = rows.text.shape
+    cache = empty_cache(shapes.config, number, capacity, shapes.cache_dtype, shapes.layout)
+    drafting = None if drafter is None else drafter.init(number, capacity, shapes.cache_dtype)
+    return rows.begun(shapes.structure, cache, drafting)
+
+
+@functools.partial(jax.jit, donate_argnames=("one",))
+def _copy_row(
+    drafter: Drafter | None, one: DecodeState, state: DecodeState, row: Int[Array, ""]
+) -> DecodeState:
+    held = (state.target, state.drafter)
+    target, drafting = jax.tree.map(
+        lambda mine, theirs: _part(mine, theirs, row), (one.target, one.drafter), held
+    )
+    drafting = None if drafter is None else drafter.resumed(drafting)
+    return dataclasses.replace(one, target=target, drafter=drafting)
+
+
+def _part(mine: Array, theirs: Array, row: Int[Array, ""]) -> Array:
+    axis = _row_axis(mine, theirs)
+    return theirs if axis is None else jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _insert(state: DecodeState, one: DecodeState, row: Int[Array, ""]) -> DecodeState:
+    def inserted(theirs: Array, mine: Array) -> Array:
+        axis = _row_axis(mine, theirs)
+        if axis is None:
+            return mine
+        return jax.lax.dynamic_update_slice_in_dim(theirs, mine, row, axis)
+
+    return cast(DecodeState, jax.tree.map(inserted, state, one))
+
+
+def _row_axis(one: Array, many: Array) -> int | None:
+    """The axis in which an array of one row differs from that of many.
+
+    None where it has no rows, or there is one only.
+    """
+    differing = (axis for axis in range(one.ndim) if one.shape[axis] != many.shape[axis])
+    return next(differing, None)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _release(state: DecodeState, row: Int[Array, ""]) -> DecodeState:
+    return dataclasses.replace(state, finished=state.finished.at[row].set(True))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity",))

@@ -114,10 +114,22 @@ def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...
     return (config.num_layers, rows, config.num_kv_heads, capacity, config.head_size)
 
 
-def empty_cache(config: LlamaConfig, rows: int, capacity: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of zeros in which every row has length 0."""
-    shape = cache_shape(config, rows, capacity)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((rows,), jnp.int32))
+def empty_cache(
+    config: LlamaConfig, rows: int, capacity: int, dtype: jnp.dtype, layout: Layout | None = None
+) -> KVCache:
+    """A cache of zeros in which every row has length 0.
+
+    Args:
+      config: of the model.
+      rows: decoded together.
+      capacity: positions of each.
+      dtype: of keys and values.
+      layout: how it lies on a mesh, within `jit`; None on one device.
+    """
+    entries = jnp.zeros(cache_shape(config, rows, capacity), dtype)
+    if layout is not None:
+        entries = layout.constrain(entries, CACHE_AXES)
+    return KVCache(entries, entries, jnp.zeros((rows,), jnp.int32))
 
 
 def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Array:

@@ -121,7 +121,7 @@ class DraftModel(Drafter):
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
         """Empty caches."""
         return DraftModelState(
-            empty_cache(self.config, rows, capacity, dtype),
+            empty_cache(self.config, rows, capacity, dtype, self.layout),
             None if self.below is None else self.below.init(rows, capacity, dtype),
             self._first_threshold(rows),
         )

@@ -1,0 +1,1 @@
+"""An engine for many requests at once."""

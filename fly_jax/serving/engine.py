@@ -1,0 +1,356 @@
+"""The engine: requests share the slots of one state, and join and leave between rounds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fly_jax.decoding.capacity import CAPACITY_STEP, Reach, ladder
+from fly_jax.decoding.drafters.chain import checked_drafter
+from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.generation import Settled
+from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.prompts import check_prompt
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.llama import Llama
+from fly_jax.serving.prefill import piece_sizes, pieces
+from fly_jax.serving.request import Request, Ticket
+from fly_jax.serving.slots import Prefix, Slots
+from fly_jax.verification.rules import Exact, Rule, per_row
+from fly_jax.verification.sampling import Sampling, sampling_per_row
+
+_DEFAULT_LENGTH = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dispatch:
+    """Rounds on their way, and who was in which slot when they were dispatched."""
+
+    output: RoundOutput
+    occupants: tuple[Ticket | None, ...]
+
+
+class Engine:
+    """Decodes any number of requests, as many at a time as it has slots.
+
+    What a request gives depends on nothing but the request: its rule, its draws and its limit are
+    its own. All rules that it may ask for run in one program.
+
+    Attributes:
+      slots: who is in which slot.
+      waiting: the requests that have no slot yet, the first to come in front.
+      num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
+      num_prompt_tokens: those of all requests that have got a slot.
+    """
+
+    def __init__(
+        self,
+        target: Llama,
+        draft: Llama | Sequence[Llama] | Drafter | None,
+        spec: RoundSpec,
+        *,
+        num_slots: int = 8,
+        max_length: int | None = None,
+        prefill_chunk: int = 256,
+        rules: Sequence[Rule] = (),
+        protected_token_ids: Sequence[int] = (),
+        cache_dtype: jnp.dtype | None = None,
+    ) -> None:
+        """Makes the slots.
+
+        Args:
+          target: the model whose text is wanted.
+          draft: see `Decoder`.
+          spec: of the rounds; its rule is that of requests without one of their own.
+          num_slots: requests that are decoded at a time.
+          max_length: tokens of a request, its prompt included; None for 2048, or the context of the
+            target if that is less.
+          prefill_chunk: prompt tokens that are run between two rounds.
+          rules: a rule of every kind that requests may ask for, besides that of `spec` and the
+            lossless one; their numbers are of no meaning.
+          protected_token_ids: see `Decoder`.
+          cache_dtype: see `Decoder`.
+
+        Raises:
+          FlyJaxError: no slot or no room; a K that is chosen anew in each round, a rule with a
+            memory, or a mesh of several processes, which the engine does not take; and what
+            `Decoder` refuses.
+        """
+        _check(spec, num_slots, prefill_chunk)
+        self._own = spec.rule
+        self._like = (spec.rule, Exact(), *rules)
+        united = per_row([spec.rule] * num_slots, self._like)
+        self._kind: Any = jax.tree.structure(united)
+        self.spec = dataclasses.replace(spec, rule=united, sampling=None)
+        self._drafter = checked_drafter(target, draft, spec)
+        structure = self.spec.structure(self._drafter)
+        self._programs = Programs(target, self._drafter, structure, cache_dtype)
+        if self._programs.spans_processes:
+            raise FlyJaxError(
+                "The engine was given a mesh of several processes; it runs in one so far: decode "
+                "there with Decoder, or give a mesh of this process's devices."
+            )
+        k, context = spec.num_speculative_tokens, target.config.max_context
+        room = k + 1 if self._drafter is None else self._drafter.room(k)
+        self.max_length = min(max_length or _DEFAULT_LENGTH, context)
+        needed = max(self.max_length + room, prefill_chunk)
+        capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+        steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
+        self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
+        self._reach = Reach(structure, steps, room)
+        vocab = target.config.vocab_size
+        protected = np.zeros(vocab, bool)
+        ids = [*protected_token_ids, *spec.eos_token_ids]
+        protected[[token for token in ids if token < vocab]] = True
+        self._protected = self._programs.put(protected, (None,))
+        self.slots = Slots(num_slots)
+        self.waiting: collections.deque[Ticket] = collections.deque()
+        self.num_reused_tokens = self.num_prompt_tokens = 0
+        self._numbers: tuple[tuple[Ticket | None, ...], RuleInputs] | None = None
+        self._prefill: Iterator[int] | None = None
+        self._pending: _Dispatch | None = None
+        ones = np.ones(num_slots, np.int32)
+        self._state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
+
+    def submit(self, request: Request) -> Ticket:
+        """Hands in a request.
+
+        Raises:
+          FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
+            asked for, or a rule of a kind that the engine was not made for.
+        """
+        prompt = check_prompt(request.prompt, self._programs.config)
+        if len(prompt) >= self.max_length:
+            raise FlyJaxError(
+                f"The prompt has {len(prompt)} tokens and the engine was made for "
+                f"{self.max_length} with the answer; shorten it, or raise max_length."
+            )
+        if request.max_new_tokens < 1:
+            raise FlyJaxError(
+                f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
+            )
+        if request.sampling is not None and self.spec.boundary == "defer":
+            raise FlyJaxError(
+                "A request asks for sampling and the engine defers windows, which is for greedy "
+                "decoding; make it with boundary='reject', or leave sampling out."
+            )
+        rule = self._own if request.rule is None else request.rule
+        if jax.tree.structure(per_row([rule], self._like)) != self._kind:
+            raise FlyJaxError(
+                f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
+                "not made for; name one of its kind in `rules` when it is made."
+            )
+        ticket = Ticket(request, rule)
+        self.waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stops a request. Its slot is free for the next round; nothing more is read of it."""
+        if ticket.is_finished:
+            return
+        ticket.finished = time.perf_counter()
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+        for slot, occupant in self.slots.live:
+            if occupant is ticket:
+                self._state = self._programs.release(self._state, slot)
+                self.slots.give_back(slot)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing is on its way."""
+        return not (self.waiting or self.slots.live or self._prefill or self._pending)
+
+    def step(self) -> list[tuple[Ticket, Settled]]:
+        """Takes in prompts, dispatches rounds, and reads those that were dispatched before.
+
+        Returns:
+          What has settled of whom.
+        """
+        # 1) Prompts, in pieces: so much of them that the rows in the slots wait for a round or two.
+        self._take_in()
+
+        # 2) Rounds. They run while those before them are read.
+        before, self._pending = self._pending, None
+        if self.slots.live:
+            self._pending = self._dispatch()
+
+        # 3) What the rounds before have settled.
+        return [] if before is None else self._read(before)
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Ticket, Settled]]:
+        """Decodes requests, yielding what settles of whom; `Ticket.generation` has the whole."""
+        for request in requests:
+            self.submit(request)
+        while not self.is_idle:
+            yield from self.step()
+
+    def warm_up(self) -> None:
+        """Compiles every program: nothing that is asked for later has to."""
+        one = self._one(Ticket(Request([0]), self._own))
+        one = self._programs.copy_row(one, self._state, 0)
+        for size in self._sizes:
+            for attended in self._steps:
+                start = min(attended, self._steps[-1] - size)
+                one = self._programs.take_in(one, size, start, attended)
+        state = self._programs.insert(self._state, one, 0)
+        state = self._programs.release(state, 0)
+        for attended in self._steps:
+            for inputs in (self._inputs(), self._inputs(sampled=True)):
+                if inputs is not None:
+                    state = self._programs.run(state.attending(attended), inputs)[0]
+        self._state = jax.block_until_ready(state.attending(None))
+
+    def _take_in(self) -> None:
+        num_run = 0
+        while num_run < self._sizes[-1] or not self.slots.live:
+            if self._prefill is None:
+                if not (self.waiting and self.slots.num_free):
+                    return
+                self._prefill = self._admit(self.waiting.popleft())
+            size = next(self._prefill, None)
+            if size is None:
+                self._prefill = None
+            num_run += size or 0
+
+    def _admit(self, ticket: Ticket) -> Iterator[int]:
+        """Takes a prompt in and puts it into a slot, yielding the size of every piece."""
+        prompt, prefix = ticket.request.prompt, Prefix(0, 0)
+        one = self._one(ticket)
+        if self._drafter is None or self._drafter.resumes:
+            prefix = self.slots.shared(prompt)
+        if prefix.length:
+            one = self._programs.copy_row(one, self._state, prefix.slot)
+        for piece in pieces(prefix.length, len(prompt), self._sizes, self._steps):
+            if ticket.is_finished:  # cancelled meanwhile
+                return
+            one = self._programs.take_in(one, *piece[1::-1], piece.attended)
+            yield piece.size
+        if ticket.is_finished:
+            return
+        ticket.num_reused = prefix.length
+        self.num_reused_tokens += prefix.length
+        self.num_prompt_tokens += len(prompt)
+        slot = self.slots.take(ticket, prefix)
+        self._state = self._programs.insert(self._state, one.attending(None), slot)
+
+    def _one(self, ticket: Ticket) -> DecodeState:
+        """A state of one row, of whose prompt nothing has been run."""
+        prompt = ticket.request.prompt
+        text = np.zeros((1, self._steps[-1]), np.int32)
+        text[0, : len(prompt)] = prompt
+        return self._begun(
+            text,
+            np.array([len(prompt)], np.int32),
+            np.array([self._limit(ticket)], np.int32),
+            np.array([ticket.request.seed % 2**32], np.uint32),
+            ticket.budget,
+        )
+
+    def _begun(
+        self,
+        text: np.ndarray,
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        seeds: np.ndarray,
+        budget: float | None = None,
+    ) -> DecodeState:
+        budgets = None
+        if self.spec.rule.budget is not None:
+            budgets = np.full(len(text), math.inf if budget is None else budget, np.float32)
+        seconds = np.zeros(0, np.float32) if self.spec.deferred_window else None
+        return self._programs.begin(
+            text, lengths, limits, seeds.astype(np.uint32), budgets, seconds
+        )
+
+    def _limit(self, ticket: Ticket) -> int:
+        """Length at which a request is done."""
+        request = ticket.request
+        return min(len(request.prompt) + request.max_new_tokens, self.max_length)
+
+    def _dispatch(self) -> _Dispatch:
+        live = self.slots.live
+        known = ((one.generation.num_tokens, self._limit(one)) for _, one in live)
+        samples = any(one.request.sampling is not None for _, one in live)
+        state = self._state.attending(self._reach.next_dispatch(known))
+        inputs = self._inputs(sampled=samples)
+        assert inputs is not None
+        state, output = self._programs.run(state, inputs)
+        self._state = state.attending(None)
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        return _Dispatch(output, tuple(self.slots.occupants))
+
+    def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
+        """The numbers of all slots; None where nothing is ever drawn."""
+        if sampled and self.spec.boundary == "defer":
+            return None
+        occupants = tuple(self.slots.occupants)
+        if self._numbers is None or self._numbers[0] != occupants:
+            rules = [self._own if one is None else one.rule for one in occupants]
+            samplings = [_all_steps(one) for one in occupants]
+            inputs = RuleInputs(
+                rule=self._programs.put_numbers(per_row(rules, self._like)),
+                sampling=self._programs.put_numbers(sampling_per_row(samplings)),
+                protected=self._protected,
+            )
+            self._numbers = (occupants, inputs)
+        inputs = self._numbers[1]
+        return inputs if sampled else dataclasses.replace(inputs, sampling=None)
+
+    def _read(self, dispatch: _Dispatch) -> list[tuple[Ticket, Settled]]:
+        output: RoundOutput = jax.device_get(dispatch.output)
+        now = time.perf_counter()
+        found = []
+        for index in range(output.count.shape[0]):
+            for slot, ticket in enumerate(dispatch.occupants):
+                if ticket is None or ticket.is_finished:
+                    continue
+                settled = ticket.generation.book(output, (index, slot), self.spec, ticket.budget)
+                if settled is None:
+                    continue
+                ticket.first_token = ticket.first_token or now
+                if settled.finish_reason is not None:
+                    ticket.finished = now
+                    ticket.generation.seconds = now - ticket.submitted
+                    self.slots.give_back(slot)
+                found.append((ticket, settled))
+        return found
+
+
+def _all_steps(ticket: Ticket | None) -> Sampling:
+    """A request's sampling, with every step in the program."""
+    sampling = None if ticket is None else ticket.request.sampling
+    if sampling is None:
+        return Sampling(0.0, top_k=0, top_p=1.0)
+    top_k = 0 if sampling.top_k is None else sampling.top_k
+    top_p = 1.0 if sampling.top_p is None else sampling.top_p
+    return Sampling(sampling.temperature, top_k=top_k, top_p=top_p)
+
+
+def _check(spec: RoundSpec, num_slots: int, prefill_chunk: int) -> None:
+    if num_slots < 1 or prefill_chunk < 1:
+        raise FlyJaxError(
+            f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
+            " both must be at least 1: raise them."
+        )
+    if spec.depths:
+        raise FlyJaxError(
+            "num_speculative_tokens is 'auto', which the engine does not take: what FLy keeps "
+            "depends on K, and so a request would depend on its neighbours; give a number."
+        )
+    if spec.rule.uses_memory or spec.reports_mismatches:
+        raise FlyJaxError(
+            "The rule looks mismatches up in a memory, which the engine does not take; give "
+            "another rule, or decode with Decoder."
+        )

@@ -1,0 +1,70 @@
+"""What the engine is asked for, and what has become of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from fly_jax.decoding.generation import Generation
+from fly_jax.verification.rules import Rule
+from fly_jax.verification.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to continue, and how. Nothing of it depends on what else is decoded.
+
+    Attributes:
+      prompt: token ids.
+      max_new_tokens: limit of the continuation.
+      rule: which draft tokens are kept; None for the engine's own rule.
+      sampling: how tokens are drawn; None for greedy decoding.
+      seed: of the draws.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    rule: Rule | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+
+
+class Ticket:
+    """A request that was handed in.
+
+    Attributes:
+      request: what is asked for.
+      rule: the request's own, or the engine's.
+      generation: what the prompt has become so far.
+      num_reused: tokens of the prompt that another request had brought into the caches.
+      is_finished: nothing more will come.
+      submitted: when it was handed in, by `time.perf_counter`.
+      first_token: when its first token was read; None before.
+      finished: when its last token was read, or it was cancelled; None before.
+    """
+
+    def __init__(self, request: Request, rule: Rule) -> None:
+        """Waits.
+
+        Args:
+          request: has been checked.
+          rule: what it is decoded with.
+        """
+        self.request, self.rule = request, rule
+        self.generation = Generation(tuple(request.prompt))
+        self.num_reused = 0
+        self.submitted = time.perf_counter()
+        self.first_token: float | None = None
+        self.finished: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Its last token has been read, or it was cancelled."""
+        return self.finished is not None
+
+    @property
+    def budget(self) -> float | None:
+        """What its rule may lose to the target, in nats; None for any amount."""
+        budget = self.rule.budget
+        return None if budget is None else float(budget)

@@ -1,0 +1,86 @@
+"""Which request is in which slot, and what the caches of each slot hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fly_jax.serving.request import Ticket
+
+# Copying a row for fewer tokens than this takes longer than running them.
+_LEAST_SHARED = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The beginning of a prompt that a slot's caches hold.
+
+    Attributes:
+      slot: where.
+      length: tokens; 0 where no slot holds enough.
+    """
+
+    slot: int
+    length: int
+
+
+class Slots:
+    """The rows of the engine's state."""
+
+    def __init__(self, number: int) -> None:
+        """All are free, and hold nothing.
+
+        Args:
+          number: of slots.
+        """
+        self.occupants: list[Ticket | None] = [None] * number
+        self._last: list[Ticket | None] = [None] * number
+        # Slots that are free, the one that was freed first in front.
+        self._free = list(range(number))
+
+    @property
+    def live(self) -> list[tuple[int, Ticket]]:
+        """The slots in use, with who is in them."""
+        return [(slot, one) for slot, one in enumerate(self.occupants) if one is not None]
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody is in."""
+        return len(self._free)
+
+    def shared(self, prompt: Sequence[int]) -> Prefix:
+        """The longest beginning of a prompt that the caches of a slot hold.
+
+        The last two tokens of a row are not relied on, as in `decoding.kept`, nor is the last one
+        of the prompt: something has to be run.
+        """
+        found = [
+            Prefix(slot, _shared(ticket, prompt))
+            for slot, ticket in enumerate(self._last)
+            if ticket is not None
+        ]
+        best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
+        return best if best.length >= _LEAST_SHARED else Prefix(0, 0)
+
+    def take(self, ticket: Ticket, prefix: Prefix) -> int:
+        """Gives a request a free slot: the one whose text it goes on with, or the stalest."""
+        slot = self._free[0]
+        held = self._last[prefix.slot]
+        if prefix.slot in self._free and held is not None:
+            goes_on = prefix.length >= held.generation.num_tokens - 2
+            slot = prefix.slot if goes_on and prefix.length else slot
+        self._free.remove(slot)
+        self.occupants[slot] = self._last[slot] = ticket
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Frees a slot; what its caches hold stays to be shared."""
+        self.occupants[slot] = None
+        self._free.append(slot)
+
+
+def _shared(ticket: Ticket, prompt: Sequence[int]) -> int:
+    generation = ticket.generation
+    row = (*generation.prompt_token_ids, *generation.token_ids)
+    most = min(len(row) - 2, len(prompt) - 1)
+    return next((at for at in range(most) if row[at] != prompt[at]), max(most, 0))

@@ -10,7 +10,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from random_pairs import CAPACITY, CONFIG, EOS, random_draft, random_target
+from random_pairs import CAPACITY, CONFIG, EOS, placed, random_draft, random_target
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
@@ -19,7 +19,6 @@ from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -66,18 +65,6 @@ CASES = [
     ("2x2x2", "all", "tensor", "replicated"),
     ("4x2", "levels", "tensor_long", "narrow"),
 ]
-
-
-def placed(model: Llama, layout: Layout) -> Llama:
-    specs = parameter_specs(model.config)
-    return Llama(
-        model.config,
-        {
-            name: jax.device_put(value, layout.sharding(specs[name].axes, specs[name].shape))
-            for name, value in model.parameters().items()
-        },
-        layout,
-    )
 
 
 def pair(config: LlamaConfig = LARGE) -> tuple[Llama, Llama]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from random_pairs import CONFIG, EOS, random_draft, random_target
-from test_mesh_decoding import placed
+from random_pairs import CONFIG, EOS, placed, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup

@@ -16,6 +16,8 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModelState
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
+from fly_jax.models.specs import parameter_specs
+from fly_jax.sharding.rules import Layout
 
 # About one token in ten ends a text.
 EOS = (7, 19, 30, 41)
@@ -53,6 +55,19 @@ def random_draft(
     parameters = random_target(seed, config, sharpness).parameters()
     key = jax.random.key(1000 + seed)
     return Llama(config, _disturbed(tuple(parameters), parameters, key, noise))
+
+
+def placed(model: Llama, layout: Layout) -> Llama:
+    """The model on a mesh."""
+    specs = parameter_specs(model.config)
+    return Llama(
+        model.config,
+        {
+            name: jax.device_put(value, layout.sharding(specs[name].axes, specs[name].shape))
+            for name, value in model.parameters().items()
+        },
+        layout,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from fly_jax.models.presets import preset as preset
     from fly_jax.models.tokenizers.tokenizer import TextStream as TextStream
     from fly_jax.parameters import parameter as parameter
+    from fly_jax.serving.engine import Engine as Engine
+    from fly_jax.serving.request import Request as Request
+    from fly_jax.serving.request import Ticket as Ticket
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
     from fly_jax.verification.correction_memory import CorrectionMemory as CorrectionMemory
@@ -122,6 +125,8 @@ _HOMES = {
     "verification.verify": ("FlatVerdict", "verify", "verify_flat"),
     "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
+    "serving.engine": ("Engine",),
+    "serving.request": ("Request", "Ticket"),
     "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),

@@ -136,21 +136,26 @@ class Pair:
             memory.check_vocabulary(self.tokenizer.digest, "The memory")
         elif spec.rule.uses_memory or spec.reports_mismatches:
             memory = CorrectionMemory(self.tokenizer.digest)
-        drafter = self.drafter
-        if isinstance(drafter, str) and spec.num_speculative_tokens:
-            drafter = build_drafter(drafter, self.target, spec)
         return Decoder(
             self.target,
-            drafter if isinstance(drafter, Drafter) else self.drafts,
+            self.proposing(spec),
             spec,
             capacity=capacity,
             batch_size=batch_size,
-            protected_token_ids=(
-                *self.tokenizer.control_token_ids,
-                *self.tokenizer.matching(protect),
-            ),
+            protected_token_ids=self.protected_token_ids(protect),
             memory=memory,
         )
+
+    def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
+        """What proposes in rounds of this kind: the draft models, or what stands in their place."""
+        drafter = self.drafter
+        if isinstance(drafter, str) and spec.num_speculative_tokens:
+            drafter = build_drafter(drafter, self.target, spec)
+        return drafter if isinstance(drafter, Drafter) else self.drafts
+
+    def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
+        """Tokens that are never rescued; see `decoder`."""
+        return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
 
 
 Dtype = Literal["float32", "bfloat16", "int8"]

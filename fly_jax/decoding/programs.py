@@ -189,7 +189,7 @@ class Programs:
 
     def copy_row(self, one: DecodeState, state: DecodeState, row: int) -> DecodeState:
         """One row with what the models hold of a row of a larger state; `one` is donated."""
-        return _copy_row(self._drafter, one, state, self._index(row))
+        return _copy_row(self._shapes, self._drafter, one, state, self._index(row))
 
     def insert(self, state: DecodeState, one: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with another row in a place of its rows."""
@@ -297,21 +297,28 @@ def _begun(shapes: _Shapes, drafter: Drafter | None, rows: _Rows) -> DecodeState
     return rows.begun(shapes.structure, cache, drafting)
 
 
-@functools.partial(jax.jit, donate_argnames=("one",))
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("one",))
 def _copy_row(
-    drafter: Drafter | None, one: DecodeState, state: DecodeState, row: Int[Array, ""]
+    shapes: _Shapes,
+    drafter: Drafter | None,
+    one: DecodeState,
+    state: DecodeState,
+    row: Int[Array, ""],
 ) -> DecodeState:
+    def copied(mine: Array, theirs: Array) -> Array:
+        axis = _row_axis(mine, theirs)
+        if axis is None:
+            return theirs
+        if shapes.layout is None or not jnp.issubdtype(theirs.dtype, jnp.floating):
+            return jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
+        # A mesh may split the rows: of a sum it exchanges one row, of a slice it collects them all.
+        is_it = jax.lax.broadcasted_iota(jnp.int32, theirs.shape, axis) == row
+        return jnp.sum(jnp.where(is_it, theirs, 0), axis, keepdims=True, dtype=theirs.dtype)
+
     held = (state.target, state.drafter)
-    target, drafting = jax.tree.map(
-        lambda mine, theirs: _part(mine, theirs, row), (one.target, one.drafter), held
-    )
+    target, drafting = jax.tree.map(copied, (one.target, one.drafter), held)
     drafting = None if drafter is None else drafter.resumed(drafting)
     return dataclasses.replace(one, target=target, drafter=drafting)
-
-
-def _part(mine: Array, theirs: Array, row: Int[Array, ""]) -> Array:
-    axis = _row_axis(mine, theirs)
-    return theirs if axis is None else jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

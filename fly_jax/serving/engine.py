@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fly_jax.decoding.capacity import CAPACITY_STEP, Reach, ladder
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Settled
+from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.prompts import check_prompt
 from fly_jax.decoding.spec import RoundSpec
@@ -121,6 +123,50 @@ class Engine:
         self._pending: _Dispatch | None = None
         ones = np.ones(num_slots, np.int32)
         self._state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
+
+    @classmethod
+    def of(
+        cls,
+        pair: Pair,
+        config: DecodingConfig | None = None,
+        *,
+        num_slots: int = 8,
+        max_length: int | None = None,
+        prefill_chunk: int = 256,
+        rules: Sequence[Rule] = (),
+        audits: bool = False,
+        **given: Any,
+    ) -> Engine:
+        """An engine of a pair.
+
+        Args:
+          pair: from `load_pair`.
+          config: how requests are decoded that do not say; None for `default_config`. Its
+            temperature, top_k and top_p are of no meaning here: requests have their own.
+          num_slots: see the class.
+          max_length: see the class.
+          prefill_chunk: see the class.
+          rules: see the class.
+          audits: fills `Generation.reports`.
+          **given: see `DecodingConfig`, over whose values they are laid.
+
+        Raises:
+          FlyJaxError: as the class and `DecodingConfig`.
+        """
+        config = pair.config(config, **given)
+        if not (pair.drafts or pair.drafter or config.prompt_lookup_max):
+            config = config.without_draft()
+        spec = pair.spec(config, audits=audits)
+        return cls(
+            pair.target,
+            pair.proposing(spec),
+            spec,
+            num_slots=num_slots,
+            max_length=max_length,
+            prefill_chunk=prefill_chunk,
+            rules=rules,
+            protected_token_ids=pair.protected_token_ids(config.protect),
+        )
 
     def submit(self, request: Request) -> Ticket:
         """Hands in a request.

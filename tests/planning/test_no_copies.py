@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
+import jax
 import jax.numpy as jnp
 import pytest
 from rounds import KINDS, copied, on_mesh, on_one_device, repeated, round_hlo
 
+from fly_jax.decoding import programs
+from fly_jax.decoding.decoder import Decoder
 from fly_jax.models.config import LlamaConfig
+from fly_jax.planning.hlo import exchanges
+from fly_jax.planning.steps import abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -42,3 +49,35 @@ def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, mesh: str | N
         models = [on_mesh(config, layout, float32) for config in configs]
     hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5, prompt=20)
     assert not repeated(copied(hlo, models, ROWS, capacity))
+
+
+@pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
+def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
+    """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
+    rows, float32 = 8, jnp.dtype(jnp.float32)
+    layout = None if rules is None else Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
+    models = [
+        on_one_device(config, float32) if layout is None else on_mesh(config, layout, float32)
+        for config in TINY[:2]
+    ]
+    decoders = [
+        Decoder(models[0], models[1:], KINDS["fly"].spec(5), capacity=256, batch_size=number)
+        for number in (rows, 1)
+    ]
+    many, one = (
+        abstract_state(decoder, [layout, layout], decoder.trace_prefill(20)) for decoder in decoders
+    )
+    sharding = None if layout is None else layout.sharding((), ())
+    at = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    of = decoders[0]._programs
+    inserted = programs._insert.lower(many, one, at).compile().as_text()
+    released = programs._release.lower(many, at).compile().as_text()
+    assert not copied(inserted, models, rows, 256)
+    assert not copied(released, models, rows, 256)
+    taken = programs._copy_row.lower(of._shapes, of._drafter, one, many, at).compile().as_text()
+    row = max(math.prod(one.target.keys.shape), math.prod(one.drafter.cache.keys.shape))
+    number = 1 if layout is None else layout.mesh.size
+    for text in (inserted, released, taken):
+        for exchange in exchanges(text, number):
+            assert exchange.count == 1
+            assert all(math.prod(shape) <= row for shape in exchange.shapes), exchange

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fly_jax.models.presets import preset as preset
     from fly_jax.models.tokenizers.tokenizer import TextStream as TextStream
     from fly_jax.parameters import parameter as parameter
+    from fly_jax.serving.async_engine import AsyncEngine as AsyncEngine
+    from fly_jax.serving.async_engine import TokenStream as TokenStream
     from fly_jax.serving.engine import Engine as Engine
     from fly_jax.serving.request import Request as Request
     from fly_jax.serving.request import Ticket as Ticket
@@ -125,6 +127,7 @@ _HOMES = {
     "verification.verify": ("FlatVerdict", "verify", "verify_flat"),
     "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
+    "serving.async_engine": ("AsyncEngine", "TokenStream"),
     "serving.engine": ("Engine",),
     "serving.request": ("Request", "Ticket"),
     "models.presets": ("preset",),

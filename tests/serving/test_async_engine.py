@@ -1,0 +1,159 @@
+"""Many at once on one event loop: all get their tokens, and whoever leaves frees the slot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from random_pairs import CONFIG, random_target
+
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.request import Request, Ticket
+from fly_jax.verification.rules import Exact, Margin
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    # Without ends of text: every request has as many tokens as it asks for.
+    spec = RoundSpec(Exact(), 0, rounds_per_dispatch=2)
+    return Engine(random_target(2), None, spec, num_slots=3, max_length=96, prefill_chunk=32)
+
+
+def requests(number: int) -> list[Request]:
+    chance = random.Random(3)
+    return [
+        Request([chance.randrange(CONFIG.vocab_size) for _ in range(chance.randint(1, 40))],
+                chance.randint(1, 30))
+        for _ in range(number)
+    ]  # fmt: skip
+
+
+def expected(engine: Engine, given: list[Request]) -> list[list[int]]:
+    tickets = [engine.submit(one) for one in given]
+    while not engine.is_idle:
+        engine.step()
+    return [one.generation.token_ids for one in tickets]
+
+
+async def tokens(running: AsyncEngine, request: Request) -> list[int]:
+    found: list[int] = []
+    async for settled in await running.submit(request):
+        found += settled.token_ids
+    return found
+
+
+def test_all_get_their_tokens(engine: Engine) -> None:
+    given = requests(40)
+
+    async def run() -> list[list[int]]:
+        async with AsyncEngine(engine) as running:
+            return await asyncio.gather(*(tokens(running, one) for one in given))
+
+    assert asyncio.run(run()) == expected(engine, given)
+    assert engine.is_idle
+
+
+def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
+    given = requests(12)
+    wanted = expected(engine, given)
+
+    async def leave(running: AsyncEngine, request: Request, how: int) -> Ticket:
+        stream = await running.submit(request)
+        if how == 0:  # after the first tokens
+            async with contextlib.aclosing(stream):
+                async for _ in stream:
+                    break
+        elif how == 1:  # in the middle of waiting
+            task = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        else:
+            await running.cancel(stream.ticket)
+        return stream.ticket
+
+    async def run() -> tuple[list[list[int]], list[Ticket]]:
+        async with AsyncEngine(engine) as running:
+            going = [asyncio.create_task(tokens(running, one)) for one in given]
+            left = [await leave(running, Request([index], 90), index % 3) for index in range(9)]
+            found = await asyncio.gather(*going)
+            await running.drain()
+            return found, left
+
+    found, left = asyncio.run(run())
+    assert found == wanted
+    assert all(one.is_finished for one in left)
+    assert all(len(one.generation.token_ids) < 90 for one in left)
+    assert engine.is_idle
+    assert engine.slots.num_free == 3
+
+
+def test_draining_waits_and_refuses(engine: Engine) -> None:
+    async def run() -> list[int]:
+        async with AsyncEngine(engine) as running:
+            going = asyncio.create_task(tokens(running, Request([1], 40)))
+            await asyncio.sleep(0.01)
+            await running.drain()
+            assert engine.is_idle
+            with pytest.raises(FlyJaxError, match="takes no more"):
+                await running.submit(Request([1]))
+            return await going
+
+    assert len(asyncio.run(run())) == 40
+
+
+def test_what_is_refused_is_refused_at_once(engine: Engine) -> None:
+    async def run() -> None:
+        running = AsyncEngine(engine)
+        with pytest.raises(FlyJaxError, match="does not run"):
+            await running.submit(Request([1]))
+        async with running:
+            with pytest.raises(FlyJaxError, match="is empty"):
+                await running.submit(Request([]))
+            with pytest.raises(FlyJaxError, match="of a kind"):
+                await running.submit(Request([1], rule=Margin()))
+            assert len(await tokens(running, Request([1], 3))) == 3
+        with pytest.raises(FlyJaxError, match="does not run"):
+            await running.submit(Request([1]))
+
+    asyncio.run(run())
+
+
+def test_leaving_cancels_what_is_going(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as running:
+            streams = [await running.submit(Request([index], 90)) for index in range(5)]
+        for stream in streams:
+            assert stream.ticket.is_finished
+            with pytest.raises(FlyJaxError, match="does not run"):
+                async for _ in stream:
+                    pass
+            await stream.aclose()
+
+    asyncio.run(run())
+    assert engine.slots.num_free == 3
+
+
+def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("the chip is gone")
+
+    async def run() -> None:
+        async with AsyncEngine(engine) as running:
+            stream = await running.submit(Request([1], 90))
+            waiting = await running.submit(Request([2], 90))
+            monkeypatch.setattr(engine, "step", fail)
+            for one in (stream, waiting):
+                with pytest.raises(FlyJaxError, match=r"has failed.*the chip is gone"):
+                    async for _ in one:
+                        pass
+            with pytest.raises(FlyJaxError, match="the chip is gone"):
+                await running.submit(Request([3]))
+
+    asyncio.run(run())

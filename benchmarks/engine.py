@@ -104,6 +104,7 @@ def main(_: list[str]) -> None:
                 "slots": _ROWS.value,
                 "tokens": num_tokens,
                 "alike": alike,
+                "share_of_prompts_reused": engine.num_reused_tokens / engine.num_prompt_tokens,
                 "engine_seconds": engine_seconds,
                 "static_seconds": static_seconds,
                 "ratios": ratios,

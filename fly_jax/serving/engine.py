@@ -41,6 +41,11 @@ class _Dispatch:
     output: RoundOutput
     occupants: tuple[Ticket | None, ...]
 
+    @property
+    def is_awaited(self) -> bool:
+        """Something of it may still settle."""
+        return any(one is not None and not one.is_finished for one in self.occupants)
+
 
 class Engine:
     """Decodes any number of requests, as many at a time as it has slots.
@@ -231,8 +236,11 @@ class Engine:
         if self.slots.live:
             self._pending = self._dispatch()
 
-        # 3) What the rounds before have settled.
-        return [] if before is None else self._read(before)
+        # 3) What the rounds before have settled. With the last row nothing else is waited for.
+        found = [] if before is None else self._read(before)
+        if self._pending is not None and not self._pending.is_awaited:
+            self._pending = None
+        return found
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Ticket, Settled]]:
         """Decodes requests, yielding what settles of whom; `Ticket.generation` has the whole."""

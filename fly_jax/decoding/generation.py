@@ -16,7 +16,7 @@ class Settled:
     """Tokens of one row that will not change any more.
 
     Attributes:
-      row: index of the prompt.
+      row: index of the prompt; in an engine, the slot.
       token_ids: the new tokens.
       why: why each of them stands there.
       finish_reason: "stop" (an end of text), "length" (the limit), or None while the row goes on.
@@ -36,14 +36,15 @@ class Generation:
       prompt_token_ids: the prompt.
       token_ids: what followed, the end-of-text token included.
       why: why each token stands there.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop" or "length"; in an engine also "cancelled".
       num_rounds: target passes.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
-      seconds: from the first round's dispatch to the arrival of the row's last token.
+      seconds: from the first round's dispatch (in an engine, from the slot's) to the arrival of the
+        row's last token.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundSpec.audits`.
     """

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from fly_jax.decoding.state import DecodeState
 
+_UNSEEN = 2
+
 
 class Kept:
     """What a decoder keeps of its last batch."""
@@ -25,16 +27,10 @@ class Kept:
         return self._state.target.capacity
 
     def shared(self, prompts: Sequence[Sequence[int]]) -> int:
-        """How many tokens at the beginning of every prompt the caches hold.
-
-        The last two tokens of a row are not relied on. A draft model has not seen the last one when
-        a round ends, nor the one before it where all of its draft was kept; and a row that is
-        finished is fed its last one again, with too little attended to, while others go on. Nor is
-        the last of a prompt: something has to be run.
-        """
+        """How many tokens at the beginning of every prompt the caches hold: see `num_shared`."""
         if len(prompts) > len(self._rows) or self._state.target.keys.is_deleted():
             return 0
-        return max(0, min(map(_shared, self._rows, prompts)))
+        return max(0, min(map(num_shared, self._rows, prompts)))
 
     def take(self) -> DecodeState:
         """The state, which is donated to whoever goes on with it: nothing is kept any more."""
@@ -43,6 +39,13 @@ class Kept:
         return state
 
 
-def _shared(row: list[int], prompt: Sequence[int]) -> int:
-    most = min(len(row) - 2, len(prompt) - 1)
+def num_shared(row: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens at the beginning of a prompt the caches of a row hold; may be negative.
+
+    The row's last two tokens are not relied on. A draft model has not seen the last one when
+    a round ends, nor the one before it where all of its draft was kept; and a row that is
+    finished is fed its last one again, with too little attended to, while others go on. Nor is
+    the last of the prompt: something has to be run.
+    """
+    most = min(len(row) - _UNSEEN, len(prompt) - 1)
     return next((at for at in range(most) if row[at] != prompt[at]), most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,12 @@ from fly_jax.serving.engine import Engine
 from fly_jax.serving.request import Request, Ticket
 
 _T = TypeVar("_T")
+
+_STOPPED = (
+    "The engine does not run, or has stopped before a request was done; requests are taken within "
+    "`async with AsyncEngine(engine)`, and `drain` waits for them."
+)
+_DRAINED = "The engine takes no more requests: it is about to stop."
 
 
 class TokenStream(AsyncIterator[Settled]):
@@ -37,14 +44,14 @@ class TokenStream(AsyncIterator[Settled]):
           owner: runs the engine.
         """
         self._owner, self._loop = owner, asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Settled | FlyJaxError] = asyncio.Queue()
+        self._arrived: asyncio.Queue[Settled | FlyJaxError | None] = asyncio.Queue()
         self._is_done = False
 
     async def __anext__(self) -> Settled:
         """Waits for the next tokens.
 
         Raises:
-          StopAsyncIteration: there are no more.
+          StopAsyncIteration: there are no more, or the request was cancelled.
           FlyJaxError: the engine has stopped before the last of them.
         """
         if self._is_done:
@@ -54,21 +61,22 @@ class TokenStream(AsyncIterator[Settled]):
         except asyncio.CancelledError:  # whoever waited has gone
             await self.aclose()
             raise
+        self._is_done = not isinstance(found, Settled) or found.finish_reason is not None
+        if found is None:
+            raise StopAsyncIteration
         if isinstance(found, FlyJaxError):
-            self._is_done = True
             raise found
-        self._is_done = found.finish_reason is not None
         return found
 
     async def aclose(self) -> None:
         """Cancels the request, unless it is done; its slot is free for the next round."""
         if not self._is_done:
             self._is_done = True
-            await self._owner.cancel(self.ticket)
+            self._owner.cancel(self)
 
-    def arrive(self, what: Settled | FlyJaxError) -> None:
-        """Hands in what has settled, from the engine's thread; an error ends the stream."""
-        if not self._loop.is_closed():
+    def arrive(self, what: Settled | FlyJaxError | None) -> None:
+        """Hands in what has settled, from any thread; anything else ends the stream."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, what)
 
 
@@ -88,14 +96,24 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[Ticket, TokenStream] = {}
         self._waits_for_idle: list[Future[None]] = []
-        self._thread = threading.Thread(target=self._run, name="fly_jax engine", daemon=True)
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # around what is handed to the thread, and its end
-        self._refusal: FlyJaxError | None = _stopped()
-        self._has_ended = False
+        self._refusal: str | None = _STOPPED
+        self._failure: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        """Starts the thread."""
-        self._refusal = None
+        """Starts the thread.
+
+        Raises:
+          FlyJaxError: it runs already, or somebody else uses the engine.
+        """
+        if self._thread is not None or not self.engine.is_idle:
+            raise FlyJaxError(
+                "The engine is in use already; give AsyncEngine one that decodes nothing, and enter"
+                " it once at a time."
+            )
+        self._refusal = self._failure = None
+        self._thread = threading.Thread(target=self._run, name="fly_jax engine", daemon=True)
         self._thread.start()
         return self
 
@@ -106,8 +124,10 @@ class AsyncEngine:
         traceback: TracebackType | None,
     ) -> None:
         """Ends the thread, after the rounds that it is reading."""
+        assert self._thread is not None
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._commands, self._thread = queue.SimpleQueue(), None
 
     async def submit(self, request: Request) -> TokenStream:
         """Hands in a request: `async for settled in await engine.submit(request)`.
@@ -116,7 +136,7 @@ class AsyncEngine:
           FlyJaxError: as `Engine.submit`; or the engine has stopped, or is being drained.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refused()
         stream = TokenStream(self)
 
         def hand_in() -> TokenStream:
@@ -124,22 +144,28 @@ class AsyncEngine:
             self._streams[stream.ticket] = stream
             return stream
 
-        return await asyncio.wrap_future(self._do(hand_in))
+        try:
+            return await asyncio.wrap_future(self._do(hand_in))
+        except asyncio.CancelledError:  # perhaps after it was handed in
+            self.cancel(stream)
+            raise
 
-    async def cancel(self, ticket: Ticket) -> None:
-        """Stops a request; see `Engine.cancel`. Its stream gives nothing more."""
+    def cancel(self, stream: TokenStream) -> None:
+        """Stops a request before the next rounds. Its stream ends."""
 
         def stop() -> None:
-            self._streams.pop(ticket, None)
-            self.engine.cancel(ticket)
+            ticket = getattr(stream, "ticket", None)
+            if ticket is not None and self._streams.pop(ticket, None) is not None:
+                self.engine.cancel(ticket)
+                stream.arrive(None)
 
-        if not self._has_ended:  # or all are cancelled
-            await asyncio.wrap_future(self._do(stop))
+        self._do(stop)
 
     async def drain(self) -> None:
         """Takes no more requests, and waits until those that are going are done."""
-        self._refusal = FlyJaxError("The engine takes no more requests: it is about to stop.")
         idle: Future[None] = Future()
+        with self._lock:
+            self._refusal = self._refusal or _DRAINED
         await asyncio.wrap_future(self._do(lambda: self._waits_for_idle.append(idle)))
         await asyncio.wrap_future(idle)
 
@@ -151,19 +177,25 @@ class AsyncEngine:
             if done.set_running_or_notify_cancel():
                 try:
                     done.set_result(command())
-                except BaseException as error:
+                except Exception as error:
                     done.set_exception(error)
 
         with self._lock:
-            if self._has_ended:
-                done.set_exception(self._refusal or _stopped())
+            if self._thread is None or self._refusal not in (None, _DRAINED):
+                done.set_exception(self._refused())
             else:
                 self._commands.put(run)
         return done
 
+    def _refused(self) -> FlyJaxError:
+        """Made anew for everyone it is told, since it collects where it was raised."""
+        error = FlyJaxError(self._refusal or _STOPPED)
+        error.__cause__ = self._failure
+        return error
+
     def _run(self) -> None:
         """The thread."""
-        ended = _stopped()
+        refusal = _STOPPED
         try:
             while self._take_commands():
                 for ticket, settled in self.engine.step():
@@ -171,20 +203,20 @@ class AsyncEngine:
                     if settled.finish_reason is not None:
                         del self._streams[ticket]
         except Exception as error:
-            ended = FlyJaxError(f"The engine has failed, and stopped: {error}")
-            ended.__cause__ = error
-        with self._lock:
-            self._refusal, self._has_ended = ended, True
+            refusal = f"The engine has failed, and stopped: {error}"
+            self._failure = error
+        with self._lock:  # from here on nothing is handed in
+            self._refusal = refusal
         while not self._commands.empty():
             command = self._commands.get()
             if command is not None:
                 command()
-        for stream in self._streams.values():
-            stream.arrive(ended)
-        for idle in self._waits_for_idle:
-            idle.set_result(None)
-        while self._streams:
-            self.engine.cancel(self._streams.popitem()[0])
+        self._tell_idle()
+        for ticket, stream in self._streams.items():
+            stream.arrive(self._refused())
+            with contextlib.suppress(Exception):  # what failed may have taken the state with it
+                self.engine.cancel(ticket)
+        self._streams.clear()
 
     def _take_commands(self) -> bool:
         """Does what was asked for meanwhile, and waits for it where nothing is to be decoded.
@@ -195,9 +227,7 @@ class AsyncEngine:
         while True:
             is_idle = self.engine.is_idle
             if is_idle:
-                for one in self._waits_for_idle:
-                    one.set_result(None)
-                self._waits_for_idle.clear()
+                self._tell_idle()
             try:
                 command = self._commands.get(block=is_idle)
             except queue.Empty:
@@ -206,8 +236,8 @@ class AsyncEngine:
                 return False
             command()
 
-
-def _stopped() -> FlyJaxError:
-    return FlyJaxError(
-        "The engine does not run; requests are taken within `async with AsyncEngine(engine)`."
-    )
+    def _tell_idle(self) -> None:
+        for one in self._waits_for_idle:
+            if one.set_running_or_notify_cancel():  # unless nobody waits any more
+                one.set_result(None)
+        self._waits_for_idle.clear()

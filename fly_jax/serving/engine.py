@@ -25,6 +25,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
+from fly_jax.serving.checks import check_sizes, check_spec, check_window
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.slots import Prefix, Slots
@@ -78,27 +79,32 @@ class Engine:
         Args:
           target: the model whose text is wanted.
           draft: see `Decoder`.
-          spec: of the rounds; its rule is that of requests without one of their own.
+          spec: of the rounds; its rule is that of requests without one of their own. They are
+            decoded greedily, unless they say otherwise.
           num_slots: requests that are decoded at a time.
-          max_length: tokens of a request, its prompt included; None for 2048, or the context of the
-            target if that is less.
+          max_length: tokens of a request, its prompt included, at most the target's context; None
+            for 2048, or the context if that is less.
           prefill_chunk: prompt tokens that are run between two rounds.
           rules: a rule of every kind that requests may ask for, besides that of `spec` and the
-            lossless one; their numbers are of no meaning.
+            lossless one.
           protected_token_ids: see `Decoder`.
           cache_dtype: see `Decoder`.
 
         Raises:
           FlyJaxError: no slot or no room; a K that is chosen anew in each round, a rule with a
-            memory, or a mesh of several processes, which the engine does not take; and what
-            `Decoder` refuses.
+            memory, a sampling of all requests, or a mesh of several processes, which the engine
+            does not take; rules whose windows cannot be deferred together; and what `Decoder`
+            refuses.
         """
-        _check(spec, num_slots, prefill_chunk)
+        context = target.config.max_context
+        length = min(_DEFAULT_LENGTH, context) if max_length is None else max_length
+        check_sizes(num_slots, prefill_chunk, length, context)
+        check_spec(spec, rules)
         self._own = spec.rule
         self._like = (spec.rule, Exact(), *rules)
         united = per_row([spec.rule] * num_slots, self._like)
         self._kind: Any = jax.tree.structure(united)
-        self.spec = dataclasses.replace(spec, rule=united, sampling=None)
+        self.spec = dataclasses.replace(spec, rule=united)
         self._drafter = checked_drafter(target, draft, spec)
         structure = self.spec.structure(self._drafter)
         self._programs = Programs(target, self._drafter, structure, cache_dtype)
@@ -107,10 +113,10 @@ class Engine:
                 "The engine was given a mesh of several processes; it runs in one so far: decode "
                 "there with Decoder, or give a mesh of this process's devices."
             )
-        k, context = spec.num_speculative_tokens, target.config.max_context
+        k = spec.num_speculative_tokens
         room = k + 1 if self._drafter is None else self._drafter.room(k)
-        self.max_length = min(max_length or _DEFAULT_LENGTH, context)
-        needed = max(self.max_length + room, prefill_chunk)
+        self.max_length = length
+        needed = max(length + room, prefill_chunk)
         capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
         self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
@@ -124,7 +130,7 @@ class Engine:
         self.waiting: collections.deque[Ticket] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self._numbers: tuple[tuple[Ticket | None, ...], RuleInputs] | None = None
-        self._prefill: Iterator[int] | None = None
+        self._prefill: tuple[Ticket, Iterator[int]] | None = None
         self._pending: _Dispatch | None = None
         ones = np.ones(num_slots, np.int32)
         self._state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
@@ -146,8 +152,7 @@ class Engine:
 
         Args:
           pair: from `load_pair`.
-          config: how requests are decoded that do not say; None for `default_config`. Its
-            temperature, top_k and top_p are of no meaning here: requests have their own.
+          config: how requests are decoded that do not say; None for `default_config`.
           num_slots: see the class.
           max_length: see the class.
           prefill_chunk: see the class.
@@ -178,7 +183,8 @@ class Engine:
 
         Raises:
           FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
-            asked for, or a rule of a kind that the engine was not made for.
+            asked for, or a rule of a kind that the engine was not made for or that could rescue
+            nothing with its K.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
         if len(prompt) >= self.max_length:
@@ -190,18 +196,23 @@ class Engine:
             raise FlyJaxError(
                 f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
             )
-        if request.sampling is not None and self.spec.boundary == "defer":
-            raise FlyJaxError(
-                "A request asks for sampling and the engine defers windows, which is for greedy "
-                "decoding; make it with boundary='reject', or leave sampling out."
-            )
         rule = self._own if request.rule is None else request.rule
+        if self.spec.boundary == "defer":
+            if request.sampling is not None:
+                raise FlyJaxError(
+                    "A request asks for sampling and the engine defers windows, which is for greedy"
+                    " decoding; make it with boundary='reject', or leave sampling out."
+                )
+            check_window(rule, self.spec.deferred_window)
+        elif self.spec.num_speculative_tokens:
+            rule.check(self.spec.num_speculative_tokens)
         if jax.tree.structure(per_row([rule], self._like)) != self._kind:
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
                 "not made for; name one of its kind in `rules` when it is made."
             )
-        ticket = Ticket(request, rule)
+        # The prompt as it was checked, whatever its owner does with the list.
+        ticket = Ticket(dataclasses.replace(request, prompt=prompt), rule)
         self.waiting.append(ticket)
         return ticket
 
@@ -210,12 +221,16 @@ class Engine:
         if ticket.is_finished:
             return
         ticket.finished = time.perf_counter()
+        ticket.generation.finish_reason = "cancelled"
         if ticket in self.waiting:
             self.waiting.remove(ticket)
+        if self._prefill is not None and self._prefill[0] is ticket:
+            self._prefill = None
+        self._forget_rounds()
         for slot, occupant in self.slots.live:
             if occupant is ticket:
-                self._state = self._programs.release(self._state, slot)
                 self.slots.give_back(slot)
+                self._state = self._programs.release(self._state, slot)
 
     @property
     def is_idle(self) -> bool:
@@ -238,8 +253,7 @@ class Engine:
 
         # 3) What the rounds before have settled. With the last row nothing else is waited for.
         found = [] if before is None else self._read(before)
-        if self._pending is not None and not self._pending.is_awaited:
-            self._pending = None
+        self._forget_rounds()
         return found
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Ticket, Settled]]:
@@ -250,7 +264,17 @@ class Engine:
             yield from self.step()
 
     def warm_up(self) -> None:
-        """Compiles every program: nothing that is asked for later has to."""
+        """Compiles every program: nothing that is asked for later has to.
+
+        Raises:
+          FlyJaxError: requests wait or are being decoded.
+        """
+        if not self.is_idle:
+            raise FlyJaxError(
+                "The engine was asked to warm up while it decodes, which would take a slot from a "
+                "request; warm it up before the first one, or when all are done."
+            )
+        self.slots.forget(0)
         one = self._one(Ticket(Request([0]), self._own))
         one = self._programs.copy_row(one, self._state, 0)
         for size in self._sizes:
@@ -265,14 +289,20 @@ class Engine:
                     state = self._programs.run(state.attending(attended), inputs)[0]
         self._state = jax.block_until_ready(state.attending(None))
 
+    def _forget_rounds(self) -> None:
+        """Those on their way, if all that were in them are finished."""
+        if self._pending is not None and not self._pending.is_awaited:
+            self._pending = None
+
     def _take_in(self) -> None:
         num_run = 0
         while num_run < self._sizes[-1] or not self.slots.live:
             if self._prefill is None:
                 if not (self.waiting and self.slots.num_free):
                     return
-                self._prefill = self._admit(self.waiting.popleft())
-            size = next(self._prefill, None)
+                ticket = self.waiting.popleft()
+                self._prefill = (ticket, self._admit(ticket))
+            size = next(self._prefill[1], None)
             if size is None:
                 self._prefill = None
             num_run += size or 0
@@ -285,18 +315,20 @@ class Engine:
             prefix = self.slots.shared(prompt)
         if prefix.length:
             one = self._programs.copy_row(one, self._state, prefix.slot)
-        for piece in pieces(prefix.length, len(prompt), self._sizes, self._steps):
-            if ticket.is_finished:  # cancelled meanwhile
-                return
-            one = self._programs.take_in(one, *piece[1::-1], piece.attended)
+        planned = list(pieces(prefix.length, len(prompt), self._sizes, self._steps))
+        for number, piece in enumerate(planned, 1):
+            one = self._programs.take_in(one, piece.size, piece.start, piece.attended)
+            if number == len(planned):  # so that it is in the next rounds
+                self._seat(ticket, prefix, one.attending(None))
             yield piece.size
-        if ticket.is_finished:
-            return
-        ticket.num_reused = prefix.length
+
+    def _seat(self, ticket: Ticket, prefix: Prefix, one: DecodeState) -> None:
+        """Puts a prompt that was taken in into a slot."""
+        ticket.seated, ticket.num_reused = time.perf_counter(), prefix.length
         self.num_reused_tokens += prefix.length
-        self.num_prompt_tokens += len(prompt)
+        self.num_prompt_tokens += len(ticket.request.prompt)
         slot = self.slots.take(ticket, prefix)
-        self._state = self._programs.insert(self._state, one.attending(None), slot)
+        self._state = self._programs.insert(self._state, one, slot)
 
     def _one(self, ticket: Ticket) -> DecodeState:
         """A state of one row, of whose prompt nothing has been run."""
@@ -374,9 +406,9 @@ class Engine:
                 if settled is None:
                     continue
                 ticket.first_token = ticket.first_token or now
+                ticket.generation.seconds = now - (ticket.seated or now)
                 if settled.finish_reason is not None:
                     ticket.finished = now
-                    ticket.generation.seconds = now - ticket.submitted
                     self.slots.give_back(slot)
                 found.append((ticket, settled))
         return found
@@ -390,21 +422,3 @@ def _all_steps(ticket: Ticket | None) -> Sampling:
     top_k = 0 if sampling.top_k is None else sampling.top_k
     top_p = 1.0 if sampling.top_p is None else sampling.top_p
     return Sampling(sampling.temperature, top_k=top_k, top_p=top_p)
-
-
-def _check(spec: RoundSpec, num_slots: int, prefill_chunk: int) -> None:
-    if num_slots < 1 or prefill_chunk < 1:
-        raise FlyJaxError(
-            f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
-            " both must be at least 1: raise them."
-        )
-    if spec.depths:
-        raise FlyJaxError(
-            "num_speculative_tokens is 'auto', which the engine does not take: what FLy keeps "
-            "depends on K, and so a request would depend on its neighbours; give a number."
-        )
-    if spec.rule.uses_memory or spec.reports_mismatches:
-        raise FlyJaxError(
-            "The rule looks mismatches up in a memory, which the engine does not take; give "
-            "another rule, or decode with Decoder."
-        )

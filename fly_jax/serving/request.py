@@ -40,6 +40,7 @@ class Ticket:
       num_reused: tokens of the prompt that another request had brought into the caches.
       is_finished: nothing more will come.
       submitted: when it was handed in, by `time.perf_counter`.
+      seated: when its prompt had been dispatched and it got a slot; None before.
       first_token: when its first token was read; None before.
       finished: when its last token was read, or it was cancelled; None before.
     """
@@ -55,6 +56,7 @@ class Ticket:
         self.generation = Generation(tuple(request.prompt))
         self.num_reused = 0
         self.submitted = time.perf_counter()
+        self.seated: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from fly_jax.decoding.kept import num_shared
 from fly_jax.serving.request import Ticket
 
 # Copying a row for fewer tokens than this takes longer than running them.
@@ -49,13 +50,9 @@ class Slots:
         return len(self._free)
 
     def shared(self, prompt: Sequence[int]) -> Prefix:
-        """The longest beginning of a prompt that the caches of a slot hold.
-
-        The last two tokens of a row are not relied on, as in `decoding.kept`, nor is the last one
-        of the prompt: something has to be run.
-        """
+        """The longest beginning of a prompt that the caches of a slot hold: see `num_shared`."""
         found = [
-            Prefix(slot, _shared(ticket, prompt))
+            Prefix(slot, num_shared(_text(ticket), prompt))
             for slot, ticket in enumerate(self._last)
             if ticket is not None
         ]
@@ -67,11 +64,17 @@ class Slots:
         slot = self._free[0]
         held = self._last[prefix.slot]
         if prefix.slot in self._free and held is not None:
-            goes_on = prefix.length >= held.generation.num_tokens - 2
-            slot = prefix.slot if goes_on and prefix.length else slot
+            text = _text(held)
+            # Nothing of what it holds is lost that could be relied on.
+            goes_on = prefix.length > 0 and prefix.length == num_shared(text, (*text, 0))
+            slot = prefix.slot if goes_on else slot
         self._free.remove(slot)
         self.occupants[slot] = self._last[slot] = ticket
         return slot
+
+    def forget(self, slot: int) -> None:
+        """Shares nothing more of what a free slot's caches hold."""
+        self._last[slot] = None
 
     def give_back(self, slot: int) -> None:
         """Frees a slot; what its caches hold stays to be shared."""
@@ -79,8 +82,5 @@ class Slots:
         self._free.append(slot)
 
 
-def _shared(ticket: Ticket, prompt: Sequence[int]) -> int:
-    generation = ticket.generation
-    row = (*generation.prompt_token_ids, *generation.token_ids)
-    most = min(len(row) - 2, len(prompt) - 1)
-    return next((at for at in range(most) if row[at] != prompt[at]), max(most, 0))
+def _text(ticket: Ticket) -> tuple[int, ...]:
+    return (*ticket.generation.prompt_token_ids, *ticket.generation.token_ids)

@@ -11,7 +11,7 @@ from random_pairs import CONFIG, random_target
 
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.async_engine import AsyncEngine, TokenStream
 from fly_jax.serving.engine import Engine
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.verification.rules import Exact, Margin
@@ -41,8 +41,12 @@ def expected(engine: Engine, given: list[Request]) -> list[list[int]]:
 
 
 async def tokens(running: AsyncEngine, request: Request) -> list[int]:
+    return await tokens_of(await running.submit(request))
+
+
+async def tokens_of(stream: TokenStream) -> list[int]:
     found: list[int] = []
-    async for settled in await running.submit(request):
+    async for settled in stream:
         found += settled.token_ids
     return found
 
@@ -75,7 +79,10 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
-            await running.cancel(stream.ticket)
+            waiting = asyncio.ensure_future(tokens_of(stream))
+            await asyncio.sleep(0)
+            running.cancel(stream)
+            assert len(await waiting) < 90
         return stream.ticket
 
     async def run() -> tuple[list[list[int]], list[Ticket]]:
@@ -138,6 +145,48 @@ def test_leaving_cancels_what_is_going(engine: Engine) -> None:
 
     asyncio.run(run())
     assert engine.slots.num_free == 3
+
+
+def test_who_stops_waiting_for_the_end_stops_nobody(engine: Engine) -> None:
+    async def run() -> list[int]:
+        async with AsyncEngine(engine) as running:
+            going = asyncio.create_task(tokens(running, Request([1], 80)))
+            await asyncio.sleep(0.01)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(running.drain(), 0.001)
+            return await going
+
+    assert len(asyncio.run(run())) == 80
+
+
+def test_a_submit_that_is_cancelled_leaves_nothing_behind(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as running:
+            for index in range(20):
+                task = asyncio.create_task(running.submit(Request([index], 90)))
+                await asyncio.sleep(0)
+                task.cancel()
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await (await task).aclose()
+            await running.drain()
+            with pytest.raises(FlyJaxError, match="in use already"):
+                await running.__aenter__()
+
+    asyncio.run(run())
+    assert engine.slots.num_free == 3
+    # It can be entered again.
+    assert asyncio.run(_again(engine)) == 5
+
+
+async def _again(engine: Engine) -> int:
+    running = AsyncEngine(engine)
+    with pytest.raises(FlyJaxError, match="does not run"):
+        await running.drain()
+    for _ in range(2):
+        async with running:
+            found = await tokens(running, Request([1], 5))
+    return len(found)
 
 
 def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""What the engine refuses, in a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Rule
+
+
+def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
+    """Raises FlyJaxError for an engine without a slot or room for a request."""
+    if num_slots < 1 or prefill_chunk < 1:
+        raise FlyJaxError(
+            f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
+            " both must be at least 1: raise them."
+        )
+    if not 2 <= max_length <= context:
+        raise FlyJaxError(
+            f"max_length is {max_length}; it must be at least 2, a prompt's token and a new one, "
+            f"and at most {context}, the target's context: correct it."
+        )
+
+
+def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
+    """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
+    if spec.depths:
+        raise FlyJaxError(
+            "num_speculative_tokens is 'auto', which the engine does not take: what FLy keeps "
+            "depends on K, and so a request would depend on its neighbours; give a number."
+        )
+    if spec.reports_mismatches or any(rule.uses_memory for rule in (spec.rule, *rules)):
+        raise FlyJaxError(
+            "A rule looks mismatches up in a memory, which the engine does not take; give "
+            "another rule, or decode with Decoder."
+        )
+    if spec.sampling is not None:
+        raise FlyJaxError(
+            "A temperature was given for the whole engine, and each request has its own; leave it "
+            "out, and give Request(..., sampling=Sampling(temperature))."
+        )
+    if spec.boundary == "defer":
+        for rule in rules:
+            check_window(rule, spec.deferred_window)
+
+
+def check_window(rule: Rule, size: int) -> None:
+    """Raises FlyJaxError for a rule whose windows cannot be deferred beside those of this size."""
+    if rule.longest_window not in (0, size) or rule.has_lax_windows:
+        raise FlyJaxError(
+            f"A rule {type(rule).__name__} with window_size={rule.longest_window} was given to an "
+            f"engine that defers windows of {size}, which must be of one size and without "
+            "window_mismatches; change the rule, or make the engine with boundary='reject'."
+        )

@@ -3,8 +3,9 @@
     python benchmarks/engine.py
 
 Both decode the same requests with the same rule and as many rows, in turns, with programs compiled
-before. A static batch holds prompts of like length (`Decoder.batches`) and ends with its last row;
-what a row says beyond its own limit does not count. Every request's tokens are the same in both.
+before. A static batch holds prompts of like length (`Decoder.batches`) and has one limit, the
+longest of its requests; what a row says beyond its own does not count. Each turn compares all
+tokens.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ def main(_: list[str]) -> None:
     decoder = pair.decoder(pair.spec(config), batch_size=_ROWS.value, protect=config.protect)
     engine.warm_up()
     decoder.warm_up([one.prompt for one in requests], _LONGEST_ANSWER)
-    engine_seconds, static_seconds = [], []
+    engine_seconds, static_seconds, alike = [], [], len(requests)
     for turn in range(_TURNS.value + 1):
         seconds, answers = _engine(engine, requests)
         others, same = _static(decoder, requests)
-        alike = sum(one == other for one, other in zip(answers, same, strict=True))
+        alike = min(alike, sum(one == other for one, other in zip(answers, same, strict=True)))
         if turn:  # the first one compiles what is left
             engine_seconds.append(seconds)
             static_seconds.append(others)

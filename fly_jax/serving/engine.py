@@ -51,8 +51,8 @@ class _Dispatch:
 class Engine:
     """Decodes any number of requests, as many at a time as it has slots.
 
-    What a request gives depends on nothing but the request: its rule, its draws and its limit are
-    its own. All rules that it may ask for run in one program.
+    What a request gives depends on nothing but the request, but for how other widths round: its
+    rule, its draws and its limit are its own. All rules that it may ask for run in one program.
 
     Attributes:
       slots: who is in which slot.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Sequence
 
@@ -15,10 +16,13 @@ from random_pairs import CONFIG, EOS, placed, random_draft, random_target
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
+from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import DecodeState
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.serving.engine import Engine
+from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -45,7 +49,7 @@ KINDS = {
     "rules and sampling": Kind(
         ROUND,
         rules=(Exact(), Fly(0.5, 2), Budget(Margin(gap=2.0), 3.0)),
-        samplings=(None, None, None, Sampling(0.9, top_p=0.9), Sampling(1.0, top_k=5)),
+        samplings=(None, Sampling(0.9, top_p=0.9), None, Sampling(1.0, top_k=5)),
     ),
     "levels": Kind(
         dataclasses.replace(ROUND, lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2
@@ -140,6 +144,12 @@ def test_requests_of_all_lengths_equal_those_alone(
     given = requests(kind)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         found = finished(engine, given)
+        # A beginning is copied, unless the drafter cannot begin there, and a slot is given up.
+        again = [engine.submit(given[-1]) for _ in range(3)]
+        engine.step()
+        engine.cancel(again[0])
+        found += finished(engine, [])
+        assert (engine.num_reused_tokens > 0) == (name != "levels")
         assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
     decoders: dict[object, Decoder] = {}
     expected = [alone(kind, request, decoders) for request in given]
@@ -227,17 +237,84 @@ def test_a_prompt_that_is_cancelled_while_it_is_taken_in() -> None:
     assert engine.slots.num_free == NUM_SLOTS
 
 
-def test_a_long_prompt_does_not_stop_the_others() -> None:
+def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two rounds of the others one chunk of it is run."""
-    engine = engine_for(KINDS["autoregressive"], max_length=500)
+    sizes: list[int] = []
+    take_in = Programs.take_in
+
+    def taking(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
+        sizes.append(size)
+        return take_in(self, state, size, *rest)
+
+    monkeypatch.setattr(Programs, "take_in", taking)
+    endless = Kind(RoundSpec(Exact(), 0), num_drafts=0)
+    engine = engine_for(endless, max_length=500)
     short = engine.submit(Request([1, 2], 80))
+    engine.step()
+    assert sizes == [32]
     long = engine.submit(Request([3] * 400, 2))
-    while not short.is_finished or not long.is_finished:
+    steps = 0
+    while long.first_token is None:
         before = short.generation.num_tokens
+        sizes.clear()
         engine.step()
-        started = before > 2
-        assert not started or short.is_finished or short.generation.num_tokens > before
-    assert short.first_token < long.first_token  # type: ignore[operator]
+        steps += 1
+        assert sum(sizes) <= 32
+        assert short.generation.num_tokens == before + 1
+    assert steps >= 400 // 32
+    assert not short.is_finished
+
+
+def test_a_prompt_that_reaches_the_end_of_the_caches() -> None:
+    """Its last piece begins earlier than it would, so that it does not run over the end."""
+    kind = KINDS["autoregressive"]
+    engine = engine_for(kind, max_length=126)
+    assert engine._steps[-1] == 128
+    prompt = np.random.default_rng(5).integers(0, 48, 60).tolist()
+    first = finished(engine, [Request(prompt, 1)])[0]
+    longer = [*prompt, *np.random.default_rng(6).integers(0, 48, 65).tolist()]
+    (found,) = finished(engine, [Request(longer, 1)])
+    assert found.num_reused == 59
+    planned = list(pieces(59, 125, engine._sizes, engine._steps))
+    assert planned[-1].start + planned[-1].size == 128
+    assert planned[-1].start < planned[-2].start + planned[-2].size
+    assert account(found)[0] == account(alone(kind, found.request, {}))[0]
+    assert first.is_finished
+
+
+def test_pieces_cover_a_prompt() -> None:
+    for start, end in itertools.product(range(0, 250, 7), range(1, 250, 3)):
+        done = start
+        for piece in pieces(start, end, piece_sizes(64), (256,)):
+            assert piece.start <= done <= piece.attended
+            assert piece.start + piece.size <= 256
+            done = piece.start + piece.size
+        assert done >= end or start >= end
+        assert done - max(start, end) < 64
+
+
+def test_warming_up_again_shares_nothing_that_it_has_overwritten() -> None:
+    kind = KINDS["autoregressive"]
+    engine = engine_for(kind)
+    request = Request(list(range(40)), 10)
+    engine.submit(request)
+    with pytest.raises(FlyJaxError, match="warm up while it decodes"):
+        engine.warm_up()
+    finished(engine, [])
+    engine.warm_up()
+    (found,) = finished(engine, [request])
+    assert found.num_reused == 0
+    assert account(found) == account(alone(kind, request, {}))
+
+
+def test_the_prompt_is_the_one_that_was_handed_in() -> None:
+    kind = KINDS["autoregressive"]
+    engine, prompt = engine_for(kind, num_slots=1), [5, 4, 3, 2]
+    ticket = engine.submit(Request(prompt, 8))
+    prompt.reverse()
+    finished(engine, [])
+    expected = alone(kind, Request([5, 4, 3, 2], 8), {})
+    assert account(ticket) == account(expected)
 
 
 @pytest.mark.parametrize(
@@ -257,23 +334,48 @@ def test_requests_that_are_refused(request_: Request, words: str) -> None:
     assert engine.is_idle
 
 
-def test_sampling_is_refused_where_windows_are_deferred() -> None:
-    with pytest.raises(FlyJaxError, match="defers windows"):
-        engine_for(KINDS["defer, stop"]).submit(Request([1], sampling=Sampling(0.5)))
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request([1], sampling=Sampling(0.5)), "defers windows, which is for greedy"),
+        (Request([1], rule=Fly(0.0, 2)), "with window_size=2 was given to an engine that defers"),
+        (Request([1], rule=Fly(0.0, 3, window_mismatches=1)), "without window_mismatches"),
+    ],
+)
+def test_what_cannot_be_deferred_is_refused(request_: Request, words: str) -> None:
+    engine = engine_for(KINDS["defer, stop"])
+    with pytest.raises(FlyJaxError, match=words):
+        engine.submit(request_)
+    assert engine.is_idle
+
+
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(FlyJaxError, match="no deferred window of window_size=4"):
+        engine_for(KINDS["rules and sampling"]).submit(Request([1], rule=Fly(0.5, 4)))
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("kind", "words"),
     [
-        (dataclasses.replace(ROUND, depths=(2, 4)), "give a number"),
-        (dataclasses.replace(ROUND, rule=Csd()), "memory"),
+        (Kind(dataclasses.replace(ROUND, depths=(2, 4))), "give a number"),
+        (Kind(dataclasses.replace(ROUND, rule=Csd())), "memory"),
+        (Kind(ROUND, rules=(Csd(),)), "memory"),
+        (Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), "each request has its own"),
+        (
+            Kind(dataclasses.replace(ROUND, boundary="defer"), rules=(Fly(0.0, 1),)),
+            "which must be of one size",
+        ),
     ],
 )
-def test_engines_that_are_refused(spec: RoundSpec, words: str) -> None:
+def test_engines_that_are_refused(kind: Kind, words: str) -> None:
     with pytest.raises(FlyJaxError, match=words):
-        engine_for(Kind(spec))
-    with pytest.raises(FlyJaxError, match="at least 1"):
-        engine_for(KINDS["autoregressive"], num_slots=0)
+        engine_for(kind)
+
+
+@pytest.mark.parametrize("sizes", [{"num_slots": 0}, {"max_length": 1}, {"max_length": 601}])
+def test_sizes_that_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(FlyJaxError, match="at least"):
+        engine_for(KINDS["autoregressive"], **sizes)
 
 
 def test_what_runs_into_the_engines_length_ends_there() -> None:

@@ -126,10 +126,12 @@ def empty_cache(
       dtype: of keys and values.
       layout: how it lies on a mesh, within `jit`; None on one device.
     """
-    entries = jnp.zeros(cache_shape(config, rows, capacity), dtype)
+    shape = cache_shape(config, rows, capacity)
+    # An array each, so that a caller may donate both.
+    keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
     if layout is not None:
-        entries = layout.constrain(entries, CACHE_AXES)
-    return KVCache(entries, entries, jnp.zeros((rows,), jnp.int32))
+        keys, values = layout.constrain(keys, CACHE_AXES), layout.constrain(values, CACHE_AXES)
+    return KVCache(keys, values, jnp.zeros((rows,), jnp.int32))
 
 
 def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
@@ -111,3 +112,16 @@ def test_a_number_of_rows_that_cannot_be(folders: tuple[Path, Path], tmp_path: P
     (folder / "config.json").write_text(json.dumps(config | {"draft_vocab_size": ROWS - 1}))
     with pytest.raises(FlyJaxError, match="has shape"):
         fly_jax.load_pair(target, folder)
+
+
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_a_row_that_the_embedding_does_not_have(
+    folders: tuple[Path, Path], tmp_path: Path, row: int
+) -> None:
+    shutil.copytree(folders[1], tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["token_rows"][5] = row
+    save_file(tensors, file)
+    with pytest.raises(FlyJaxError, match=f"token_rows.* each must be from 0 to {ROWS - 1}"):
+        load_llama(tmp_path)

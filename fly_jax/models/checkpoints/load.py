@@ -154,7 +154,8 @@ def load_llama(
       vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
 
     Raises:
-      FlyJaxError: what `open_weights` raises, or a weight is NaN or infinite.
+      FlyJaxError: what `open_weights` raises, a weight is NaN or infinite, or a drafter's
+        `token_rows` are none of its rows.
     """
     source = open_weights(checkpoint) if isinstance(checkpoint, Path) else checkpoint.source
     config = source.config
@@ -167,6 +168,8 @@ def load_llama(
             parts = read_group(
                 source, group, config, layout=layout, dtype=jnp.dtype(dtype), int8=int8
             )
+            if "token_rows" in parts:
+                _check_rows(parts["token_rows"], config, source.describe(group, "token_rows"))
             if group.layer is None:
                 outer |= parts
             else:
@@ -174,6 +177,17 @@ def load_llama(
             del parts  # before the next are read,
             jax.block_until_ready(stacks)  # which would pile up if this did not wait
     return Llama(config, outer | stacks, layout)
+
+
+def _check_rows(rows: Int[Array, " vocab"], config: LlamaConfig, where: str) -> None:
+    """Raises FlyJaxError for tokens whose row is none of the embedding's."""
+    number = config.draft_vocab_size
+    assert number is not None
+    if not bool(jnp.all((rows >= 0) & (rows < number))):
+        raise FlyJaxError(
+            f"{where} names rows that the embedding does not have; each must be from 0 to "
+            f"{number - 1}: make the drafter again."
+        )
 
 
 def read_group(

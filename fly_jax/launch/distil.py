@@ -111,7 +111,7 @@ def distil(values: FlagValues) -> None:
     folder = directory / "hf"
     save_hf(made, folder)
     carry_tokenizer(opened.target.path, folder)
-    say(f"The drafter is in {folder}: give it as --draft.")
+    say(f"The drafter is in {folder}: give --draft {directory}.")
 
 
 def check_without_teacher(values: FlagValues) -> None:

@@ -213,7 +213,7 @@ def test_a_drafter_learns_its_teachers_text(
     ]  # fmt: skip
     assert main(arguments) == 0
     assert f"of {VOCAB_SIZE} tokens" in capsys.readouterr().err
-    pair = fly_jax.load_pair(target, directory / "hf", dtype="float32")
+    pair = fly_jax.load_pair(target, directory, dtype="float32")
     texts = prompts.read_text().splitlines()
     exact = fly_jax.generate(
         pair, texts, rule="exact", num_speculative_tokens=4, max_new_tokens=24, batch_size=3

@@ -11,10 +11,11 @@ from fly_jax.models.checkpoints.gguf_file import is_gguf
 _EMBEDDED = Path(__file__).parents[1] / "embedded"
 # The target and the draft that come with the package.
 EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")
+_CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
-    "config.json",
+    _CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,7 +32,8 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
 
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
-        revision, `meta-llama/Llama-3.1-8B-Instruct@main`.
+        revision, `meta-llama/Llama-3.1-8B-Instruct@main`; or the directory of a run of
+        `train --teacher`.
       revision: branch, tag or commit of a hub id that names none itself.
 
     Raises:
@@ -51,7 +53,8 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
                 f"The revision '{revision}' was given for '{name_or_path}'; only hub "
                 "ids have revisions: leave it out, or give a hub id."
             )
-        return path
+        made = path / "hf"  # where `train --teacher` puts its drafter
+        return made if (made / _CONFIG).is_file() and not (path / _CONFIG).exists() else path
     if is_file:
         raise FlyJaxError(
             f"'{name_or_path}' is a file; fly_jax needs a GGUF file or the folder of a checkpoint: "

@@ -90,7 +90,10 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
     rules = (None, *kind.rules)
     return [
         Request(
-            random.integers(0, CONFIG.vocab_size, int(random.integers(1, 70))).tolist(),
+            # Short ones and long ones: for each power of two a decoder compiles anew.
+            random.integers(
+                0, 48, int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
+            ).tolist(),
             int(random.integers(1, 25)),
             rule=rules[index % len(rules)],
             sampling=kind.samplings[index % len(kind.samplings)],

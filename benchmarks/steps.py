@@ -1,9 +1,11 @@
-"""What one pass of the embedded pair's models costs, stacked or not, against its floor.
+"""What one pass of a model costs, stacked or not, against its floor.
 
-    python benchmarks/steps.py
+    python benchmarks/steps.py [--target MODEL]
 
-All variants are timed in turns; the minimum and the median of each are written to
-results/steps.json. Takes a minute; run nothing else meanwhile.
+The floor is the pass's matrix products alone. Without --target the models are the embedded pair's;
+with it the model has that one's shape, in float32, and the results are in results/steps_target.json
+and not in results/steps.json. All variants are timed in turns; the minimum and the median of each
+are kept. Takes two minutes; run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import machine
-from absl import app
+from absl import app, flags
 
 from fly_jax.models.cache import KVCache, empty_cache
+from fly_jax.models.checkpoints.load import open_checkpoint
+from fly_jax.models.checkpoints.locate import resolve
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.specs import parameter_specs
 from fly_jax.training.pair import DRAFT, TARGET
 
+_TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")
 CAPACITY = 192
-PASSES = 30
+PASSES = 10
 TURNS = 15
 WIDTHS = {"target": (1, 8, 12, 16), "draft": (1, 2, 7)}
 
@@ -40,7 +46,7 @@ def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], fl
 
         def one(_: int, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, tokens = carry
-            hidden, cache = model.hidden(tokens, cache)
+            hidden, cache = model.fed(tokens, cache)
             chosen = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
             return cache.with_length((cache.length + width) % (CAPACITY - width)), chosen
 
@@ -57,18 +63,53 @@ def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], fl
     return timed
 
 
+def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
+    """The same of the matrix products alone, each of which waits for the one before it."""
+    parameters = Llama.random(config, jax.random.key(0)).unstacked().parameters()
+    matrices = {
+        name: spec for name, spec in parameter_specs(config).items() if spec.inputs or ("vocab" in
+        spec.axes and config.tied_embeddings)
+    }  # fmt: skip
+
+    @jax.jit
+    def run(parameters: Parameters) -> jax.Array:
+        def one(_: int, last: jax.Array) -> jax.Array:
+            for name, spec in matrices.items():
+                stacked = spec.axes[0] == "layers"
+                axes, inputs = spec.axes[stacked:], spec.inputs or ("embed",)
+                dims = [axes.index(axis) for axis in inputs]
+                for matrix in parameters[name] if stacked else (parameters[name],):
+                    given = jnp.full((width, *(matrix.shape[dim] for dim in dims)), 1.0) + last
+                    product = jnp.tensordot(given, matrix, (tuple(range(1, given.ndim)), dims))
+                    last = jnp.max(product) * 1e-9
+            return last
+
+        return jax.lax.fori_loop(0, PASSES, one, jnp.float32(0))
+
+    jax.block_until_ready(run(parameters))
+
+    def timed() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(parameters))
+        return (time.perf_counter() - start) / PASSES * 1e3
+
+    return timed
+
+
 def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
-    configs = {"target": TARGET.config, "draft": DRAFT.config}
-    variants = {
-        f"{name}, {width} tokens, {'one array per layer' if unstacked else 'scan'}": _passes(
-            configs[name], width, unstacked
-        )
-        for name, widths in WIDTHS.items()
-        for width in widths
-        for unstacked in (False, True)
-    }
+    configs, result, given = {"target": TARGET.config, "draft": DRAFT.config}, "steps", ""
+    if _TARGET.value is not None:
+        configs = {"target": open_checkpoint(resolve(_TARGET.value)).config}
+        result, given = "steps_target", f" --target {_TARGET.value.rpartition('/')[2]}"
+    variants = {}
+    for model, config in configs.items():
+        for width in WIDTHS[model]:
+            said = f"{model}, {width} tokens"
+            variants[f"{said}, products alone"] = _products(config, width)
+            variants[f"{said}, scan"] = _passes(config, width, False)
+            variants[f"{said}, one array per layer"] = _passes(config, width, True)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(TURNS):
         for name, timed in variants.items():
@@ -79,8 +120,8 @@ def main(argv: Sequence[str]) -> None:
     }
     for name, row in milliseconds.items():
         print(f"{name:45} min {row['min']:.3f} ms  median {row['median']:.3f} ms")
-    command = "python benchmarks/steps.py"
-    print(machine.write("steps", {"command": command, "milliseconds": milliseconds}))
+    command = f"python benchmarks/steps.py{given}"
+    print(machine.write(result, {"command": command, "milliseconds": milliseconds}))
 
 
 if __name__ == "__main__":

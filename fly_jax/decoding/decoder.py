@@ -88,16 +88,11 @@ class Decoder:
         self.listener: Callable[[RoundOutput], None] | None = None
         self.capacity = capacity
         self.batch_size = batch_size
-        self._structure = spec.structure(self.drafter)
-        self._programs = Programs(target, self.drafter, self._structure, cache_dtype)
-        vocab = target.config.vocab_size
-        protected = np.zeros(vocab, bool)
-        ids = [*protected_token_ids, *spec.eos_token_ids]
-        protected[[token for token in ids if token < vocab]] = True
+        self._programs = Programs(target, self.drafter, spec, cache_dtype)
         self._inputs = RuleInputs(
             rule=self._programs.put_numbers(spec.rule),
             sampling=self._programs.put_numbers(spec.sampling),
-            protected=self._programs.put(protected, (None,)),
+            protected=self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids]),
         )
         self._known: tuple[CorrectionMemory, int] | None = None
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
@@ -250,7 +245,7 @@ class Decoder:
         seconds = np.zeros(len(self.spec.depths), np.float32)
         longest = max(map(len, prompts))
         capacity = self._capacity(prompts, 1)
-        room = max(capacity - self._room - longest, 1)
+        room = max(capacity - self._programs.room - longest, 1)
         attended = self._reach(capacity).next_dispatch(self._rows(prompts, room))
         for repeat in range(1 + _TIMINGS):
             for depth in range(len(seconds)):
@@ -323,12 +318,6 @@ class Decoder:
             for row, prompt in enumerate(prompts, 1)
         ]
 
-    @property
-    def _room(self) -> int:
-        """Positions beyond a row's last token that a round may write to."""
-        k = self.spec.num_speculative_tokens
-        return k + 1 if self.drafter is None else self.drafter.room(k)
-
     def _capacity(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
         """That of the decoder, or what a batch needs: above `LEAST_ATTENDED` a power of two."""
         if self.capacity is not None:
@@ -342,7 +331,7 @@ class Decoder:
 
     def _reach(self, capacity: int) -> Reach:
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
-        return Reach(self._structure, steps, self._room)
+        return Reach(self._programs.structure, steps, self._programs.room)
 
     def _rows(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[tuple[int, int]]:
         """Length of each row, and length at which it is done."""
@@ -383,10 +372,11 @@ class Decoder:
             limits[row] = min(len(prompt) + max_new_tokens, context)
             text[row, : len(prompt)] = prompt
         bucket = bucket_for(int(lengths.max()), self.batch_size)
-        if max(bucket, int(limits.max()) + self._room) > capacity:
+        needed = int(limits.max()) + self._programs.room
+        if max(bucket, needed) > capacity:
             raise FlyJaxError(
-                f"A row needs {int(limits.max()) + self._room} positions and the decoder has "
-                f"{capacity}; make it with a larger capacity (see capacity_for)."
+                f"A row needs {needed} positions and the decoder has {capacity}; make it with a "
+                "larger capacity (see capacity_for)."
             )
         given = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else seed
         seeds = np.zeros(self.batch_size, np.uint32)
@@ -396,17 +386,16 @@ class Decoder:
             budget = np.broadcast_to(
                 np.asarray(self.spec.rule.budget, np.float32), (self.batch_size,)
             )
-        if self._structure.deferred_window and seconds is None:
+        if self._programs.structure.deferred_window and seconds is None:
             seconds = np.zeros(0, np.float32)
         if finished:
             limits = lengths
+        rows = self._programs.put_rows(text, lengths, limits, seeds, budget, seconds)
         if kept is None or not start:
-            return self._programs.admit(text, lengths, limits, seeds, bucket, budget, seconds)
+            return self._programs.admit(rows, bucket)
         bucket = bucket_for(int(lengths.max()) - start, self.batch_size)
         start = min(start, capacity - bucket)
-        return self._programs.resume(
-            kept.take(), text, lengths, limits, seeds, start, bucket, budget, seconds
-        )
+        return self._programs.resume(kept.take(), rows, start, bucket)
 
     def _goes_on(self, is_live: bool) -> bool:
         """Whether there is another dispatch; process 0's word where the mesh is of several.

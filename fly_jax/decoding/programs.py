@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
-from jaxtyping import Array, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from fly_jax.decoding.deferral import no_windows
 from fly_jax.decoding.depth import initial_pace
 from fly_jax.decoding.dispatch import decode_rounds
 from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.spec import RoundStructure
+from fly_jax.decoding.spec import RoundSpec, RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.config import LlamaConfig
@@ -38,21 +38,40 @@ def prefill_piece(rows: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+class Rows(NamedTuple):
+    """What is decoded; see `Programs.put_rows`."""
+
+    text: Int[Array, "rows capacity"]
+    lengths: Int[Array, " rows"]
+    limits: Int[Array, " rows"]
+    seeds: UInt32[Array, " rows"]
+    budget: Float32[Array, " rows"] | None
+    seconds: Float32[Array, " depths"] | None
+
+
 class Programs:
-    """Target and drafter as the jitted programs take them: plain arrays and static shapes."""
+    """Target and drafter as the jitted programs take them: plain arrays and static shapes.
+
+    Attributes:
+      structure: what is static about the rounds.
+      room: positions beyond a row's last token that a round may write to.
+    """
 
     def __init__(
         self,
         target: Llama,
         drafter: Drafter | None,
-        structure: RoundStructure,
+        spec: RoundSpec,
         cache_dtype: jnp.dtype | None,
     ) -> None:
+        self.structure = spec.structure(drafter)
+        k = spec.num_speculative_tokens
+        self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
         self._parameters, self._drafter = target.parameters(), drafter
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         dtype = jnp.dtype(cache_dtype or target.dtype)
-        self._shapes = _Shapes(target.config, target.layout, dtype, structure)
+        self._shapes = _Shapes(target.config, target.layout, dtype, self.structure)
 
     @property
     def config(self) -> LlamaConfig:
@@ -92,29 +111,43 @@ class Programs:
 
         return jax.tree.map(put, numbers)
 
-    def admit(
+    def put_protected(self, token_ids: Sequence[int]) -> Bool[Array, " vocab"]:
+        """Puts a mask of tokens on the devices; ids beyond the vocabulary are left out."""
+        protected = np.zeros(self.config.vocab_size, bool)
+        protected[[token for token in token_ids if token < len(protected)]] = True
+        return self.put(protected, (None,))
+
+    def put_rows(
         self,
         text: np.ndarray,
         lengths: np.ndarray,
         limits: np.ndarray,
         seeds: np.ndarray,
-        bucket: int,
         budget: np.ndarray | None,
         seconds: np.ndarray | None,
-    ) -> DecodeState:
-        """Runs prompts, padded to `bucket` tokens, through all models.
+    ) -> Rows:
+        """Puts prompts on the devices.
 
         Args:
           text: [rows, capacity], the prompts.
           lengths: of the prompts.
           limits: length at which each row is done.
-          seeds: of each row's draws.
-          bucket: tokens that are run.
+          seeds: of each row's draws, uint32.
           budget: risk budget of each row, for a rule with one.
           seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
         """
-        piece = min(bucket, prefill_piece(len(text)))
-        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
+        return Rows(
+            self.put(text, (None, None)),
+            self.put(lengths, (None,)),
+            self.put(limits, (None,)),
+            self.put(seeds, (None,)),
+            None if budget is None else self.put(budget, (None,)),
+            None if seconds is None else self.put(seconds, (None,)),
+        )
+
+    def admit(self, rows: Rows, bucket: int) -> DecodeState:
+        """Runs prompts, padded to `bucket` tokens, through all models."""
+        piece = min(bucket, prefill_piece(len(rows.text)))
         state = self._call(_admit, self._shapes, piece, self._parameters, self._drafter, rows)
         if not self._is_abstract:  # whose first piece is traced, and no state comes of it
             for start in range(piece, bucket, piece):
@@ -124,67 +157,30 @@ class Programs:
     def resume(
         self,
         state: DecodeState,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        seeds: np.ndarray,
+        rows: Rows,
         start: int,
         bucket: int,
-        budget: np.ndarray | None,
-        seconds: np.ndarray | None,
     ) -> DecodeState:
         """`admit`, behind what the caches of a state hold already.
 
         Args:
           state: of rows whose tokens were the same before `start`; donated.
-          text: [rows, capacity], the prompts; the capacity is at least that of the state.
-          lengths: see `admit`.
-          limits: see `admit`.
-          seeds: see `admit`.
+          rows: whose capacity is at least that of the state.
           start: tokens of each row that are not run again.
           bucket: tokens that are run.
-          budget: see `admit`.
-          seconds: see `admit`.
         """
-        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
+        number, capacity = rows.text.shape
         state = state.attending(None)
-        if text.shape[1] > state.target.capacity:
-            state = _grown(state, text.shape[1])
+        if capacity > state.target.capacity:
+            state = _grown(state, capacity)
         state = _resume(self._shapes, self._drafter, state, rows)
-        piece = min(bucket, prefill_piece(len(text)))
+        piece = min(bucket, prefill_piece(number))
         for at in range(start, start + bucket, piece):
             state = self.take_in(state, piece, at)
         return state
 
-    def _rows(
-        self,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        seeds: np.ndarray,
-        budget: np.ndarray | None,
-        seconds: np.ndarray | None,
-    ) -> _Rows:
-        return _Rows(
-            self.put(text, (None, None)),
-            self.put(lengths, (None,)),
-            self.put(limits, (None,)),
-            self.put(seeds, (None,)),
-            None if budget is None else self.put(budget, (None,)),
-            None if seconds is None else self.put(seconds, (None,)),
-        )
-
-    def begin(
-        self,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        seeds: np.ndarray,
-        budget: np.ndarray | None,
-        seconds: np.ndarray | None,
-    ) -> DecodeState:
+    def begin(self, rows: Rows) -> DecodeState:
         """`admit`, of whose prompts nothing has been run yet."""
-        rows = self._rows(text, lengths, limits, seeds, budget, seconds)
         return cast(DecodeState, _begin(self._shapes, self._drafter, rows))
 
     def copy_row(self, one: DecodeState, state: DecodeState, row: int) -> DecodeState:
@@ -242,40 +238,13 @@ class _Shapes:
         return Llama(self.config, parameters, self.layout)
 
 
-class _Rows(NamedTuple):
-    """What is decoded; see `Programs.admit`."""
-
-    text: Int[Array, "rows capacity"]
-    lengths: Int[Array, " rows"]
-    limits: Int[Array, " rows"]
-    seeds: UInt32[Array, " rows"]
-    budget: Float32[Array, " rows"] | None
-    seconds: Float32[Array, " depths"] | None
-
-    def begun(self, structure: RoundStructure, target: KVCache, drafter: Any) -> DecodeState:
-        """Their state before the first round, with what the models hold of them."""
-        rows, window = len(self.lengths), structure.deferred_window
-        return DecodeState(
-            tokens=self.text,
-            length=self.lengths,
-            limit=self.limits,
-            finished=self.lengths >= self.limits,
-            target=target,
-            drafter=drafter,
-            keys=jax.vmap(jax.random.key)(self.seeds),
-            rule=RuleState(self.budget),
-            pace=None if self.seconds is None else initial_pace(rows, self.seconds),
-            window=no_windows(rows, window, structure.reports) if window else None,
-        )
-
-
 @functools.partial(jax.jit, static_argnames=("shapes", "piece"))
 def _admit(
     shapes: _Shapes,
     piece: int,
     parameters: Parameters,
     drafter: Drafter | None,
-    rows: _Rows,
+    rows: Rows,
 ) -> DecodeState:
     """Runs the prompts' first tokens through all models; logits are not needed yet."""
     state = _begun(shapes, drafter, rows)
@@ -285,16 +254,35 @@ def _admit(
 
 
 @functools.partial(jax.jit, static_argnames=("shapes",))
-def _begin(shapes: _Shapes, drafter: Drafter | None, rows: _Rows) -> DecodeState:
+def _begin(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
     return _begun(shapes, drafter, rows)
 
 
-def _begun(shapes: _Shapes, drafter: Drafter | None, rows: _Rows) -> DecodeState:
+def _begun(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
     """Rows of whose prompts nothing has been run."""
     number, capacity = rows.text.shape
     cache = empty_cache(shapes.config, number, capacity, shapes.cache_dtype, shapes.layout)
     drafting = None if drafter is None else drafter.init(number, capacity, shapes.cache_dtype)
-    return rows.begun(shapes.structure, cache, drafting)
+    return _before_rounds(shapes.structure, rows, cache, drafting)
+
+
+def _before_rounds(
+    structure: RoundStructure, rows: Rows, target: KVCache, drafting: Any
+) -> DecodeState:
+    """Rows before the first round, with what the models hold of them."""
+    number, window = len(rows.lengths), structure.deferred_window
+    return DecodeState(
+        tokens=rows.text,
+        length=rows.lengths,
+        limit=rows.limits,
+        finished=rows.lengths >= rows.limits,
+        target=target,
+        drafter=drafting,
+        keys=jax.vmap(jax.random.key)(rows.seeds),
+        rule=RuleState(rows.budget),
+        pace=None if rows.seconds is None else initial_pace(number, rows.seconds),
+        window=no_windows(number, window, structure.reports) if window else None,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("one",))
@@ -362,11 +350,11 @@ def _grown(state: DecodeState, capacity: int) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
 def _resume(
-    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, rows: _Rows
+    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, rows: Rows
 ) -> DecodeState:
     """Other prompts in the caches of a state."""
     drafting = None if drafter is None else drafter.resumed(state.drafter)
-    return rows.begun(shapes.structure, state.target, drafting)
+    return _before_rounds(shapes.structure, rows, state.target, drafting)
 
 
 @functools.partial(

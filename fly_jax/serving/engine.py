@@ -106,26 +106,19 @@ class Engine:
         self._kind: Any = jax.tree.structure(united)
         self.spec = dataclasses.replace(spec, rule=united)
         self._drafter = checked_drafter(target, draft, spec)
-        structure = self.spec.structure(self._drafter)
-        self._programs = Programs(target, self._drafter, structure, cache_dtype)
+        self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
         if self._programs.spans_processes:
             raise FlyJaxError(
                 "The engine was given a mesh of several processes; it runs in one so far: decode "
                 "there with Decoder, or give a mesh of this process's devices."
             )
-        k = spec.num_speculative_tokens
-        room = k + 1 if self._drafter is None else self._drafter.room(k)
         self.max_length = length
-        needed = max(length + room, prefill_chunk)
+        needed = max(length + self._programs.room, prefill_chunk)
         capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
         self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
-        self._reach = Reach(structure, steps, room)
-        vocab = target.config.vocab_size
-        protected = np.zeros(vocab, bool)
-        ids = [*protected_token_ids, *spec.eos_token_ids]
-        protected[[token for token in ids if token < vocab]] = True
-        self._protected = self._programs.put(protected, (None,))
+        self._reach = Reach(self._programs.structure, steps, self._programs.room)
+        self._protected = self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids])
         self.slots = Slots(num_slots)
         self.waiting: collections.deque[Ticket] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
@@ -355,9 +348,10 @@ class Engine:
         if self.spec.rule.budget is not None:
             budgets = np.full(len(text), math.inf if budget is None else budget, np.float32)
         seconds = np.zeros(0, np.float32) if self.spec.deferred_window else None
-        return self._programs.begin(
+        rows = self._programs.put_rows(
             text, lengths, limits, seeds.astype(np.uint32), budgets, seconds
         )
+        return self._programs.begin(rows)
 
     def _limit(self, ticket: Ticket) -> int:
         """Length at which a request is done."""

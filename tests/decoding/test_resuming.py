@@ -12,7 +12,7 @@ from random_pairs import CONFIG, EOS, placed, random_draft, random_target
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
-from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.programs import Programs, Rows
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -46,9 +46,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pieces.append(piece)
         return take_in(self, state, piece, start)  # type: ignore[arg-type]
 
-    def admitting(self: Programs, *arguments: object) -> object:
-        pieces.append(arguments[4])  # type: ignore[arg-type]
-        return admit(self, *arguments)  # type: ignore[arg-type]
+    def admitting(self: Programs, rows: Rows, bucket: int) -> object:
+        pieces.append(bucket)
+        return admit(self, rows, bucket)
 
     monkeypatch.setattr(Programs, "take_in", taking)
     monkeypatch.setattr(Programs, "admit", admitting)

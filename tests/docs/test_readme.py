@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +29,48 @@ COMMANDS = [
     for command in line.split("&&")
     if not command.strip().startswith(("pip install", "pytest"))
 ]
+LAUNCH = "python -m fly_jax.launch"
 PROMPTS = ["import os\n", "def main():\n", "class Path:\n"]
 
 
-def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a shell command as a reader would, in a folder with the files that the README names."""
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], str]:
+    """Runs a command in a folder with the files that the README names, and returns its output."""
+
+    def ran(command: str) -> str:
+        prepare(tmp_path, command)
+        if needs_a_process(command):
+            done = in_a_process(command, tmp_path)
+            status, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            monkeypatch.chdir(tmp_path)
+            monkeypatch.setenv("NO_COLOR", "1")
+            status = main(shlex.split(command.removeprefix(LAUNCH)))
+            out, err = capsys.readouterr()
+        assert status == 0, err
+        assert "Traceback" not in err
+        return out
+
+    return ran
+
+
+def needs_a_process(command: str) -> bool:
+    """One that a shell has a part in, that sets up its own devices, or that comes first."""
+    return command == LAUNCH or ">" in shlex.split(command) or "--mesh" in command
+
+
+def prepare(folder: Path, command: str) -> None:
     # On simulated devices a round takes seconds.
     prompts = PROMPTS[:1] if "--mesh" in command else PROMPTS
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "configs").symlink_to(ROOT / "configs")
+
+
+def in_a_process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a shell command as a reader would."""
     target, draft = EMBEDDED_PAIR
     # The embedded pair stands in for weights that cannot be had here.
     command = command.replace("meta-llama/Llama-3.1-405B-Instruct", str(target))
@@ -48,7 +83,7 @@ def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_readme_has_the_commands_that_are_run_below() -> None:
-    assert "python -m fly_jax.launch" in COMMANDS
+    assert LAUNCH in COMMANDS
     assert len(COMMANDS) >= 8
     assert len([one for one in COMMANDS if " plan " in one]) == 1
 
@@ -60,22 +95,18 @@ ELSEWHERE = (" train ", " plan ")
 @pytest.mark.parametrize(
     "command", [one for one in COMMANDS if not any(word in one for word in ELSEWHERE)]
 )
-def test_command_runs(command: str, tmp_path: Path) -> None:
-    done = _run(command, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+def test_command_runs(command: str, run: Callable[[str], str], tmp_path: Path) -> None:
+    printed = run(command)
     if "answers.jsonl" in command:
         lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         assert [record["prompt"] for record in records] == PROMPTS
     else:
-        assert done.stdout.strip()
+        assert printed.strip()
 
 
-def test_the_training_command_trains(tmp_path: Path) -> None:
-    command = next(one for one in COMMANDS if " train " in one)
-    done = _run(f"{command} --model tokenizer", tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_training_command_trains(run: Callable[[str], str], tmp_path: Path) -> None:
+    run(next(one for one in COMMANDS if " train " in one) + " --model tokenizer")
     assert list(tmp_path.rglob("tokenizer.model"))
 
 

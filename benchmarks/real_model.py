@@ -1,76 +1,79 @@
 """A real model on real prompts: mean accepted tokens and speed, by rule, draft and category.
 
     python benchmarks/real_model.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
-        --prompts question.jsonl
+        --prompts question.jsonl --progress runs/real_model.json \\
+        --hugging_face_python PYTHON --drafter runs/drafter
 
 The prompts are those of Spec-Bench (hemingkx/Spec-Bench, `data/spec_bench/question.jsonl`), put as
-a user's first message. With --hugging_face PYTHON, an interpreter that has PyTorch, transformers,
-absl-py and tqdm, the same model in float32 also decodes there, greedily and with its own prompt
-lookup, and its tokens are compared. A run that was interrupted goes on with what is missing when it
-is started again. --drafter adds a drafter that train --teacher has made.
+a user's first message; everything is in float32. With --hugging_face_python, an interpreter that
+has PyTorch and transformers, the same model also decodes there: greedily, with its prompt lookup,
+and assisted by the draft of self:int4. --drafter adds a drafter that train --teacher has made.
+
+All ways take turns, several times, so that a machine that slows down slows all of them; one way on
+all prompts in one turn is a job. What is done is kept in --progress, and a run that was interrupted
+goes on with the next job when it is started again.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from absl import app, flags
+from hugging_face import GREEDY, ONE_ROW_ONLY, WAYS
+from machine import write
+from real_decodings import DRAFTER, TARGET_ALONE
+from real_ways import Job, Ways, decoded
 from tqdm import tqdm
+
+from fly_jax.compilation_cache import enable_compilation_cache
+from fly_jax.decoding.pair import open_pair
+from fly_jax.models.cache import empty_cache
+from fly_jax.models.checkpoints.identity import identity
+from fly_jax.models.llama import Llama
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _PROMPTS = flags.DEFINE_string("prompts", None, "Spec-Bench's question.jsonl")
+_PROGRESS = flags.DEFINE_string("progress", None, "file for what is done")
 _DRAFTER = flags.DEFINE_string("drafter", None, "folder of a drafter made for the target")
+_PYTHON = flags.DEFINE_string(
+    "hugging_face_python", None, "interpreter with PyTorch and transformers"
+)
 _EACH = flags.DEFINE_integer("each", 4, "prompts of each category", lower_bound=1)
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "of an answer", lower_bound=1)
-_PYTHON = flags.DEFINE_string("hugging_face", None, "interpreter with PyTorch and transformers")
+_TURNS = flags.DEFINE_integer("turns", 3, "measurements of each", lower_bound=1)
+_BATCHES = flags.DEFINE_multi_integer("batch", [1, 4], "prompts decoded together", lower_bound=1)
+_WAYS = flags.DEFINE_multi_string("way", None, "only these ways, as they are named; all if none")
 _NAME = "real_model"
 # 80 of the 480 are MT-bench's, in its own eight categories.
 _CATEGORIES = {"translation", "summarization", "qa", "math_reasoning", "rag"}
+_TIE = 1e-3  # between the two best logits, where float32 may round either way
 
-# What drafts, and how it is decoded.
-CONFIGS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "autoregressive": (None, {"rule": "autoregressive"}),
-    "lookup, exact, K = 10": ("ngram", {"rule": "exact", "num_speculative_tokens": 10}),
-    "lookup, fly, K = 10": ("ngram", {"rule": "fly", "num_speculative_tokens": 10}),
-    "self:int4, exact, K = 4": ("self:int4", {"rule": "exact", "num_speculative_tokens": 4}),
-    "self:int4, exact, K = 15": ("self:int4", {"rule": "exact", "num_speculative_tokens": 15}),
-    "self:int4, fly, K = 15": ("self:int4", {"rule": "fly", "num_speculative_tokens": 15}),
-    "self:int4, fly | margin 0.3, K = 15": (
-        "self:int4",
-        {"rule": "fly | margin", "margin_gap": 0.3, "num_speculative_tokens": 15},
-    ),
-    "self:int4, margin 1, K = 15": (
-        "self:int4",
-        {"rule": "margin", "margin_gap": 1.0, "num_speculative_tokens": 15},
-    ),
-}
-_OF_DRAFTER: dict[str, dict[str, Any]] = {
-    "drafter, exact, K = 2": {"rule": "exact", "num_speculative_tokens": 2},
-    "drafter, exact, K = 4": {"rule": "exact", "num_speculative_tokens": 4},
-    "drafter over lookup, exact, K = 6": {
-        "rule": "exact", "num_speculative_tokens": 6, "prompt_lookup_max": 4,
-    },
-    "drafter, fly, K = 10": {"rule": "fly", "num_speculative_tokens": 10},
-    "drafter, fly | margin 0.3, K = 10": {
-        "rule": "fly | margin", "margin_gap": 0.3, "num_speculative_tokens": 10,
-    },
-}  # fmt: skip
-_HUGGING_FACE = {
-    "Hugging Face, greedy": {},
-    "Hugging Face, prompt lookup": {"prompt_lookup_num_tokens": 10},
-}
+_DECODINGS = (
+    TARGET_ALONE,
+    *(f"lookup, exact, K = {k}" for k in (4, 10)),
+    "lookup, fly, K = 10",
+    "lookup, fly | margin 0.3, K = 10",
+    *(f"self:int4, exact, K = {k}" for k in (2, 4, 8)),
+    "self:int4, fly, K = 15",
+    "self:int4, fly | margin 0.3, K = 15",
+    "self:int4, margin 1, K = 15",
+    *(f"drafter, exact, K = {k}" for k in (2, 4, 6)),
+    "drafter, fly, K = 10",
+    "drafter, fly | margin 0.3, K = 10",
+    "drafter, margin 1, K = 10",
+    *(f"drafter over lookup, exact, K = {k}" for k in (4, 6)),
+    "drafter over lookup, fly, K = 10",
+    "drafter over lookup, fly | margin 0.3, K = 10",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Question:
 
 
 def questions(path: Path, each: int) -> list[Question]:
-    """The first of each category, MT-bench's being one category."""
+    """The first of each category, one category after the other; MT-bench's are one."""
     found: dict[str, list[Question]] = collections.defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -91,98 +94,38 @@ def questions(path: Path, each: int) -> list[Question]:
     return [one for name in sorted(found) for one in found[name][:each]]
 
 
-def _decoded(
-    pair: Any, values: dict[str, Any], prompts: Sequence[Sequence[int]]
-) -> list[dict[str, Any]]:
-    """Each prompt alone, compiled before."""
-    spec = pair.spec(**values)
-    decoder = pair.decoder(spec)
-    decoder.warm_up(prompts, _MAX_NEW_TOKENS.value)
-    found = []
-    for ids in tqdm(prompts, leave=False):
-        (one,) = decoder.generate([ids], _MAX_NEW_TOKENS.value)
-        found.append(
-            {
-                "tokens": one.token_ids,
-                "seconds": one.seconds,
-                "rounds": one.num_rounds,
-                "rescued": one.num_rescued_tokens,
-            }
-        )
-    return found
-
-
-@contextlib.contextmanager
-def _written(target: Any) -> Iterator[str]:
-    """The model as Hugging Face reads it, in float32."""
-    import jax.numpy as jnp
-
-    from fly_jax.models.checkpoints.load import save_hf
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_hf(target, Path(folder), jnp.float32)
-        yield folder
-
-
-def _with_hugging_face(folder: str, prompts: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
-    asked = {"folder": folder, "prompts": list(map(list, prompts)), "ways": _HUGGING_FACE,
-             "max_new_tokens": _MAX_NEW_TOKENS.value}  # fmt: skip
-    assert _PYTHON.value is not None
-    done = subprocess.run(
-        [_PYTHON.value, __file__, "serve"], input=json.dumps(asked), stdout=subprocess.PIPE,
-        text=True, check=True,
-    )  # fmt: skip
-    answer: dict[str, list[Any]] = json.loads(done.stdout)
-    return answer
-
-
-def _serve() -> None:
-    """Runs in the other interpreter: transformers decodes what standard input asks for."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    asked = json.load(sys.stdin)
-    model = AutoModelForCausalLM.from_pretrained(asked["folder"], dtype=torch.float32).eval()
-    answer: dict[str, list[Any]] = {}
-    for name, options in asked["ways"].items():
-        for ids in [asked["prompts"][0], *asked["prompts"]]:  # the first one twice, to warm up
-            tokens = torch.tensor([ids])
-            start = time.perf_counter()
-            with torch.no_grad():
-                model(tokens)  # what a prompt takes is not counted
-                begin = time.perf_counter()
-                whole = model.generate(
-                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
-                    max_new_tokens=asked["max_new_tokens"], pad_token_id=0, **options,
-                )  # fmt: skip
-            seconds = time.perf_counter() - begin - (begin - start)
-            answer.setdefault(name, []).append(
-                {"tokens": whole[0, len(ids) :].tolist(), "seconds": seconds}
-            )
-        del answer[name][0]
-    json.dump(answer, sys.stdout)
-
-
 def _summary(
-    decoded: list[dict[str, Any]], asked: list[Question], plain: list[dict[str, Any]]
+    turns: Sequence[Job], batch: int, asked: Sequence[Question], reference: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """Speed and mean accepted tokens, in all and by category; how far the text is the target's."""
+    """Speed and mean accepted tokens, in all and by category; how far the text is the reference's.
+
+    Args:
+      turns: of one way.
+      batch: prompts in a group.
+      asked: the prompts, in an order in which no group has two categories.
+      reference: each prompt's answer that others are compared with.
+    """
+    job = turns[0]
 
     def of(indices: Sequence[int]) -> dict[str, float]:
-        some = [decoded[index] for index in indices]
-        count = sum(len(one["tokens"]) for one in some)
-        figures = {"tokens_per_second": count / sum(one["seconds"] for one in some)}
-        if "rounds" in some[0]:
-            figures["mean_accepted_tokens"] = count / sum(one["rounds"] for one in some)
-            figures["rescued_per_100_tokens"] = 100 * sum(one["rescued"] for one in some) / count
+        count = sum(len(job.tokens[index]) for index in indices)
+        groups = sorted({index // batch for index in indices})
+        speeds = [count / sum(one.seconds[group] for group in groups) for one in turns]
+        figures = {"tokens_per_second": statistics.median(speeds)}
+        if job.rounds:
+            rescued = sum(job.rescued[index] for index in indices)
+            figures["mean_accepted_tokens"] = count / sum(job.rounds[index] for index in indices)
+            figures["rescued_per_100_tokens"] = 100 * rescued / count
         return figures
 
     names = [one.category for one in asked]
-    pairs = [(x["tokens"], y["tokens"]) for x, y in zip(decoded, plain, strict=True)]
+    pairs = list(zip(job.tokens, reference, strict=True))
     return {
         **of(range(len(names))),
+        "turns": len(turns),
         "same_answers": sum(one == other for one, other in pairs),
         "median_same_tokens": statistics.median(_same(*pair) for pair in pairs),
+        "same_in_all_turns": all(one.tokens == job.tokens for one in turns),
         "by_category": {
             name: of([index for index, one in enumerate(names) if one == name])
             for name in sorted(set(names))
@@ -196,64 +139,121 @@ def _same(one: list[int], other: list[int]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], both)))
 
 
-def main(_: list[str]) -> None:
-    if _TARGET.value is None or _PROMPTS.value is None:
-        raise app.UsageError("--target and --prompts are needed; see the head of this file.")
-    from machine import RESULTS, write
+def _gaps(
+    target: Llama, prompts: Sequence[Sequence[int]], answers: Sequence[list[int]],
+    reference: Sequence[list[int]],
+) -> list[float]:  # fmt: skip
+    """For each answer that is not the reference's: the two best logits' gap where they part."""
+    found = []
+    for prompt, one, other in zip(prompts, answers, reference, strict=True):
+        if one == other:
+            continue
+        ids = [*prompt, *one[: _same(one, other)]]
+        cache = empty_cache(target.config, 1, len(ids), jnp.dtype("float32"))
+        hidden, _ = target.fed(jnp.asarray([ids]), cache)
+        logits = jnp.sort(target.logits(hidden[:, -1:])[0, 0])
+        found.append(float(logits[-1] - logits[-2]))
+    return found
 
-    from fly_jax.decoding.pair import load_pair, open_pair
-    from fly_jax.models.checkpoints.identity import identity
 
+def _is_lossless(name: str) -> bool:
+    return name in WAYS or name == TARGET_ALONE or ", exact," in name
+
+
+def _names() -> list[str]:
+    """All ways, in the order of a turn."""
+    with_drafter = _DRAFTER.value is not None
+    names = [name for name in _DECODINGS if with_drafter or not name.startswith(DRAFTER)]
+    names += WAYS if _PYTHON.value is not None else ()
+    unknown = sorted(set(_WAYS.value or ()) - set(names))
+    if unknown:
+        raise app.UsageError(f"--way '{unknown[0]}' is none of: {'; '.join(names)}.")
+    return [name for name in names if name in (_WAYS.value or names)]
+
+
+def _done(path: Path, setting: Mapping[str, Any]) -> dict[str, Job]:
+    """The jobs of an earlier run with the same setting, by their names."""
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["setting"] != setting:
+        raise SystemExit(
+            f"{path} is of another model, drafter or number of prompts; give another --progress, "
+            "or remove it."
+        )
+    return {key: Job(**job) for key, job in before["jobs"].items()}
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"'{argv[1]}' is not understood; see the head of this file.")
+    if _TARGET.value is None or _PROMPTS.value is None or _PROGRESS.value is None:
+        raise app.UsageError("--target, --prompts and --progress are needed; see this file's head.")
+    if any(_EACH.value % batch for batch in _BATCHES.value):
+        raise app.UsageError("--each must be a multiple of every --batch: a batch is of one kind.")
+    enable_compilation_cache()
     asked = questions(Path(_PROMPTS.value), _EACH.value)
-    configs = dict(CONFIGS)
-    if _DRAFTER.value is not None:
-        configs |= {name: (_DRAFTER.value, values) for name, values in _OF_DRAFTER.items()}
     opened = open_pair(_TARGET.value)
-    ids = [opened.encode([{"role": "user", "content": one.text}]) for one in asked]
+    prompts = [opened.encode([{"role": "user", "content": one.text}]) for one in asked]
     setting = {
         "target": Path(_TARGET.value).name,
+        "target_identity": identity(Path(_TARGET.value)),
+        "drafter_identity": None if _DRAFTER.value is None else identity(Path(_DRAFTER.value)),
         "prompts": len(asked),
         "max_new_tokens": _MAX_NEW_TOKENS.value,
     }
-    path = RESULTS / f"{_NAME}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    decoded: dict[str, list[dict[str, Any]]] = {}
-    drafter = None if _DRAFTER.value is None else identity(Path(_DRAFTER.value))
-    if before.get("setting") == setting:
-        same = before.get("drafter") == drafter
-        kept = before["decoded"].items()
-        decoded = {name: one for name, one in kept if same or name not in _OF_DRAFTER}
-    drafts: dict[str | None, list[str]] = collections.defaultdict(list)
-    for name, (draft, _values) in configs.items():
-        if name not in decoded:
-            drafts[draft].append(name)
+    path, names = Path(_PROGRESS.value), _names()
+    jobs = _done(path, setting)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    todo = [
+        (turn, batch, name)
+        for turn, batch, name in itertools.product(range(_TURNS.value), _BATCHES.value, names)
+        if batch == 1 or name not in ONE_ROW_ONLY
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        ways = Ways(
+            _TARGET.value, _DRAFTER.value, _PYTHON.value, prompts, _MAX_NEW_TOKENS.value,
+            Path(folder),
+        )  # fmt: skip
+        for turn, batch, name in tqdm(todo, desc="jobs"):
+            key = f"turn {turn}, batch {batch}: {name}"
+            if key in jobs:
+                continue
+            jobs[key] = decoded(ways(batch, name), prompts, batch, f"{name}, batch {batch}")
+            kept = {key: dataclasses.asdict(job) for key, job in jobs.items()}
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps({"setting": setting, "jobs": kept}), encoding="utf-8")
+            new.replace(path)
+        _report(setting, asked, prompts, jobs, todo, ways.pair(None).target)
 
-    def save() -> None:
-        plain = decoded["autoregressive"]
-        summaries = {name: _summary(one, asked, plain) for name, one in decoded.items()}
-        found = {"setting": setting, "drafter": drafter, "summaries": summaries}
-        write(_NAME, found | {"decoded": decoded})
 
-    for draft, names in drafts.items():
-        pair = load_pair(_TARGET.value, draft)
-        for name in names:
-            decoded[name] = _decoded(pair, configs[name][1], ids)
-            save()
-    if _PYTHON.value is not None and not set(_HUGGING_FACE) <= set(decoded):
-        with _written(load_pair(_TARGET.value, dtype="float32").target) as folder:
-            decoded |= _with_hugging_face(folder, ids)
-        save()
-    for name, one in json.loads(path.read_text())["summaries"].items():
+def _report(
+    setting: Mapping[str, Any], asked: Sequence[Question], prompts: Sequence[Sequence[int]],
+    jobs: Mapping[str, Job], todo: Sequence[tuple[int, int, str]], target: Llama,
+) -> None:  # fmt: skip
+    """Prints and writes what has been measured."""
+    by_way: dict[tuple[int, str], list[Job]] = collections.defaultdict(list)
+    for turn, batch, name in todo:
+        by_way[batch, name].append(jobs[f"turn {turn}, batch {batch}: {name}"])
+    wanted = ((1, GREEDY), (1, TARGET_ALONE), next(iter(by_way)))
+    first = next(way for way in wanted if way in by_way)
+    reference = by_way[first][0].tokens
+    summaries: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    for (batch, name), turns in by_way.items():
+        one = _summary(turns, batch, asked, reference)
+        if _is_lossless(name):
+            gaps = _gaps(target, prompts, turns[0].tokens, reference)
+            one["gaps_where_answers_part"] = gaps
+            one["parted_beyond_rounding"] = sum(gap > _TIE for gap in gaps)
+        summaries[f"batch {batch}"][name] = one
         mean = one.get("mean_accepted_tokens")
         print(
-            f"{name:<38}{one['tokens_per_second']:8.1f} tokens/s"
+            f"batch {batch}  {name:<46}{one['tokens_per_second']:8.1f} tokens/s"
             + (f"{mean:8.2f} mean accepted tokens" if mean else f"{'':28}")
-            + f"{one['same_answers']:5} of {len(asked)} answers are the target's"
+            + f"{one['same_answers']:5} of {len(asked)} answers as {first[1]}"
         )
+    write(_NAME, {"setting": setting, "answers_compared_with": first[1], "summaries": summaries})
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        _serve()
-    else:
-        app.run(main)
+    app.run(main)

@@ -103,13 +103,23 @@ class Flags:
         """Adds a flag that takes one of a few words."""
         self._add(group, flags.EnumFlag(name, default, text, choices), text)
 
-    def parameter(self, group: str, one: Parameter) -> None:
-        """Adds a flag for a parameter that is declared elsewhere; None, or [], unless given."""
+    def parameter(self, group: str, one: Parameter, shipped: Any = None) -> None:
+        """Adds a flag for a parameter that is declared elsewhere; None, or [], unless given.
+
+        Args:
+          group: in which the help shows it.
+          one: the parameter.
+          shipped: its default with the pair that ships with the package; None where it is the same.
+        """
         text = one.help
         if one.kind is bool and one.default:
             text = f"{text}; --no{one.name} to switch it off"
-        elif one.default not in (None, ()):
-            text = f"{text}; {one.default} if not given"
+        elif one.default not in (None, ()) or shipped is not None:
+            default = "none" if one.default in (None, ()) else one.default
+            text = f"{text}; {default} if not given"
+        if shipped is not None:
+            value = " ".join(shipped) if isinstance(shipped, tuple) else shipped
+            text = f"{text}, {value} with the pair that ships with the package"
         if one.choices:
             self.choice(group, one.name, None, one.choices, text)
         elif one.word:
@@ -259,10 +269,12 @@ def add_decoding_flags(into: Flags, without: Sequence[str] = ()) -> None:
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
     )  # fmt: skip
+    shipped, others = (default_config(is_embedded=one).to_dict() for one in (True, False))
     for group, declared in parameter_groups().items():
         for one in declared:
             if one.flag and one.name not in without:
-                into.parameter(group, one)
+                differs = shipped.get(one.name) != others.get(one.name)
+                into.parameter(group, one, shipped[one.name] if differs else None)
 
 
 def add_seed_flag(into: Flags) -> None:

@@ -241,6 +241,16 @@ def test_calibrating_goes_on_where_it_was(
     assert load_memory(path, digest)._counts == whole._counts
 
 
+def test_help_says_what_the_shipped_pair_is_decoded_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "; fly if not given, margin with the pair that ships with the package --num" in shown
+    assert "; 0.3 if not given, 1.0 with the pair that ships with the package --margin_r" in shown
+    assert r"; none if not given, \d with the pair that ships with the package;" in shown
+
+
 def test_what_calibrate_refuses(
     refused: Callable[..., str], tiny_pair: tuple[Path, Path], memory: Path, tmp_path: Path
 ) -> None:

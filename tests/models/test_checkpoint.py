@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import json
 import math
+import os
+import stat
 from pathlib import Path
 
 import jax
@@ -130,7 +132,8 @@ def test_heads_that_do_not_divide_load_replicated(tmp_path: Path) -> None:
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
     assert_same(loaded, model, jnp.bfloat16)
     assert all(value.is_fully_replicated for value in loaded.parameters().values())
-    assert len(layout.fallbacks(parameter_specs(config))) == 9
+    fallbacks = layout.fallbacks(parameter_specs(config))
+    assert sum(line.partition(": ")[0].count(",") + 1 for line in fallbacks) == 9
 
 
 @pytest.mark.parametrize("stored", [np.float16, np.float32, ml_dtypes.bfloat16])
@@ -158,6 +161,15 @@ def test_files_hold_the_tensors_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(down, parameters["down"][0].T)
     np.testing.assert_array_equal(tensors["lm_head.weight"], parameters["unembedding"].T)
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], parameters["embedding"])
+
+
+def test_files_are_for_those_whom_the_umask_lets_read(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        saved(tmp_path, tiny(tied=False))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o640}
 
 
 def test_tensors_that_are_not_parameters_are_ignored(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,7 @@ from fly_jax.models.tokenizers.gguf import gguf_tokenizer
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.rules import Layout
 
+WEIGHTS = "model.safetensors"
 # The numbers of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGE_BYTES = 2**20
@@ -127,9 +129,10 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
                 part = part.reshape(*reversed(shape)).T
             tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone
 
 
 def load_llama(

@@ -87,15 +87,21 @@ def _train(model: str, directory: Path, num_steps: int | None) -> None:
         _say(f"The tokenizer is in {tokenizer}.")
         return
     # These start JAX's own imports, which the tokenizer does without.
-    from fly_jax.models.checkpoints.load import save_hf
+    from fly_jax.models.checkpoints.load import WEIGHTS, save_hf
     from fly_jax.training.dataset import batches
     from fly_jax.training.pair import RECIPES
-    from fly_jax.training.recipe import train
+    from fly_jax.training.recipe import steps_done, train
 
     for name in RECIPES if model == "all" else (model,):
         recipe = RECIPES[name]
         if num_steps is not None:
             recipe = dataclasses.replace(recipe, num_steps=num_steps, stop_step=None)
+        folder, checkpoints = directory / name / "hf", directory / name / "checkpoints"
+        is_written = all((folder / file).exists() for file in (*_TOKENIZER_FILES, WEIGHTS))
+        if is_written and steps_done(checkpoints) == recipe.last_step:
+            _say(f"The {name} has had its {recipe.last_step} steps; nothing was left to do.")
+            _say(f"The {name} is in {folder}.")
+            continue
         _say(f"Training the {name} for {recipe.last_step} steps ...")
         rows = functools.partial(
             batches,
@@ -106,8 +112,7 @@ def _train(model: str, directory: Path, num_steps: int | None) -> None:
             problem_share=recipe.problem_share,
             taste=recipe.taste,
         )
-        folder = directory / name / "hf"
-        save_hf(train(recipe, rows, directory / name / "checkpoints"), folder)
+        save_hf(train(recipe, rows, checkpoints), folder)
         for file in _TOKENIZER_FILES:
             shutil.copy(tokenizer / file, folder / file)
         _say(f"The {name} is in {folder}.")

@@ -70,6 +70,14 @@ def train(
     return Llama(recipe.config, state.parameters)
 
 
+def steps_done(directory: Path) -> int:
+    """Steps of the newest checkpoint in a directory that `train` writes to; 0 without one."""
+    if not directory.is_dir():
+        return 0
+    with ocp.CheckpointManager(directory.absolute()) as manager:
+        return manager.latest_step() or 0
+
+
 def _restore(
     manager: ocp.CheckpointManager, recipe: Recipe, known: dict[str, jax.Array] | None
 ) -> TrainingState:

@@ -60,6 +60,24 @@ def test_one_model_with_the_tokenizer_that_is_there(trained: list[object], tmp_p
     assert recipe.config == RECIPES["draft"].config
 
 
+def test_a_finished_model_is_left_as_it_is(
+    trained: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["train", f"--directory={tmp_path}", "--model=draft"]
+    assert main(arguments) == 0
+    number = len(trained)
+    monkeypatch.setattr("fly_jax.training.recipe.steps_done", lambda _: RECIPES["draft"].last_step)
+    assert main(arguments) == 0
+    assert len(trained) == number
+    assert "nothing was left to do" in capsys.readouterr().err
+    (tmp_path / "draft" / "hf" / "tokenizer.json").unlink()  # it was ended before that was there
+    assert main(arguments) == 0
+    assert len(trained) == number + 1
+
+
 def test_an_interrupted_run_says_how_to_go_on(
     trained: list[object],
     tmp_path: Path,

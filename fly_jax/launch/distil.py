@@ -62,7 +62,7 @@ def distil(values: FlagValues) -> None:
     from fly_jax.models.checkpoints.load import save_hf
     from fly_jax.training import drafter, teacher
     from fly_jax.training.dataset import stacked
-    from fly_jax.training.recipe import train
+    from fly_jax.training.recipe import steps_done, train
 
     opened = open_pair(values.teacher)
     _, ids = encode_prompts(values, prompts, opened)
@@ -98,19 +98,22 @@ def distil(values: FlagValues) -> None:
         shape, own, embed_size=values.embed_size, num_layers=values.num_layers,
         num_steps=values.num_steps or 2000, seed=values.seed,
     )  # fmt: skip
+    checkpoints = directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}"
+    if steps_done(checkpoints) == recipe.last_step:
+        say(f"The drafter has had its {recipe.last_step} steps; nothing was left to train.")
     embedding = drafter.first_embedding(pair.target, own, values.embed_size)
     trained = train(
         recipe,
         lambda step: stacked(
             drafter.distilled_rows(heard, own, recipe, step * recipe.batch_size), recipe.batch_size
         ),
-        directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}",
+        checkpoints,
         known={"embedding": jnp.asarray(embedding)},
     )
     made = drafter.for_teacher(trained, own, shape)
     folder = directory / "hf"
     save_hf(made, folder)
-    carry_tokenizer(opened.target.path, folder)
+    carry_tokenizer(opened.target.path, opened.target.source, folder)
     say(f"The drafter is in {folder}: give --draft {directory}.")
 
 

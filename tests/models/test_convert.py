@@ -54,7 +54,8 @@ def test_a_tokenizer_alone_is_carried_out_of_a_conversion(tmp_path: Path, source
     convert(source, tmp_path / "converted")
     folder = tmp_path / "other"
     saved(folder, tiny(tied=False))
-    carry_tokenizer(tmp_path / "converted", folder)
+    converted = tmp_path / "converted"
+    carry_tokenizer(converted, open_weights(converted), folder)
     assert (folder / "tokenizer.model").read_bytes() == b"pieces"
     open_weights(folder)  # is no conversion
 

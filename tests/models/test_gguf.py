@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType
 from test_tokenizers import CONTROLS, HARD, MAKERS, llama3_json, write_sentencepiece
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.convert import convert
 from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
@@ -391,11 +392,15 @@ def test_what_cannot_be_read_is_one_sentence(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_conversion_carries_the_tokenizer(
-    tmp_path: Path, tensors: dict[str, np.ndarray], kind: str
+    tmp_path: Path, tensors: dict[str, np.ndarray], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocab_size, tokenizer = TOKENIZERS[kind](tmp_path)
     path = write_sized(tmp_path / "model.gguf", tensors, vocab_size, tokenizer)
-    convert(path, tmp_path / "converted", "float32")
+    opened: list[Path] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "open_gguf", lambda one: opened.append(one) or open_gguf(one))
+        convert(path, tmp_path / "converted", "float32")
+    assert opened == [path]
     found, expected = (open_checkpoint(one) for one in (tmp_path / "converted", path))
     assert found.config == expected.config
     for text in TEXTS:

@@ -223,7 +223,9 @@ def test_a_drafter_learns_its_teachers_text(
     assert sum(one.num_accepted_tokens for one in exact) > 20
     # Started again there is nothing left to do.
     monkeypatch.setattr(teacher, "_read_along", None)
+    assert "nothing was left" not in capsys.readouterr().err
     assert main(arguments) == 0
+    assert "has had its 40 steps; nothing was left to train" in capsys.readouterr().err
     # What another teacher, or this one with other prompts, has said is not mixed with it.
     prompts.write_text("Ada\n")
     assert main(arguments) == 2

@@ -22,9 +22,10 @@ from fly_jax.models.checkpoints.converted import (
     stored_files,
     write_group,
 )
-from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+from fly_jax.models.checkpoints.gguf_file import is_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.load import large_arrays_given_back, open_weights, read_group
+from fly_jax.models.checkpoints.source import Source
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.specs import Group, groups
 from fly_jax.models.tokenizers.gguf import gguf_tokenizer, write_tokenizer
@@ -49,10 +50,9 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
       FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
         something else, is damaged or has too little room.
     """
-    file = open_gguf(source) if is_gguf(source) else None
-    checkpoint = open_weights(source) if file is None else GgufSource(file)
-    if file is not None:
-        gguf_tokenizer(file, checkpoint.config.eos_token_ids)  # can be made, before work is done
+    checkpoint = open_weights(source)
+    if isinstance(checkpoint, GgufSource):  # its tokenizer can be made, before work is done
+        gguf_tokenizer(checkpoint.file, checkpoint.config.eos_token_ids)
     if checkpoint.int8:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
@@ -80,29 +80,30 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
                 ),
             )
             bar.update(sizes[group])
-    if file is not None:
+    if isinstance(checkpoint, GgufSource):
         fields = json.dumps(config_fields(checkpoint.config), indent=2)
         (output / "config.json").write_text(f"{fields}\n")
-    carry_tokenizer(source, output)
+    carry_tokenizer(source, checkpoint, output)
     record = read_record(output)
     dataclasses.replace(record, files=stored_files(output)).write(output)
 
 
-def carry_tokenizer(source: Path, output: Path) -> None:
+def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
     """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
 
     Args:
-      source: folder or GGUF file.
+      path: folder or GGUF file.
+      source: the same, opened.
       output: a folder; what is in it stays.
 
     Raises:
       FlyJaxError: a GGUF file that is damaged.
     """
-    if is_gguf(source):
-        write_tokenizer(open_gguf(source), output)
+    if isinstance(source, GgufSource):
+        write_tokenizer(source.file, output)
         return
     for pattern in _CARRIED:
-        for carried in source.glob(pattern):
+        for carried in path.glob(pattern):
             own = carried.match(_NOT_CARRIED) or carried.name == RECORD
             if not own and not (output / carried.name).exists():
                 partial = output / f"{carried.name}.partial"

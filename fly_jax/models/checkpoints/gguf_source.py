@@ -48,7 +48,11 @@ def _unpaired(name: str, stored: Array, spec: ParameterSpec) -> Array:
 
 
 class GgufSource:
-    """A GGUF file of a model; each process reads only the rows that its devices take."""
+    """A GGUF file of a model; each process reads only the rows that its devices take.
+
+    Attributes:
+      file: what was opened.
+    """
 
     int8 = False
 
@@ -59,7 +63,7 @@ class GgufSource:
           FlyJaxError: another architecture, a key or a tensor is missing, or a tensor has a shape
             that the metadata does not ask for.
         """
-        self._file = file
+        self.file = file
         self.config = gguf_config(file)
         # The file's own word: there a Mistral is a llama.
         has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
@@ -93,17 +97,17 @@ class GgufSource:
         found: dict[str, Array] = {}
         for name, spec in group.specs(self.config).items():
             tensor = _tensor_name(group, name)
-            shape = self._file.shape(tensor)
+            shape = self.file.shape(tensor)
             found[name] = jax.make_array_from_callback(
                 shape,
                 row_sharding(layout, spec, shape[0]),
-                functools.partial(_part, self._file, tensor),
+                functools.partial(_part, self.file, tensor),
             )
         return found
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
-        return f"The tensor {_tensor_name(group, name)} in {self._file.path}"
+        return f"The tensor {_tensor_name(group, name)} in {self.file.path}"
 
 
 def _tensor_name(group: Group, name: str) -> str:

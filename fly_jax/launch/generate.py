@@ -210,7 +210,7 @@ def _decode(
         num_printed = 0
         for batch in decoder.batches(ids):
             if view is not None:
-                view.begin([texts[index] for index in batch])
+                view.begin([_shown(inputs.prompts[index]) for index in batch])
             for settled, generation in decoder.stream(
                 [ids[index] for index in batch],
                 values.max_new_tokens,
@@ -244,6 +244,11 @@ def _learning(values: FlagValues, config: DecodingConfig, decoder: Decoder) -> I
     finally:
         if values.update_memory and decoder.memory and config.memory and process_id() == 0:
             decoder.memory.save(Path(config.memory))
+
+
+def _shown(prompt: Prompt) -> str:
+    """The prompt as it stands before its continuation: an answer begins on a line of its own."""
+    return f"{prompt.text}\n\n" if prompt.is_question else prompt.text
 
 
 def _record(

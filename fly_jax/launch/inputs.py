@@ -43,12 +43,14 @@ class Prompt:
       source: where it comes from, as an error names it.
       problem: what the continuation can be checked against, if anything.
       messages: the conversation, if it is one.
+      is_question: what follows is an answer, not more of the same text.
     """
 
     text: str
     source: str
     problem: Problem | None = None
     messages: tuple[Mapping[str, str], ...] = ()
+    is_question: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +169,8 @@ def load_opened(
         num_speculative_tokens=config.most_drafted,
     )
     pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
-    for line in pair.replicated:
-        say(line)
+    if pair.replicated:
+        say(f"The mesh does not divide all of the target ({'; '.join(pair.replicated)}).")
     return pair
 
 
@@ -210,7 +212,7 @@ def encode_prompts(
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
         else:
-            fitting.append((prompt, ids))
+            fitting.append((dataclasses.replace(prompt, is_question=bool(messages)), ids))
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]

@@ -60,6 +60,16 @@ def test_a_text_is_a_users_message_where_there_is_a_template(
     assert "--nochat" not in said
 
 
+def test_an_answer_stands_apart_from_what_was_asked(
+    chatty: Path, tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"--target={chatty}", f"--draft={tiny_pair[1]}", "--prompt=Ada has 3", *SIZES[:-1]]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("Ada has 3\n\n")
+    assert main([*arguments, "--nochat"]) == 0
+    assert not capsys.readouterr().out.startswith("Ada has 3\n")
+
+
 def test_nochat_continues_the_text(
     decoded: Callable[..., tuple[list[dict], str]], chatty: Path
 ) -> None:

@@ -139,7 +139,7 @@ class DecodingConfig:
 
     def _check(self, names: tuple[str, ...]) -> None:
         """Raises FlyJaxError for values that do not go together."""
-        _check_patterns(self.protect)
+        check_patterns(self.protect)
         if self.rule == "exact" and self.temperature > 0:
             raise FlyJaxError(
                 f"The rule exact is greedy and the temperature is {self.temperature}; give the "
@@ -314,7 +314,8 @@ def _fitting(fly: DecodingConfig) -> tuple[DecodingConfig, ...]:
     return (fly,) if fits else ()
 
 
-def _check_patterns(patterns: Iterable[str]) -> None:
+def check_patterns(patterns: Iterable[str]) -> None:
+    """Raises FlyJaxError for one that is no regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import DecodingConfig, default_config
+from fly_jax.decoding.config import DecodingConfig, check_patterns, default_config
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
@@ -49,7 +49,7 @@ class Pair:
       drafts: the models that propose, the first to the target and each other one to the one before
         it; none to decode with the target alone.
       tokenizer: of all.
-      replicated: one line for each parameter axis of the target that the mesh could not divide.
+      replicated: one line for each kind of axis of the target that the mesh could not divide.
       is_embedded: it is the pair that ships with the package.
       drafter: what proposes instead of draft models: a registered name, or the drafter itself.
     """
@@ -129,8 +129,7 @@ class Pair:
           memory: of corrections; None for an empty one, if the rule uses one.
 
         Raises:
-          FlyJaxError: a memory of another vocabulary.
-          re.error, OverflowError, RecursionError: a pattern that is no regular expression.
+          FlyJaxError: a memory of another vocabulary, or a pattern that is no regular expression.
         """
         if memory is not None:
             memory.check_vocabulary(self.tokenizer.digest, "The memory")
@@ -155,6 +154,7 @@ class Pair:
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
         """Tokens that are never rescued; see `decoder`."""
+        check_patterns(protect)
         return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
 
 

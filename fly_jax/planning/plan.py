@@ -185,7 +185,7 @@ class Plan:
         }
 
     def replicated(self) -> list[str]:
-        """One line for each parameter that the mesh does not divide as asked."""
+        """One line for each kind of axis that the mesh does not divide as asked."""
         request = self.request
         pairs = (
             ("target", self.layouts.target, request.target, request.workload.matrices),

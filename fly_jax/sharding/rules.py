@@ -131,12 +131,12 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def fallbacks(self, specs: Mapping[str, NamedShape]) -> list[str]:
-        """One line for each dimension that does not divide as the rules ask.
+        """One line for each kind of dimension that does not divide as the rules ask.
 
         Args:
           specs: the arrays by name.
         """
-        lines = []
+        names: dict[str, list[str]] = {}
         for name, spec in specs.items():
             for axis, size, (kept, lost) in zip(
                 spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True
@@ -144,11 +144,12 @@ class Layout:
                 if lost:
                     wanted = self.devices(kept + lost)
                     instead = f"split over {self.devices(kept)}" if kept else "replicated"
-                    lines.append(
-                        f"{name}: {axis} of {size} does not divide over {wanted} devices "
+                    reason = (
+                        f"{axis} of {size} does not divide over {wanted} devices "
                         f"({', '.join(kept + lost)}), {instead}"
                     )
-        return lines
+                    names.setdefault(reason, []).append(name)
+        return [f"{', '.join(some)}: {reason}" for reason, some in names.items()]
 
     def _assign(
         self, axes: Sequence[str | None], shape: Sequence[int]

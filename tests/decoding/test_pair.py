@@ -44,6 +44,8 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
         generate(pair, PROMPTS, batch_size=0)
     with pytest.raises(FlyJaxError, match="outside the model's vocabulary"):
         generate(pair, [[1, 10**6]])
+    with pytest.raises(FlyJaxError, match=r"protect is '\(', which is no regular expression"):
+        pair.decoder(pair.spec(rule="exact"), protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
         RoundSpec(Exact(), 0, rounds_per_dispatch=0)
 

@@ -100,9 +100,10 @@ def test_fallbacks_say_which_dimension() -> None:
         "query": ParameterSpec((2, 6), ("embed", "q_heads")),
         "gate": ParameterSpec((3, 8), ("embed", "ffw")),
         "key": ParameterSpec((2, 3), ("embed", "kv_heads")),
+        "output": ParameterSpec((6, 2), ("q_heads", "embed")),
     }
     assert layout("2x4").fallbacks(specs) == [
-        "query: q_heads of 6 does not divide over 8 devices (x, y), split over 2",
+        "query, output: q_heads of 6 does not divide over 8 devices (x, y), split over 2",
         "key: kv_heads of 3 does not divide over 2 devices (x), replicated",
     ]
     assert layout("1x1").fallbacks(specs) == []

@@ -19,13 +19,16 @@ class Settled:
       row: index of the prompt; in an engine, the slot.
       token_ids: the new tokens.
       why: why each of them stands there.
-      finish_reason: "stop" (an end of text), "length" (the limit), or None while the row goes on.
+      finish_reason: "stop" (an end of text, or one of the request's stop strings), "length" (the
+        limit), or None while the row goes on.
+      texts: what each of them adds to the text; empty from whoever has no tokenizer.
     """
 
     row: int
     token_ids: tuple[int, ...]
     why: tuple[Why, ...]
     finish_reason: str | None
+    texts: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -104,6 +107,13 @@ class Generation:
             reason = "stop" if tokens[-1] in spec.eos_token_ids else "length"
             self.finish_reason = reason
         return Settled(row, tokens, why, reason)
+
+    def stop(self, num_dropped: int) -> None:
+        """Ends at a stop string, without the tokens that settled behind it."""
+        self.finish_reason = "stop"
+        kept = len(self.token_ids) - num_dropped
+        for column in (self.token_ids, self.why, self.reports):
+            del column[kept:]
 
     @property
     def num_tokens(self) -> int:

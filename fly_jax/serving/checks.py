@@ -53,3 +53,16 @@ def check_window(rule: Rule, size: int) -> None:
             f"engine that defers windows of {size}, which must be of one size and without "
             "window_mismatches; change the rule, or make the engine with boundary='reject'."
         )
+
+
+def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
+    """Raises FlyJaxError for stop strings that cannot be looked for."""
+    if isinstance(stop, str) or not all(stop):
+        raise FlyJaxError(
+            f"stop is {stop!r}; it must be a list of texts of at least one character: correct it."
+        )
+    if stop and not has_tokenizer:
+        raise FlyJaxError(
+            "A request has stop strings and the engine has no tokenizer to find them with; make it "
+            "with Engine.of, or with tokenizer=."
+        )

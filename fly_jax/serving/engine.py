@@ -25,7 +25,8 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
-from fly_jax.serving.checks import check_sizes, check_spec, check_window
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.checks import check_sizes, check_spec, check_stop, check_window
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.slots import Prefix, Slots
@@ -73,6 +74,7 @@ class Engine:
         rules: Sequence[Rule] = (),
         protected_token_ids: Sequence[int] = (),
         cache_dtype: jnp.dtype | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Makes the slots.
 
@@ -89,6 +91,7 @@ class Engine:
             lossless one.
           protected_token_ids: see `Decoder`.
           cache_dtype: see `Decoder`.
+          tokenizer: fills `Settled.texts` and finds stop strings; None if nobody asks for text.
 
         Raises:
           FlyJaxError: no slot or no room; a K that is chosen anew in each round, a rule with a
@@ -100,7 +103,7 @@ class Engine:
         length = min(_DEFAULT_LENGTH, context) if max_length is None else max_length
         check_sizes(num_slots, prefill_chunk, length, context)
         check_spec(spec, rules)
-        self._own = spec.rule
+        self._own, self._tokenizer = spec.rule, tokenizer
         self._like = (spec.rule, Exact(), *rules)
         united = per_row([spec.rule] * num_slots, self._like)
         self._kind: Any = jax.tree.structure(united)
@@ -169,6 +172,7 @@ class Engine:
             prefill_chunk=prefill_chunk,
             rules=rules,
             protected_token_ids=pair.protected_token_ids(config.protect),
+            tokenizer=pair.tokenizer,
         )
 
     def submit(self, request: Request) -> Ticket:
@@ -176,8 +180,8 @@ class Engine:
 
         Raises:
           FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
-            asked for, or a rule of a kind that the engine was not made for or that could rescue
-            nothing with its K.
+            asked for, an empty stop string, or a rule of a kind that the engine was not made for or
+            that could rescue nothing with its K.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
         if len(prompt) >= self.max_length:
@@ -189,6 +193,7 @@ class Engine:
             raise FlyJaxError(
                 f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
             )
+        check_stop(request.stop, self._tokenizer is not None)
         rule = self._own if request.rule is None else request.rule
         if self.spec.boundary == "defer":
             if request.sampling is not None:
@@ -199,15 +204,19 @@ class Engine:
             check_window(rule, self.spec.deferred_window)
         elif self.spec.num_speculative_tokens:
             rule.check(self.spec.num_speculative_tokens)
-        if jax.tree.structure(per_row([rule], self._like)) != self._kind:
+        if not self.takes(rule):
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
                 "not made for; name one of its kind in `rules` when it is made."
             )
         # The prompt as it was checked, whatever its owner does with the list.
-        ticket = Ticket(dataclasses.replace(request, prompt=prompt), rule)
+        ticket = Ticket(dataclasses.replace(request, prompt=prompt), rule, self._tokenizer)
         self.waiting.append(ticket)
         return ticket
+
+    def takes(self, rule: Rule) -> bool:
+        """Whether a rule is of a kind that the engine was made for, whatever its numbers."""
+        return bool(jax.tree.structure(per_row([rule], self._like)) == self._kind)
 
     def cancel(self, ticket: Ticket) -> None:
         """Stops a request. Its slot is free for the next round; nothing more is read of it."""
@@ -401,10 +410,15 @@ class Engine:
                     continue
                 ticket.first_token = ticket.first_token or now
                 ticket.generation.seconds = now - (ticket.seated or now)
-                if settled.finish_reason is not None:
+                shown = ticket.spell(settled)
+                if shown is None:
+                    continue
+                if shown.finish_reason is not None:
                     ticket.finished = now
                     self.slots.give_back(slot)
-                found.append((ticket, settled))
+                    if settled.finish_reason is None:  # a stop string, of which the row knows not
+                        self._state = self._programs.release(self._state, slot)
+                found.append((ticket, shown))
         return found
 
 

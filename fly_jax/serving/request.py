@@ -6,7 +6,9 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.generation import Generation, Settled
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.spelling import Spelling
 from fly_jax.verification.rules import Rule
 from fly_jax.verification.sampling import Sampling
 
@@ -21,6 +23,7 @@ class Request:
       rule: which draft tokens are kept; None for the engine's own rule.
       sampling: how tokens are drawn; None for greedy decoding.
       seed: of the draws.
+      stop: texts before which the continuation ends, wherever tokens cut them.
     """
 
     prompt: Sequence[int]
@@ -28,6 +31,7 @@ class Request:
     rule: Rule | None = None
     sampling: Sampling | None = None
     seed: int = 0
+    stop: Sequence[str] = ()
 
 
 class Ticket:
@@ -45,14 +49,16 @@ class Ticket:
       finished: when its last token was read, or it was cancelled; None before.
     """
 
-    def __init__(self, request: Request, rule: Rule) -> None:
+    def __init__(self, request: Request, rule: Rule, tokenizer: Tokenizer | None = None) -> None:
         """Waits.
 
         Args:
           request: has been checked.
           rule: what it is decoded with.
+          tokenizer: spells its tokens; None if nobody asks for text.
         """
         self.request, self.rule = request, rule
+        self._spelling = None if tokenizer is None else Spelling(tokenizer, request.stop)
         self.generation = Generation(tuple(request.prompt))
         self.num_reused = 0
         self.submitted = time.perf_counter()
@@ -70,3 +76,16 @@ class Ticket:
         """What its rule may lose to the target, in nats; None for any amount."""
         budget = self.rule.budget
         return None if budget is None else float(budget)
+
+    def spell(self, settled: Settled) -> Settled | None:
+        """Adds the texts to what has settled, and ends the generation at a stop string.
+
+        Returns:
+          What may be handed out; None for nothing yet.
+        """
+        if self._spelling is None:
+            return settled
+        shown, num_kept = self._spelling.push(settled)
+        if shown is not None and shown.finish_reason == "stop":
+            self.generation.stop(len(settled.token_ids) - num_kept)
+        return shown

@@ -1,0 +1,164 @@
+"""Stop strings: found wherever tokens cut them, and no part of one is ever handed out."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import cast
+
+import pytest
+from random_pairs import random_draft, random_target
+
+from fly_jax.decoding.generation import Settled
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.request import Request, Ticket
+from fly_jax.serving.spelling import Spelling
+from fly_jax.verification.rules import Exact, Why
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """What `TextStream` asks a tokenizer and its vocabulary for."""
+
+    words: tuple[bytes, ...]
+    control_token_ids: tuple[int, ...] = ()
+
+    @property
+    def vocabulary(self) -> Words:
+        return self
+
+    def token_bytes(self, token_id: int, first: bool) -> bytes:
+        return self.words[token_id]
+
+
+def tokenizer(words: tuple[bytes, ...]) -> Tokenizer:
+    return cast(Tokenizer, Words(words))
+
+
+PIECES = tokenizer((b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa4", b"", b"babab"))
+
+
+def shown(
+    stops: list[str], ids: list[int], sizes: list[int], *, ends: bool = True
+) -> tuple[list[Settled], int | None]:
+    """What is handed out piece by piece, and how many tokens are left of the piece that stops."""
+    spelling, found = Spelling(PIECES, stops), []
+    at = 0
+    for size in sizes:
+        some = ids[at : at + size]
+        at += size
+        if not some:
+            break
+        reason = "length" if ends and at >= len(ids) else None
+        out, kept = spelling.push(Settled(0, tuple(some), (Why.MATCHED,) * len(some), reason))
+        if out is not None:
+            found.append(out)
+        if kept < len(some) or (out is not None and out.finish_reason == "stop"):
+            return found, at - size + kept
+    return found, None
+
+
+def oracle(stops: list[str], ids: list[int]) -> tuple[str, int | None]:
+    """The text up to the stop string that is complete first, by whole texts of growing length."""
+    for number in range(1, len(ids) + 1):
+        text = spelled(ids[:number])
+        ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        if ends:
+            return text[: min(ends)[1]], number
+    return spelled(ids, final=True), None
+
+
+def spelled(ids: list[int], final: bool = False) -> str:
+    data = b"".join(cast(Words, PIECES).words[one] for one in ids)
+    text = data.decode("utf-8", "replace")
+    # Half a character at the end is not there yet.
+    return text if final or not data.endswith(b"\xc3") else text.removesuffix("\ufffd")
+
+
+def test_any_stop_in_any_pieces() -> None:
+    chance = random.Random(7)
+    stopped = 0
+    for _ in range(3000):
+        ids = [chance.randrange(9) for _ in range(chance.randint(1, 14))]
+        sizes = [chance.randint(1, 4) for _ in range(20)]
+        texts = ["".join(chance.choice("abä") for _ in range(chance.randint(1, 5))) for _ in "12"]
+        stops = texts[: chance.randint(0, 2)]
+        found, kept = shown(stops, ids, sizes)
+        text, number = oracle(stops, ids)
+        assert "".join("".join(one.texts) for one in found) == text
+        assert kept == number
+        used = ids if number is None else ids[:number]
+        assert [token for one in found for token in one.token_ids] == used
+        assert all(len(one.texts) == len(one.token_ids) == len(one.why) for one in found)
+        assert found[-1].finish_reason == ("length" if number is None else "stop")
+        stopped += number is not None
+        # What goes on may still become a stop string: no part of one has been handed out.
+        begun, _ = shown(stops, ids, sizes, ends=False)
+        out = "".join("".join(one.texts) for one in begun)
+        if number is None:
+            whole = spelled(ids)
+            begins = (whole.endswith(stop[:size]) * size for stop in stops for size in range(9))
+            assert len(out) <= len(whole) - max(begins, default=0)
+    assert 500 < stopped < 2500
+
+
+LETTERS = tokenizer(tuple(bytes([97 + one % 26]) for one in range(48)))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    spec = RoundSpec(Exact(), 4, rounds_per_dispatch=2, audits=True)
+    target, draft = random_target(2), random_draft(2, 0.05)
+    return Engine(target, draft, spec, num_slots=2, max_length=90, tokenizer=LETTERS)
+
+
+def run(engine: Engine, *requests: Request) -> list[tuple[Ticket, str]]:
+    tickets = [engine.submit(one) for one in requests]
+    texts = dict.fromkeys(tickets, "")
+    while not engine.is_idle:
+        for ticket, settled in engine.step():
+            texts[ticket] += "".join(settled.texts)
+    return [(ticket, texts[ticket]) for ticket in tickets]
+
+
+def test_a_request_ends_before_its_stop_string_and_frees_its_slot(engine: Engine) -> None:
+    ((whole, text),) = run(engine, Request([1, 2, 3], 40))
+    assert len(text) == 40
+    stops = [text[at : at + 3] for at in (2, 13, 20, 30)]
+    requests = [Request([1, 2, 3], 40, stop=[stop, "?"]) for stop in stops]
+    found = run(engine, *requests, Request([1, 2, 3], 40, stop=["?"]))
+    assert found[-1][1] == text
+    for stop, (ticket, cut) in zip(stops, found, strict=False):
+        assert cut == text[: text.index(stop)]
+        one = ticket.generation
+        assert one.finish_reason == "stop"
+        assert one.token_ids == whole.generation.token_ids[: len(cut) + len(stop)]
+        assert one.why == whole.generation.why[: len(one.token_ids)]
+        assert [report.token_id for report in one.reports] == one.token_ids
+        assert ticket.is_finished
+    assert engine.slots.num_free == 2
+    assert engine.is_idle
+
+
+def test_a_prompt_that_goes_on_where_another_was_stopped(engine: Engine) -> None:
+    prompt = [5] * 30
+    ((whole, text),) = run(engine, Request(prompt, 30))
+    ((stopped, _),) = run(engine, Request(prompt, 30, stop=[text[8:10]]))
+    answered = [*prompt, *stopped.generation.token_ids]
+    ((again, rest),) = run(engine, Request(answered, 30 - len(stopped.generation.token_ids)))
+    assert again.num_reused >= len(answered) - 2
+    assert answered[30:] + again.generation.token_ids == whole.generation.token_ids
+    assert text.endswith(rest)
+
+
+def test_stops_that_cannot_be_looked_for(engine: Engine) -> None:
+    with pytest.raises(FlyJaxError, match="at least one character"):
+        engine.submit(Request([1], stop=["a", ""]))
+    with pytest.raises(FlyJaxError, match="a list of texts"):
+        engine.submit(Request([1], stop="abc"))
+    mute = Engine(random_target(2), None, RoundSpec(Exact(), 0), num_slots=1, max_length=90)
+    with pytest.raises(FlyJaxError, match="has no tokenizer"):
+        mute.submit(Request([1], stop=["a"]))

@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 _NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"]
+_SERVE = ["fastapi>=0.115", "prometheus-client>=0.20", "uvicorn>=0.30"]
 
 setup(
     name="fly_jax",
@@ -49,12 +50,16 @@ setup(
         "cuda": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
         "notebooks": _NOTEBOOK,
+        "serve": _SERVE,
         "test": [
             *_NOTEBOOK,
+            *_SERVE,
+            "httpx>=0.27",
             "hypothesis>=6.100",
             # The planner's tests compile for TPUs; libtpu is made for this platform alone.
             'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',
             "mypy==2.*",
+            "openai>=2",
             "pip>=23.1",
             "pyyaml>=6",
             "pytest>=8.2",

@@ -182,7 +182,7 @@ def audited(
                     entropy=report.entropy,
                     entropy_measure=run.entropy_measure,
                     window=_window(report, has_window),
-                    refused_by=_refused_by(report),
+                    refused_by=refused_by(report),
                     rule=run.rule,
                     regret=report.regret if report.draft_probability > 0 else None,
                     budget_left=None if budget is None else max(budget - spent, 0.0),
@@ -222,7 +222,8 @@ def _window(report: TokenReport, has_window: bool) -> Window | None:
     return "held" if is_rescue and has_window else None
 
 
-def _refused_by(report: TokenReport) -> str | None:
+def refused_by(report: TokenReport) -> str | None:
+    """What refused the draft token of a corrected position, as `Mismatch.refused_by` has it."""
     if report.refused_by is None:
         return None
     return report.refused_by.name.lower().removeprefix("refused").removeprefix("_") or "always"

@@ -18,6 +18,7 @@ from fly_jax.launch import crash_handler
 COMMANDS = {
     "generate": "continue prompts, and compare the rules (the default)",
     "chat": "talk to an instruct model in the terminal",
+    "serve": "answer requests over HTTP, with the endpoints of OpenAI's API, and a page to try it",
     "convert": "write a checkpoint in a format that loads under any mesh, or as int8",
     "plan": "memory and speed of a pair on a slice of chips, without the slice",
     "calibrate": "fill the memory of corrections that the rule csd looks things up in",

@@ -19,7 +19,6 @@ from fly_jax.sharding.processes import process_id
 if TYPE_CHECKING:
     from fly_jax.decoding.decoder import Decoder, Generation
     from fly_jax.decoding.pair import Pair
-    from fly_jax.verification.evidence import Entropy
 
 
 def check_audit(path: Path) -> None:
@@ -97,7 +96,7 @@ def auditing(
     measure = decoder.spec.needs.entropy
     assert measure is not None
     settings = {**config.to_dict(), "max_new_tokens": values.max_new_tokens}
-    run = Run(FORMAT, VERSION, config.rule, _name(measure), settings)
+    run = Run(FORMAT, VERSION, config.rule, measure.name, settings)
     exact = None
     if config.is_loosened and decoder.spec.sampling is None and values.audit_exact is not False:
         exact = _lossless(config, pair, decoder)
@@ -113,7 +112,3 @@ def _lossless(config: DecodingConfig, pair: Pair, decoder: Decoder) -> Decoder:
     """What gives the target's own text: exact speculation, which is faster than doing without."""
     spec = pair.spec(config.side_by_side()[1])
     return pair.decoder(spec, batch_size=decoder.batch_size)
-
-
-def _name(entropy: Entropy) -> str:
-    return f"top_{entropy.top_k}" if entropy.measure == "top_k" else entropy.measure

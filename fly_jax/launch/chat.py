@@ -20,7 +20,7 @@ from fly_jax.launch.flags import (
     add_seed_flag,
     config_from_flags,
 )
-from fly_jax.launch.inputs import load_opened, open_models, say
+from fly_jax.launch.inputs import load_opened, open_models, proposing, say
 from fly_jax.launch.view import TextView
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     if values.help:
         print(_HELP.format(flags=flags.help()))
         return
-    config = _proposing(values, config_from_flags(values))
+    config = proposing(values, config_from_flags(values))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:
         raise FlyJaxError(
@@ -100,13 +100,6 @@ def _flags() -> Flags:
     add_seed_flag(flags)
     flags.boolean("Output", "help", "show this")
     return flags
-
-
-def _proposing(values: FlagValues, config: DecodingConfig) -> DecodingConfig:
-    """The config, or one for a target that nothing proposes to."""
-    if values.target is None or values.draft or config.to_lookup():
-        return config
-    return config.without_draft()
 
 
 class Conversation:
@@ -150,7 +143,7 @@ class Conversation:
             )
 
     def _decode_with(self, config: DecodingConfig) -> None:
-        config = _proposing(self._values, config)
+        config = proposing(self._values, config)
         config.to_rule()
         if config != self._config and self._config in self._decoders:
             self._decoders[self._config].forget()

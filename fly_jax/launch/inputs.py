@@ -80,6 +80,13 @@ def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def proposing(values: FlagValues, config: DecodingConfig) -> DecodingConfig:
+    """The config, or one for a target that nothing proposes to."""
+    if values.target is None or values.draft or config.to_lookup():
+        return config
+    return config.without_draft()
+
+
 def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
     """Opens the models and checks the sizes; with the models comes the mesh for them.
 

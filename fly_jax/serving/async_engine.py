@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ _STOPPED = (
     "The engine does not run, or has stopped before a request was done; requests are taken within "
     "`async with AsyncEngine(engine)`, and `drain` waits for them."
 )
+_UNREAD = "A request was stopped, since its tokens were not read as they came; read them sooner."
 _DRAINED = "The engine takes no more requests: it is about to stop."
 
 
@@ -37,14 +39,16 @@ class TokenStream(AsyncIterator[Settled]):
 
     ticket: Ticket
 
-    def __init__(self, owner: AsyncEngine) -> None:
+    def __init__(self, owner: AsyncEngine, max_unread: float = math.inf) -> None:
         """Waits for a request.
 
         Args:
           owner: runs the engine.
+          max_unread: see `AsyncEngine.submit`.
         """
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Settled | FlyJaxError | None] = asyncio.Queue()
+        self._max_unread = max_unread
         self._is_done = False
 
     async def __anext__(self) -> Settled:
@@ -52,7 +56,7 @@ class TokenStream(AsyncIterator[Settled]):
 
         Raises:
           StopAsyncIteration: there are no more, or the request was cancelled.
-          FlyJaxError: the engine has stopped before the last of them.
+          FlyJaxError: the engine has stopped before the last of them, or too many were unread.
         """
         if self._is_done:
             raise StopAsyncIteration
@@ -70,14 +74,26 @@ class TokenStream(AsyncIterator[Settled]):
 
     async def aclose(self) -> None:
         """Cancels the request, unless it is done; its slot is free for the next round."""
+        self.stop()
+        self._is_done = True
+
+    def stop(self) -> None:
+        """The same for whoever does not read: who does has what came before, and then the end."""
         if not self._is_done:
-            self._is_done = True
             self._owner.cancel(self)
 
     def arrive(self, what: Settled | FlyJaxError | None) -> None:
         """Hands in what has settled, from any thread; anything else ends the stream."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, what)
+            self._loop.call_soon_threadsafe(self._keep, what)
+
+    def _keep(self, what: Settled | FlyJaxError | None) -> None:
+        """Puts in line what has arrived, unless too much stands there."""
+        if isinstance(what, Settled) and self._arrived.qsize() >= self._max_unread:
+            self._max_unread = math.inf  # once is enough
+            self._owner.cancel(self)
+            what = FlyJaxError(_UNREAD)
+        self._arrived.put_nowait(what)
 
 
 class AsyncEngine:
@@ -100,6 +116,7 @@ class AsyncEngine:
         self._lock = threading.Lock()  # around what is handed to the thread, and its end
         self._refusal: str | None = _STOPPED
         self._failure: Exception | None = None
+        self._end: Future[None] = Future()
 
     async def __aenter__(self) -> Self:
         """Starts the thread.
@@ -113,6 +130,7 @@ class AsyncEngine:
                 " it once at a time."
             )
         self._refusal = self._failure = None
+        self._end = Future()
         self._thread = threading.Thread(target=self._run, name="fly_jax engine", daemon=True)
         self._thread.start()
         return self
@@ -129,15 +147,20 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
         self._commands, self._thread = queue.SimpleQueue(), None
 
-    async def submit(self, request: Request) -> TokenStream:
+    async def submit(self, request: Request, *, max_unread: float = math.inf) -> TokenStream:
         """Hands in a request: `async for settled in await engine.submit(request)`.
+
+        Args:
+          request: what is asked for.
+          max_unread: portions of tokens that may wait for their reader; with one more the request
+            is cancelled, and its reader told so.
 
         Raises:
           FlyJaxError: as `Engine.submit`; or the engine has stopped, or is being drained.
         """
         if self._refusal is not None:
             raise self._refused()
-        stream = TokenStream(self)
+        stream = TokenStream(self, max_unread)
 
         def hand_in() -> TokenStream:
             stream.ticket = self.engine.submit(request)
@@ -168,6 +191,16 @@ class AsyncEngine:
             self._refusal = self._refusal or _DRAINED
         await asyncio.wrap_future(self._do(lambda: self._waits_for_idle.append(idle)))
         await asyncio.wrap_future(idle)
+
+    async def ended(self) -> None:
+        """Waits until the thread has ended.
+
+        Raises:
+          FlyJaxError: it has failed; the cause says how.
+        """
+        await asyncio.shield(asyncio.wrap_future(self._end))
+        if self._failure is not None:
+            raise self._refused()
 
     def _do(self, command: Callable[[], _T]) -> Future[_T]:
         """Has the engine's thread run something between two steps."""
@@ -217,6 +250,7 @@ class AsyncEngine:
             with contextlib.suppress(Exception):  # what failed may have taken the state with it
                 self.engine.cancel(ticket)
         self._streams.clear()
+        self._end.set_result(None)
 
     def _take_commands(self) -> bool:
         """Does what was asked for meanwhile, and waits for it where nothing is to be decoded.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from fly_jax.serving.slots import Prefix, Slots
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
-_DEFAULT_LENGTH = 2048
+DEFAULT_LENGTH = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Engine:
             refuses.
         """
         context = target.config.max_context
-        length = min(_DEFAULT_LENGTH, context) if max_length is None else max_length
+        length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
         check_sizes(num_slots, prefill_chunk, length, context)
         check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
@@ -265,8 +266,11 @@ class Engine:
         while not self.is_idle:
             yield from self.step()
 
-    def warm_up(self) -> None:
+    def warm_up(self, told: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program: nothing that is asked for later has to.
+
+        Args:
+          told: gets how many of how many are there, after each.
 
         Raises:
           FlyJaxError: requests wait or are being decoded.
@@ -279,16 +283,20 @@ class Engine:
         self.slots.forget(0)
         one = self._one(Ticket(Request([0]), self._own))
         one = self._programs.copy_row(one, self._state, 0)
+        kinds = [have for have in (self._inputs(), self._inputs(sampled=True)) if have is not None]
+        done, total = itertools.count(1), len(self._steps) * (len(self._sizes) + len(kinds))
+        told = told or (lambda _, __: None)
         for size in self._sizes:
             for attended in self._steps:
                 start = min(attended, self._steps[-1] - size)
                 one = self._programs.take_in(one, size, start, attended)
+                told(next(done), total)
         state = self._programs.insert(self._state, one, 0)
         state = self._programs.release(state, 0)
         for attended in self._steps:
-            for inputs in (self._inputs(), self._inputs(sampled=True)):
-                if inputs is not None:
-                    state = self._programs.run(state.attending(attended), inputs)[0]
+            for inputs in kinds:
+                state = self._programs.run(state.attending(attended), inputs)[0]
+                told(next(done), total)
         self._state = jax.block_until_ready(state.attending(None))
 
     def _forget_rounds(self) -> None:

@@ -77,6 +77,11 @@ class Entropy:
                 f"The entropy's top_k is {self.top_k}; it must be at least 1: 3 is usual."
             )
 
+    @property
+    def name(self) -> str:
+        """In one word: "top_3", "full" or "normalized"."""
+        return f"top_{self.top_k}" if self.measure == "top_k" else self.measure
+
 
 @dataclasses.dataclass(frozen=True)
 class Needs:

@@ -1,0 +1,202 @@
+"""The command serve: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl.flags import FlagValues
+from tqdm import tqdm
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, add_decoding_flags, add_model_flags, config_from_flags
+from fly_jax.launch.inputs import load_opened, open_models, proposing, say
+
+if TYPE_CHECKING:  # of the extra [serve]
+    from fly_jax.serving.http.service import Limits
+
+_HELP = """\
+python -m fly_jax.launch serve [flags]
+
+A server with the endpoints of OpenAI's API, and a page to try it at /. Without --target it serves
+the pair that ships with the package. Decoding flags are for requests that do not say otherwise;
+docs/serving.md has what a request may say.
+
+Examples:
+  python -m fly_jax.launch serve
+  python -m fly_jax.launch serve --target model.gguf --draft self:int4 --num_slots 16
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{{"prompt": "import os\\n", "max_tokens": 32}}'
+
+{flags}
+"""
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_KEY = "FLY_JAX_API_KEY"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_EXIT_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command.
+
+    Raises:
+      FlyJaxError: anything wrong with the flags, the address or the models.
+      SystemExit: the engine has failed.
+    """
+    flags = _flags()
+    values = flags.parse(arguments)
+    if values.help:
+        print(_HELP.format(flags=flags.help()))
+        return
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise FlyJaxError(
+            f"The server needs {' and '.join(missing)}, which are not installed; install them with "
+            "pip install 'fly_jax[serve]'."
+        )
+    _serve(values, proposing(values, config_from_flags(values)))
+
+
+def _flags() -> Flags:
+    flags = Flags("serve")
+    group = "Server"
+    flags.string(group, "host", "127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
+    flags.integer(
+        group, "port", 8000, "port to listen on; 0 for any that is free",
+        lower_bound=0, upper_bound=65535,
+    )  # fmt: skip
+    flags.string(
+        group, "served_model_name", None, "name of the model; that of --target if not given"
+    )
+    flags.string(
+        group, "api_key", None,
+        f"key that requests have to bring; if not given, that of the environment variable {_KEY}, "
+        "where other users of this machine do not see it; else none",
+    )  # fmt: skip
+    flags.integer(group, "num_slots", 8, "requests decoded at a time", lower_bound=1)
+    flags.integer(
+        group, "max_length", None,
+        "most tokens of a request with its answer; 2048, or the model's context if that is less, "
+        "if not given",
+        lower_bound=2,
+    )  # fmt: skip
+    flags.integer(
+        group, "prefill_chunk", 256, "prompt tokens taken in between two rounds", lower_bound=1
+    )
+    flags.strings(
+        group, "rules",
+        "a loosened rule that requests may ask for, such as 'fly & margin'; may be given several "
+        "times; fly and margin if not given",
+    )  # fmt: skip
+    flags.integer(group, "max_queue", 256, "requests that may wait for a slot", lower_bound=0)
+    flags.integer(group, "max_body", 2 * 2**20, "bytes of a request's body", lower_bound=1)
+    flags.number(group, "request_timeout", 600.0, "seconds a request may take")
+    flags.number(
+        group, "client_timeout", 30.0, "seconds in which a client has to take what it is sent"
+    )
+    flags.number(
+        group, "grace_period", 30.0,
+        "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
+    )  # fmt: skip
+    add_model_flags(flags)
+    # The engine takes no memory of corrections.
+    add_decoding_flags(flags, without=("memory", "csd_min_count", "csd_online"))
+    flags.boolean("Output", "help", "show this")
+    return flags
+
+
+def _serve(values: FlagValues, config: DecodingConfig) -> None:
+    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.serving.async_engine import AsyncEngine
+    from fly_jax.serving.checks import check_sizes, check_spec
+    from fly_jax.serving.engine import DEFAULT_LENGTH, Engine
+    from fly_jax.serving.http.asking import Choices
+    from fly_jax.serving.http.run import ServerFailed, bound, run
+    from fly_jax.serving.http.service import Service
+
+    # 1) All that can be known to be wrong before weights are read.
+    limits = _limits(values)
+    choices = Choices.of(config, values.rules or None)
+    check_spec(RoundSpec.of(choices.for_engine, num_drafts=1), choices.kinds)
+    listening = bound(values.host, values.port)
+    models, mesh = open_models(values, config)
+    length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
+    check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
+
+    # 2) The models and the engine.
+    pair = load_opened(values, config, models, mesh, rows=values.num_slots, longest=length)
+    engine = Engine.of(
+        pair,
+        choices.for_engine,
+        num_slots=values.num_slots,
+        max_length=length,
+        prefill_chunk=values.prefill_chunk,
+        rules=choices.kinds,
+        audits=True,
+    )
+    name = values.served_model_name or _name(values.target)
+    service = Service(name, AsyncEngine(engine), pair, choices, limits)
+
+    # 3) Requests.
+    if limits.api_key is None and values.host not in _LOOPBACK:
+        say(f"Whoever reaches {values.host} may send requests; --api_key or {_KEY} asks for a key.")
+    say("Compiling, which is quick where programs were kept from an earlier start.")
+    with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        try:
+            run(
+                service,
+                listening,
+                grace_period=values.grace_period,
+                told=say,
+                progress=progress,
+            )
+        except ServerFailed as error:
+            traceback.print_exception(error.__cause__)
+            say(str(error))
+            sys.exit(_EXIT_FAILED)
+
+
+def _limits(values: FlagValues) -> Limits:
+    from fly_jax.serving.http.service import Limits
+
+    api_key = values.api_key if values.api_key is not None else os.environ.get(_KEY)
+    if api_key is not None and not api_key.strip():
+        raise FlyJaxError(
+            f"The API key of --api_key or {_KEY} is empty; give one, or leave it out for none."
+        )
+    for name in ("request_timeout", "client_timeout", "grace_period"):
+        seconds: float = getattr(values, name)
+        if not 0 < seconds < math.inf:
+            raise FlyJaxError(
+                f"--{name} is {seconds}; it must be a number of seconds above 0: correct it."
+            )
+    return Limits(
+        max_queue=values.max_queue,
+        max_body=values.max_body,
+        request_timeout=values.request_timeout,
+        client_timeout=values.client_timeout,
+        api_key=api_key,
+    )
+
+
+def _name(target: str | None) -> str:
+    """What the model is called: a file or a folder by its own name, a hub id as it is."""
+    if target is None:
+        return "fly_jax-embedded"
+    path = Path(target)
+    return path.resolve().name if path.exists() else target

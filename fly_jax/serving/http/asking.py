@@ -1,0 +1,158 @@
+"""From the fields of a request to what the engine is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.http.errors import invalid
+from fly_jax.serving.http.protocol import Asked
+from fly_jax.serving.request import Request
+from fly_jax.verification.expression import LOSSLESS_RULES
+from fly_jax.verification.rules import Budget, Rule
+
+# What requests may ask for besides the server's own rule where nobody says.
+_USUAL_RULES = ("fly", "margin")
+_SAMPLING = ("temperature", "top_k", "top_p")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How the server decodes, and what a request may have otherwise.
+
+    Attributes:
+      config: of requests that do not say; its temperature is theirs.
+      rules: expressions of the loosened rules that a request may ask for.
+    """
+
+    config: DecodingConfig
+    rules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> Choices:
+        """The choices of a server.
+
+        Args:
+          config: of requests that do not say.
+          rules: expressions that requests may ask for besides; None for fly and margin, as far as
+            they fit. Without a draft there is nothing to choose.
+
+        Raises:
+          FlyJaxError: a rule of no use.
+        """
+        if not config.num_drafted:
+            return cls(config, ())
+        given = _USUAL_RULES if rules is None else tuple(rules)
+        own = (config.rule,) if config.is_loosened else ()
+        found = []
+        for rule in dict.fromkeys((*own, *given)):
+            try:
+                config.replace(rule=rule, temperature=None).to_rule()
+            except FlyJaxError:
+                if rules is None and rule in _USUAL_RULES and rule not in own:
+                    continue
+                raise
+            found.append(rule)
+        return cls(config, tuple(found))
+
+    @property
+    def for_engine(self) -> DecodingConfig:
+        """The config that the engine is made with: it leaves drawing to requests."""
+        rule = "exact" if self.config.rule == "sampled" else self.config.rule
+        return self.config.replace(rule=rule, temperature=0.0, top_k=0, top_p=1.0)
+
+    @property
+    def kinds(self) -> list[Rule]:
+        """A rule of each kind, each with and without a risk budget."""
+        found: list[Rule] = []
+        for expression in self.rules:
+            rule = self.config.replace(rule=expression, temperature=None).to_rule()
+            found.append(rule)
+            if not rule.is_limited:  # type: ignore[attr-defined]
+                found.append(Budget(rule, total=1.0, per_token=1.0, per_block=1))  # type: ignore[arg-type]
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may give as its rule."""
+        return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
+
+    def requests(
+        self, asked: Asked, prompts: Sequence[Sequence[int]], limit: int, engine: Engine
+    ) -> list[Request]:
+        """What the engine is asked for: n requests for each prompt.
+
+        Args:
+          asked: by the client.
+          prompts: token ids.
+          limit: new tokens of each.
+          engine: will take them.
+
+        Raises:
+          ApiError: a rule that the server does not have.
+          FlyJaxError: values of no use.
+        """
+        config = self._config(asked)
+        rule = self._rule(asked, config, engine)
+        sampling = config.to_sampling()
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        return [
+            Request(prompt, limit, rule, sampling, (seed + index) % 2**32, asked.stops)
+            for prompt in prompts
+            for index in range(asked.n)
+        ]
+
+    def rule_name(self, asked: Asked) -> str:
+        """The rule that a request is decoded with."""
+        given = None if asked.fly is None else asked.fly.rule
+        return self.config.rule if given is None else str(given)
+
+    def _config(self, asked: Asked) -> DecodingConfig:
+        """The server's config with what was asked for."""
+        given = {} if asked.fly is None else asked.fly.model_dump(exclude_unset=True)
+        values = {
+            name: value
+            for name, value in given.items()
+            if name not in ("rule", "audit", "stream_why") and value is not None
+        }
+        temperature = self.config.temperature if asked.temperature is None else asked.temperature
+        values["temperature"] = temperature
+        if temperature:  # without one there is nothing to keep tokens from
+            values["top_k"] = self._or_own("top_k", asked.top_k if asked.top_k != -1 else 0)
+            values["top_p"] = self._or_own("top_p", asked.top_p)
+        else:
+            values |= {"top_k": 0, "top_p": 1.0}
+        rule = self.rule_name(asked)
+        if rule in LOSSLESS_RULES and self.config.num_drafted:
+            self._check_name(rule, lossless=("exact", "sampled"))
+            rule = "sampled" if temperature else "exact"
+        return self.config.replace(rule=rule, **values)
+
+    def _or_own(self, name: str, given: float | None) -> float | None:
+        return getattr(self.config, name) if given is None else given
+
+    def _rule(self, asked: Asked, config: DecodingConfig, engine: Engine) -> Rule:
+        """The rule that was asked for, if the engine was made for it."""
+        if not self.config.num_drafted:
+            self._check_name(config.rule, lossless=("autoregressive",))
+        rule = config.to_rule()
+        if not engine.takes(rule):
+            raise self._unknown(config.rule)
+        return rule
+
+    def _check_name(self, rule: str, lossless: tuple[str, ...]) -> None:
+        if rule not in lossless:
+            raise self._unknown(rule)
+
+    def _unknown(self, rule: str) -> Exception:
+        return invalid(
+            f"fly.rule is {rule!r}, of a kind that this server was not started for; it has "
+            f"{', '.join(self.names)} and what | makes of them: give one, or start it with "
+            "--rules.",
+            "fly.rule",
+            "rule_not_served",
+        )

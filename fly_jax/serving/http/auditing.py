@@ -1,0 +1,46 @@
+"""The audit of a request's answers, as the command audit knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fly_jax.evaluation.audit import Mismatch as AuditedMismatch
+from fly_jax.evaluation.audit import Run, audited
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.http.replies import Audit, Mismatch
+from fly_jax.serving.request import Ticket
+
+
+@dataclasses.dataclass(frozen=True)
+class Auditor:
+    """What the audits of a request have in common.
+
+    Attributes:
+      tokenizer: of the models.
+      run: the rule and what entropies are.
+    """
+
+    tokenizer: Tokenizer
+    run: Run
+
+    def audit(self, ticket: Ticket) -> Audit:
+        """Every mismatch of an answer that is done."""
+        found, _ = audited(
+            0,
+            "",
+            ticket.generation,
+            self.tokenizer,
+            self.run,
+            has_window=ticket.rule.longest_window > 0,
+            budget=ticket.budget,
+        )
+        return Audit(
+            rule=self.run.rule,
+            entropy_measure=self.run.entropy_measure,
+            rescues=[_shown(one) for one in found if one.is_rescue],
+            refusals=[_shown(one) for one in found if not one.is_rescue],
+        )
+
+
+def _shown(one: AuditedMismatch) -> Mismatch:
+    return Mismatch(**{name: getattr(one, name) for name in Mismatch.model_fields})

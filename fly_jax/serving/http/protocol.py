@@ -1,0 +1,221 @@
+"""What clients may ask for: the fields of OpenAI's API, and FLy's own under `fly`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from fly_jax.parameters import Parameter, parameters_of
+from fly_jax.verification.rules import RULES, Budget
+
+# Fields of which only these values leave an answer as it is, and others are not supported.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_p": (None, 0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "ignore_eos": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+}
+_MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_PROMPTS = 1024
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+
+
+class _Fields(BaseModel):
+    """Fields that are known; any other is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def rule_parameters() -> dict[str, Parameter]:
+    """The numbers of rules and of their budget, by name: what a request may set."""
+    declaring = (*RULES.values(), Budget)
+    return {one.name: one for part in declaring for one in parameters_of(part)}
+
+
+class _FlyFields(_Fields):
+    """How FLy is to decode a request; numbers not given are the server's.
+
+    Attributes:
+      rule: an expression of the rules that the server has, such as "fly | margin", or exact.
+      audit: has every mismatch that was kept or refused in the reply.
+      stream_why: has every token in the chunks of a stream, with why it stands there.
+    """
+
+    rule: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    audit: bool = False
+    stream_why: bool = False
+
+
+FlyFields: Any = create_model(
+    "FlyFields",
+    __base__=_FlyFields,
+    __doc__=_FlyFields.__doc__,
+    **{  # type: ignore[call-overload]
+        name: (one.kind | None, Field(None, description=f"{one.help}: {one.described}"))
+        for name, one in rule_parameters().items()
+    },
+)
+
+
+class StreamOptions(BaseModel):
+    """What a stream has besides the text.
+
+    Attributes:
+      include_usage: ends with a chunk of the usage and the metrics.
+    """
+
+    include_usage: bool = False
+
+
+class Asked(_Fields):
+    """What both endpoints take.
+
+    Attributes:
+      model: as /v1/models names it; the only one there is if not given.
+      max_tokens: of each answer.
+      temperature: 0 is greedy; the server's if not given.
+      top_p: keeps the most probable tokens of this probability together.
+      top_k: keeps so many of the most probable tokens; 0 or -1 for all.
+      n: answers to each prompt, which differ only where they are drawn.
+      seed: of the draws; of the i-th answer it is seed + i.
+      stop: texts before which an answer ends.
+      stream: sends the answer as server-sent events while it is decoded.
+      stream_options: see `StreamOptions`.
+      fly: see `FlyFields`.
+    """
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_PROMPTS)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=_MOST_STOPS)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    fly: FlyFields | None = None
+    user: str | None = Field(None, description="Without effect.")
+    metadata: dict[str, Any] | None = Field(None, description="Without effect.")
+    store: bool | None = Field(None, description="Without effect.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | int | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _only_what_is_done(self) -> Self:
+        for name in type(self).model_fields.keys() & _NEUTRAL.keys():
+            value = getattr(self, name)
+            if value not in _NEUTRAL[name]:
+                raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class CompletionRequest(Asked):
+    """The body of /v1/completions.
+
+    Attributes:
+      prompt: a text, its tokens, or several of either.
+    """
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MOST_PROMPTS)]
+    )
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of is {self.best_of}, which is not done here; give n")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """All of them."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if isinstance(given[0], int):
+            return [given]  # type: ignore[list-item]
+        return given  # type: ignore[return-value]
+
+
+class TextPart(_Fields):
+    """A piece of a message; only text is taken.
+
+    Attributes:
+      type: "text".
+      text: the text.
+    """
+
+    type: Annotated[str, Field(pattern="^text$")]
+    text: str
+
+
+class Message(_Fields):
+    """A message of a conversation.
+
+    Attributes:
+      role: such as system, user or assistant; the model's template knows which there are.
+      content: its text.
+      name: without effect.
+    """
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def as_template(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        given = self.content
+        text = given if isinstance(given, str) else "".join(part.text for part in given)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(Asked):
+    """The body of /v1/chat/completions.
+
+    Attributes:
+      messages: the conversation so far.
+      max_completion_tokens: another name of max_tokens.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
+        return self

@@ -1,0 +1,179 @@
+"""The server's life: it listens, warms up, takes requests, drains and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import uvicorn
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.serving.http.app import make_app
+from fly_jax.serving.http.service import Service
+
+_BACKLOG = 2048
+_CLOSING_SECONDS = 5  # for connections whose reply is on its way
+
+
+class ServerFailed(RuntimeError):
+    """The engine has failed; the cause says how."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals alone, which have to drain the service first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at an address, on which nothing listens yet.
+
+    Args:
+      host: a name or an address.
+      port: 0 for any that is free.
+
+    Raises:
+      FlyJaxError: it is taken, or not this machine's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise _not_bound(host, port, error) from error
+    return found
+
+
+def _not_bound(host: str, port: int, error: Exception) -> FlyJaxError:
+    reason = getattr(error, "strerror", None) or error
+    return FlyJaxError(
+        f"The server cannot listen on {host}, port {port} ({reason}); give another --port or "
+        "--host, or stop what listens there."
+    )
+
+
+def address(listening: socket.socket) -> str:
+    """Of a socket, as a browser takes it."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    service: Service,
+    listening: socket.socket,
+    *,
+    grace_period: float,
+    stop: asyncio.Event,
+    told: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """Answers requests until `stop` is set and those that are going are done.
+
+    Args:
+      service: not ready yet.
+      listening: from `bound`.
+      grace_period: seconds for requests that are going when it is to stop.
+      stop: set from the same loop.
+      told: gets a line when it is ready, and when it is about to stop.
+      progress: gets how many of how many programs are compiled.
+
+    Raises:
+      FlyJaxError: somebody else listens there by now.
+      ServerFailed: the engine cannot go on.
+    """
+    host, port = listening.getsockname()[:2]
+    try:
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        raise _not_bound(host, port, error) from error
+    config = uvicorn.Config(
+        make_app(service), log_level="warning", access_log=False, lifespan="off", ws="none",
+        server_header=False, timeout_graceful_shutdown=_CLOSING_SECONDS,
+    )  # fmt: skip
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listening]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        warm = asyncio.wrap_future(_in_background(lambda: service.engine.engine.warm_up(progress)))
+        await asyncio.wait((warm, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return
+        _check(warm, "The server could not warm up")
+        async with service.engine:
+            ending = asyncio.create_task(service.engine.ended())
+            service.state = "ready"
+            told(f"Ready on {address(listening)}: {service.described}.")
+            await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
+            if stop.is_set():
+                told(f"Stopping: {service.num_open} requests may go on for {grace_period:g} s.")
+                left = await service.drain(grace_period)
+                if left:
+                    told(f"{left} requests were not done in that time, and were cancelled.")
+            else:
+                service.state = "draining"
+                _check(ending, "The server stops")
+            ending.cancel()
+    finally:
+        service.state = "draining"
+        stopping.cancel()
+        server.should_exit = True
+        await serving
+
+
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Runs something in a thread that the end of the process does not wait for."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="fly_jax warm-up", daemon=True).start()
+    return done
+
+
+def _check(task: asyncio.Future[None], what: str) -> None:
+    """Raises ServerFailed for a task that has failed."""
+    error = task.exception()
+    if error is not None:
+        raise ServerFailed(f"{what}: {error}") from (error.__cause__ or error)
+
+
+def run(
+    service: Service,
+    listening: socket.socket,
+    *,
+    grace_period: float,
+    told: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> None:
+    """`serve` in a loop of its own, which SIGTERM and SIGINT stop."""
+
+    async def until_signalled() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve(
+            service,
+            listening,
+            grace_period=grace_period,
+            stop=stop,
+            told=told,
+            progress=progress,
+        )
+
+    asyncio.run(until_signalled())

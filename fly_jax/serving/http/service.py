@@ -1,0 +1,225 @@
+"""The server without HTTP: who is let in, how prompts become tokens, and how it comes to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.prompts import check_prompt
+from fly_jax.evaluation.audit import Run
+from fly_jax.evaluation.audit_file import FORMAT, VERSION
+from fly_jax.serving.async_engine import AsyncEngine, TokenStream
+from fly_jax.serving.http.answering import Answering
+from fly_jax.serving.http.asking import Choices
+from fly_jax.serving.http.auditing import Auditor
+from fly_jax.serving.http.errors import ApiError, invalid, unavailable
+from fly_jax.serving.http.metrics import Metrics
+from fly_jax.serving.http.protocol import Asked
+from fly_jax.serving.http.replies import Style
+
+COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
+_MAX_UNREAD = 1024
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What clients may do.
+
+    Attributes:
+      max_queue: requests that may wait for a slot.
+      max_body: bytes of a body.
+      request_timeout: seconds from a request's arrival to its last token.
+      client_timeout: seconds in which a client must take what is sent.
+      api_key: what requests have to bring; None for nothing.
+    """
+
+    max_queue: int = 256
+    max_body: int = 2 * 2**20
+    request_timeout: float = 600.0
+    client_timeout: float = 30.0
+    api_key: str | None = None
+
+
+class Service:
+    """Takes requests as long as it is ready.
+
+    Attributes:
+      name: of the model.
+      engine: decodes; whoever runs the service enters and leaves it.
+      pair: the models.
+      choices: how it decodes.
+      limits: what clients may do.
+      metrics: of all that happens.
+      state: "starting" until it is warmed up; "draining" when it is about to stop.
+      created: when it began, in seconds since 1970.
+    """
+
+    def __init__(
+        self, name: str, engine: AsyncEngine, pair: Pair, choices: Choices, limits: Limits
+    ) -> None:
+        """Is not ready yet; see the class."""
+        self.name, self.engine, self.pair = name, engine, pair
+        self.choices, self.limits = choices, limits
+        self.metrics = Metrics(engine.engine)
+        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.created = int(time.time())
+        self._open: set[Answering] = set()
+        self._num_open = 0
+        entropy = engine.engine.spec.needs.entropy
+        assert entropy is not None, "the engine audits"
+        self._entropy = entropy.name
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are decoded or wait, at most."""
+        return len(self.engine.engine.slots.occupants) + self.limits.max_queue
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are decoded or wait."""
+        return self._num_open
+
+    @property
+    def described(self) -> str:
+        """What is served, in a line."""
+        engine = self.engine.engine
+        return (
+            f"{self.name}, rule {self.choices.config.rule} (requests may ask for "
+            f"{', '.join(self.choices.names)}), {len(engine.slots.occupants)} slots of "
+            f"{engine.max_length} tokens"
+        )
+
+    @property
+    def has_template(self) -> bool:
+        """Conversations can be put to the model."""
+        return self.pair.tokenizer.chat_template is not None
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for a model that is not served."""
+        if name not in (None, self.name):
+            raise ApiError(
+                404,
+                f"There is no model {name!r}; this server has {self.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def answer(
+        self, asked: Asked, prompts: Sequence[Prompt], limit: int | None, style: Style
+    ) -> Answering:
+        """Hands a request to the engine.
+
+        Args:
+          asked: by the client.
+          prompts: texts, tokens or conversations.
+          limit: new tokens of each; None for all that there is room for.
+          style: of the endpoint.
+
+        Raises:
+          ApiError: it is not taken.
+          FlyJaxError: something in it is wrong.
+        """
+        self.check_model(asked.model)
+        number = len(prompts) * asked.n
+        with self._admitted(number):
+            ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in prompts]
+            engine = self.engine.engine
+            limit = engine.max_length if limit is None else limit
+            requests = self.choices.requests(asked, ids, limit, engine)
+            streams: list[TokenStream] = []
+            try:
+                for request in requests:
+                    streams.append(await self.engine.submit(request, max_unread=_MAX_UNREAD))
+            except BaseException:
+                for stream in streams:
+                    stream.stop()
+                raise
+            rule = self.choices.rule_name(asked)
+            answering = Answering(
+                asked,
+                style,
+                streams,
+                Auditor(self.pair.tokenizer, Run(FORMAT, VERSION, rule, self._entropy, {})),
+                model=self.name,
+                num_speculative_tokens=engine.spec.num_speculative_tokens,
+                metrics=self.metrics,
+                left=self._leave,
+            )
+        self._open.add(answering)
+        return answering
+
+    @contextlib.contextmanager
+    def _admitted(self, number: int) -> Iterator[None]:
+        """Counts requests in, and out again where they are not taken after all."""
+        if self.state != "ready":
+            raise unavailable(
+                "The server is about to stop and takes no more requests; send them to another one."
+                if self.state == "draining"
+                else "The server is still starting; try again when /health says 200."
+            )
+        if number > self.capacity:
+            raise invalid(
+                f"{number} answers were asked for at once and the server takes {self.capacity} "
+                "(slots and queue together); ask for fewer.",
+                "n",
+            )
+        if self._num_open + number > self.capacity:
+            raise ApiError(
+                429,
+                f"The queue is full: {self._num_open} requests are decoded or wait; try again.",
+                type="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._num_open += number
+        try:
+            yield
+        except BaseException:
+            self._num_open -= number
+            raise
+
+    def _leave(self, answering: Answering) -> None:
+        self._open.discard(answering)
+        self._num_open -= answering.num_streams
+
+    def _encoded(self, prompt: Prompt) -> Sequence[int]:
+        tokenizer, engine = self.pair.tokenizer, self.engine.engine
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        elif isinstance(prompt[0], Mapping):
+            ids = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        if len(ids) >= engine.max_length:
+            raise invalid(
+                f"The prompt has {len(ids)} tokens and the server takes {engine.max_length} with "
+                "the answer; shorten it, or start the server with a larger --max_length.",
+                code="context_length_exceeded",
+            )
+        return check_prompt(ids, self.pair.target.config)
+
+    async def drain(self, grace_period: float) -> int:
+        """Takes no more requests, and waits for those that are going.
+
+        Args:
+          grace_period: seconds after which those that are left are cancelled.
+
+        Returns:
+          How many answers had to be cancelled.
+        """
+        self.state = "draining"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_period):
+                while self._num_open:
+                    await asyncio.sleep(0.05)
+        left = list(self._open)
+        for one in left:
+            one.cancel()
+        return len(left)

@@ -24,6 +24,7 @@ setup(
         # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
         "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
         "fly_jax.models": ["embedded/**/*"],
+        "fly_jax.serving.http": ["page.html"],
     },
     install_requires=[
         "absl-py>=2.1",

@@ -7,34 +7,17 @@ from collections.abc import Mapping
 
 from fly_jax.evaluation.audit import Continuation, Mismatch
 from fly_jax.evaluation.audit_file import Audit
-from fly_jax.launch.view import CONTROLS, WORDS
+from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
+from fly_jax.launch.view import CONTROLS
 from fly_jax.verification.rules import Why
 
-_MEANINGS = {
-    Why.MATCHED: "draft and target agreed",
-    Why.RESCUED: "the draft's token was kept although the target would have written another",
-    Why.CORRECTED: "the draft's token was refused and the target's own put in its place",
-    Why.BONUS: "the target's own, after a block that was kept whole",
-}
 _WINDOWS = {
     "held": "held in its block",
     "completed": "deferred, and completed by a later block",
     "failed": "deferred, and failed in a later block",
 }
 
-# The colours are those of a terminal; lines under the text tell the same without them.
 _STYLE = """
-:root {
-  color-scheme: light dark;
-  --page: #ffffff; --ink: #1c1e21; --dim: #5c6066; --line: #c9ccd1; --panel: #f3f4f6;
-  --m: #22662b; --r: #6b4700; --r-back: #ffe9b0; --c: #b3141c; --c-back: #ffe3e1; --b: #00606e;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #16181c; --ink: #e4e6ea; --dim: #a2a7b0; --line: #454a53; --panel: #22252b;
-    --m: #8fd19a; --r: #ffd773; --r-back: #4a3a08; --c: #ff9d97; --c-back: #55201f; --b: #73d3e0;
-  }
-}
 * { box-sizing: border-box; }
 body {
   margin: 0 auto; padding: 1.5rem 1.25rem 13rem; max-width: 62rem;
@@ -60,13 +43,6 @@ p { margin: .25rem 0; }
   font: .95rem/1.9 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
   border: 1px solid var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0;
 }
-.t { border-radius: .2rem; margin-right: 1px; }
-.m { color: var(--m); }
-.r { color: var(--r); background: var(--r-back); font-weight: bold;
-     text-decoration: underline double; text-underline-offset: .25em; }
-.c { color: var(--c); background: var(--c-back);
-     text-decoration: underline wavy; text-underline-offset: .25em; }
-.b { color: var(--b); text-decoration: underline dotted; text-underline-offset: .25em; }
 .text .t:hover, .text .t:focus { outline: 2px solid currentColor; outline-offset: 1px; }
 .end::before { content: "\\21B5"; opacity: .65; }
 .part::before { content: "\\25CC"; }
@@ -122,7 +98,7 @@ def page(audit: Audit, index: int) -> str:
 <meta http-equiv="Content-Security-Policy"
  content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title>
-<style>{_STYLE}</style>
+<style>{PALETTE}{_STYLE}</style>
 </head>
 <body>
 <header>
@@ -146,7 +122,7 @@ def page(audit: Audit, index: int) -> str:
 def _legend(one: Continuation) -> str:
     items = [
         f'<li><span class="t {why.letter}">{html.escape(word)}</span>'
-        f"<b>{one.why.count(why.letter)}</b><span>{html.escape(_MEANINGS[why])}</span></li>"
+        f"<b>{one.why.count(why.letter)}</b><span>{html.escape(MEANINGS[why])}</span></li>"
         for why, word in WORDS.items()
     ]
     return f'<ul class="legend">{"".join(items)}</ul>'
@@ -178,7 +154,7 @@ def _token(at: int, one: Continuation, mismatch: Mismatch | None, measure: str) 
 
 
 def _tip(at: int, one: Continuation, why: Why, mismatch: Mismatch | None, measure: str) -> str:
-    head = f"<b>{html.escape(WORDS[why])}</b>, token {at + 1}: {html.escape(_MEANINGS[why])}."
+    head = f"<b>{html.escape(WORDS[why])}</b>, token {at + 1}: {html.escape(MEANINGS[why])}."
     entropy = f"entropy {one.entropies[at]:.3f} ({html.escape(measure)})"
     if mismatch is None:
         choice = one.choice_probabilities[at]

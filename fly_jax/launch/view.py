@@ -7,15 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import TextIO
 
+from fly_jax.evaluation.colours import WORDS
 from fly_jax.models.tokenizers.tokenizer import TextStream, Tokenizer
 from fly_jax.verification.rules import Why
 
-WORDS = {
-    Why.MATCHED: "matched",
-    Why.RESCUED: "rescued mismatch",
-    Why.CORRECTED: "target's correction",
-    Why.BONUS: "bonus token",
-}
 _STYLES = {Why.MATCHED: "32", Why.RESCUED: "1;4;33", Why.CORRECTED: "31", Why.BONUS: "36"}
 _DIM = "2"
 

@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 import jax
 from fastapi import APIRouter, Body, FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from fly_jax.serving.http.connection import EventStream, in_one_piece
 from fly_jax.serving.http.errors import ErrorReply, add_handlers, invalid
 from fly_jax.serving.http.guard import Guard
+from fly_jax.serving.http.page import HEADERS, page
 from fly_jax.serving.http.protocol import Asked, ChatRequest, CompletionRequest
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.service import COMPLETION_TOKENS, Prompt, Service
@@ -131,5 +132,10 @@ def _about(service: Service) -> APIRouter:
     def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/", response_class=HTMLResponse, include_in_schema=False)
+    def start() -> HTMLResponse:
+        """The page."""
+        return HTMLResponse(page(), headers=HEADERS)
 
     return router

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from fly_jax.parameters import Parameter, parameters_of
 from fly_jax.verification.rules import RULES, Budget
@@ -28,8 +28,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_PROMPTS = 1024
 
+
+def _written(text: str) -> str:
+    """Raises ValueError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it holds a character that is not valid Unicode") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_written)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+StopText = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
 class _Fields(BaseModel):
@@ -140,9 +151,9 @@ class CompletionRequest(Asked):
     """
 
     prompt: (
-        str
+        Text
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MOST_PROMPTS)]
     )
     best_of: int | None = None
@@ -175,7 +186,7 @@ class TextPart(_Fields):
     """
 
     type: Annotated[str, Field(pattern="^text$")]
-    text: str
+    text: Text
 
 
 class Message(_Fields):
@@ -187,8 +198,8 @@ class Message(_Fields):
       name: without effect.
     """
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart]
+    role: Annotated[Text, Field(min_length=1, max_length=64)]
+    content: Text | list[TextPart]
     name: str | None = None
 
     @property

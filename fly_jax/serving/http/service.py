@@ -21,6 +21,7 @@ from fly_jax.serving.http.errors import ApiError, invalid, unavailable
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.http.protocol import Asked
 from fly_jax.serving.http.replies import Style
+from fly_jax.serving.request import Request
 
 COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MAX_UNREAD = 1024
@@ -133,14 +134,7 @@ class Service:
             engine = self.engine.engine
             limit = engine.max_length if limit is None else limit
             requests = self.choices.requests(asked, ids, limit, engine)
-            streams: list[TokenStream] = []
-            try:
-                for request in requests:
-                    streams.append(await self.engine.submit(request, max_unread=_MAX_UNREAD))
-            except BaseException:
-                for stream in streams:
-                    stream.stop()
-                raise
+            streams = await self._submitted(requests)
             rule = self.choices.rule_name(asked)
             answering = Answering(
                 asked,
@@ -154,6 +148,18 @@ class Service:
             )
         self._open.add(answering)
         return answering
+
+    async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
+        """Hands all in between the same two rounds, or none."""
+        submitting = [self.engine.submit(one, max_unread=_MAX_UNREAD) for one in requests]
+        found = await asyncio.gather(*submitting, return_exceptions=True)
+        streams = [one for one in found if isinstance(one, TokenStream)]
+        for error in found:
+            if isinstance(error, BaseException):
+                for stream in streams:
+                    stream.stop()
+                raise error
+        return streams
 
     @contextlib.contextmanager
     def _admitted(self, number: int) -> Iterator[None]:

@@ -1,0 +1,168 @@
+"""A server that runs in a thread, over a tiny random pair with a chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from tiny_pair import write_pair
+
+from fly_jax.decoding.generation import Generation, Settled
+from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.http.asking import Choices
+from fly_jax.serving.http.run import address, bound, serve
+from fly_jax.serving.http.service import Limits, Service
+from fly_jax.serving.request import Ticket
+
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
+    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+KEY, NAME, SLOTS, QUEUE = "a secret", "tiny", 4, 2
+GIVEN = {"rule": "margin", "margin_gap": 1.5, "num_speculative_tokens": 4, "window_size": 2}
+PROMPT = "Ada has 3 apples"
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+
+class Gated(Engine):
+    """An engine whose steps a test can hold back, so that requests are going for sure."""
+
+    gate: threading.Event
+
+    def step(self) -> list[tuple[Ticket, Settled]]:
+        if not self.gate.is_set():
+            time.sleep(0.002)
+            return []
+        return super().step()
+
+
+@dataclasses.dataclass
+class Live:
+    """A server that runs in a thread."""
+
+    service: Service
+    engine: Gated
+    pair: Pair
+    url: str
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def post(self, body: object, path: str = "/v1/completions", **given: Any) -> httpx.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=data, headers=HEADERS, timeout=60, **given)
+
+    def alone(self, prompt: str | list[int], limit: int, **given: Any) -> tuple[Generation, str]:
+        """What the library gives for a prompt, with its text."""
+        (one,) = generate(self.pair, [prompt], max_new_tokens=limit, audits=True, **GIVEN | given)  # type: ignore[list-item]
+        return one, self.pair.tokenizer.decode(one.token_ids, continues=True)
+
+    @contextlib.contextmanager
+    def streaming(self, **given: Any) -> Iterator[Iterator[str]]:
+        """The events of a stream, which can be left at any time."""
+        body = {"prompt": PROMPT, "max_tokens": 80, "stream": True} | given
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as reply:
+            assert reply.status_code == 200
+            yield (line[6:] for line in reply.iter_lines() if line)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is decoded meanwhile."""
+        self.engine.gate.clear()
+        try:
+            yield
+        finally:
+            self.engine.gate.set()
+
+    @contextlib.contextmanager
+    def limited(self, **limits: float) -> Iterator[None]:
+        before = self.service.limits
+        self.service.limits = dataclasses.replace(before, **limits)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self.service.limits = before
+
+    def wait_until_free(self) -> None:
+        until(lambda: self.engine.slots.num_free == SLOTS and self.service.num_open == 0)
+        assert not self.engine.waiting
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it has not come to that in half a minute")
+
+
+def started(service: Service, listening: socket.socket) -> tuple[Any, asyncio.Event, Future[None]]:
+    """Serves in a thread: its loop, what stops it, and its end."""
+    begun: Future[tuple[Any, asyncio.Event]] = Future()
+    ended: Future[None] = Future()
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        begun.set_result((asyncio.get_running_loop(), stop))
+        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+        await serve(service, listening, grace_period=5, stop=stop, told=nothing, progress=nothing)
+
+    def thread() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=thread, daemon=True).start()
+    return *begun.result(), ended
+
+
+@contextlib.contextmanager
+def live_server(folder: Path) -> Iterator[Live]:
+    """Writes the pair into a folder and serves it."""
+    target, draft = write_pair(folder)
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    pair = load_pair(target, draft, dtype="float32")
+    choices = Choices.of(pair.config(**GIVEN))
+    engine = Gated.of(
+        pair, choices.for_engine, num_slots=SLOTS, rules=choices.kinds, prefill_chunk=32,
+        audits=True,
+    )  # fmt: skip
+    assert isinstance(engine, Gated)
+    engine.gate = threading.Event()
+    engine.gate.set()
+    limits = Limits(max_queue=QUEUE, max_body=20_000, api_key=KEY)
+    service = Service(NAME, AsyncEngine(engine), pair, choices, limits)
+    listening = bound("127.0.0.1", 0)
+    url = address(listening)
+    loop, stop, ended = started(service, listening)
+    statuses = set()
+
+    def is_ready() -> bool:
+        with contextlib.suppress(httpx.ConnectError):
+            statuses.add(httpx.get(f"{url}/health").status_code)
+        return 200 in statuses
+
+    until(is_ready)
+    assert statuses == {200, 503}  # while it compiled
+    yield Live(service, engine, pair, url, loop)
+    loop.call_soon_threadsafe(stop.set)
+    ended.result(30)

@@ -1,0 +1,95 @@
+"""The command serve: what it refuses before it begins, and its life as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from fly_jax.launch import serve
+
+SIZES = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--prefill_chunk=32"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_slots=0"], "num_slots"),
+        (["--max_length=97"], "at most 96, the target's context"),
+        (["--rules=nonsense"], "there is no rule 'nonsense'"),
+        (["--rules=csd"], "memory"),
+        (["--num_speculative_tokens=auto"], "give a number"),
+        (["--window_size=9", "--rules=fly"], "window_size=9"),
+        (["--request_timeout=0"], "--request_timeout is 0.0"),
+        (["--api_key= "], "is empty"),
+        (["--host=no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--port=70000"], "port"),
+        (["--memory=x"], "no flag --memory"),
+    ],
+)
+def test_what_is_refused_before_weights_are_read(
+    refused: Callable[..., str],
+    models: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    words: str,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(serve, "load_opened", load)
+    assert words in refused("serve", *models, *SIZES, "--port=0", *flags)
+
+
+def test_a_port_that_is_taken(refused: Callable[..., str], models: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sentence = refused("serve", *models, *SIZES, f"--port={port}")
+    assert f"cannot listen on 127.0.0.1, port {port}" in sentence
+
+
+def test_without_the_extra(
+    refused: Callable[..., str], models: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'fly_jax[serve]'" in refused("serve", *models)
+
+
+def test_it_serves_and_drains(models: list[str]) -> None:
+    command = [sys.executable, "-m", "fly_jax.launch", "serve", *models, *SIZES, "--port=0"]
+    environment = {**os.environ, "FLY_JAX_API_KEY": "from the environment"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        assert process.stderr is not None
+        said: list[str] = []
+        while not (said and said[-1].startswith("Ready on ")):
+            line = process.stderr.readline()
+            assert line, said
+            said.append(line)
+        url = re.findall(r"http://[\d.:]+", said[-1])[0]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Ada"}).status_code == 401
+        headers = {"Authorization": "Bearer from the environment"}
+        body = {"prompt": "Ada has", "max_tokens": 80, "stream": True}
+        asked = ("POST", f"{url}/v1/completions")
+        with httpx.stream(*asked, json=body, headers=headers, timeout=60) as reply:
+            process.send_signal(signal.SIGTERM)
+            *events, end = [line[6:] for line in reply.iter_lines() if line]
+        assert end == "[DONE]"
+        choices = [json.loads(event)["choices"][0] for event in events]
+        assert choices[-1]["finish_reason"] in ("length", "stop")
+        assert process.wait() == 0
+        rest = process.stderr.read()
+        watchdog.cancel()
+    assert "may go on for 30 s" in rest
+    assert "Traceback" not in rest

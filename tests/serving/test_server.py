@@ -1,0 +1,376 @@
+"""A live server, asked by OpenAI's own client: replies, streams, refusals, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from live_server import HEADERS, NAME, PROMPT, QUEUE, SLOTS, Live, live_server, started, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.http.connection import EventStream
+from fly_jax.serving.http.protocol import CompletionRequest
+from fly_jax.serving.http.replies import TextStyle
+from fly_jax.serving.http.run import ServerFailed, address, bound
+from fly_jax.serving.http.service import Limits, Service
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_server(tmp_path_factory.mktemp("pair")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(live: Live) -> Iterator[None]:
+    yield
+    live.wait_until_free()
+
+
+@pytest.mark.parametrize("rule", ["exact", "margin", "fly", "fly | margin"])
+def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
+    fly = {"rule": rule, "audit": True}
+    reply = live.client().completions.create(
+        model=NAME, prompt=PROMPT, max_tokens=40, extra_body={"fly": fly}
+    )
+    alone, text = live.alone(PROMPT, 40, rule=rule)
+    (choice,) = reply.choices
+    assert choice.text == text
+    assert choice.finish_reason == alone.finish_reason
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(alone.token_ids)
+    assert reply.usage.prompt_tokens == len(live.pair.tokenizer.encode(PROMPT))
+    found = reply.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    assert found["num_spec_steps"] == alone.num_rounds
+    assert found["num_draft_tokens"] == alone.num_draft_tokens
+    assert found["num_accepted_draft_tokens"] == alone.num_accepted_tokens
+    assert found["num_rescued_tokens"] == alone.num_rescued_tokens
+    assert (alone.num_rescued_tokens > 0) == (rule != "exact")
+    assert found["num_spec_tokens"] == 4
+    assert sum(found["acceptance_histogram"]) == alone.num_rounds
+    audit = choice.model_extra["fly"]["audit"]  # type: ignore[index]
+    letters = [one.letter for one in alone.why]
+    assert [one["position"] for one in audit["rescues"]] == [
+        at for at, letter in enumerate(letters) if letter == "r"
+    ]
+    for one in audit["rescues"]:
+        report = alone.reports[one["position"]]
+        assert one["draft_id"] == alone.token_ids[one["position"]]
+        assert one["choice_id"] == report.choice_id
+        assert one["entropy"] == pytest.approx(report.entropy, abs=1e-3)
+    refused = len([letter for letter in letters if letter == "c"])
+    assert sum(found["refused_by"].values()) == len(audit["refusals"]) == refused
+
+
+def test_rules_and_numbers_side_by_side(live: Live) -> None:
+    asked: list[dict[str, Any]] = [
+        {"rule": "exact"}, {"rule": "fly", "entropy_threshold": 0.5}, {"margin_gap": 0.2},
+        {"rule": "margin", "risk_budget": 1.0}, {}, {"rule": "fly", "window_size": 1},
+    ]  # fmt: skip
+
+    def ask(fly: dict[str, Any]) -> tuple[str, Any]:
+        reply = live.post({"prompt": PROMPT, "max_tokens": 40, "fly": fly}).json()
+        return reply["choices"][0]["text"], reply["metrics"]["speculative_decoding"]
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(ask, asked))
+    for (text, figures), fly in zip(found, asked, strict=True):
+        if "risk_budget" in fly:
+            assert 0 < figures["regret"] <= 1
+        else:
+            assert figures["regret"] is None
+            assert text == live.alone(PROMPT, 40, **fly)[1]
+    assert len({text for text, _ in found}) >= 4
+
+
+def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
+    client = live.client()
+    messages: list[Any] = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
+    ]
+    rendered = live.pair.tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
+    )
+    _, text = live.alone(rendered, 20)
+    reply = client.chat.completions.create(model=NAME, messages=messages, max_tokens=20)
+    assert reply.choices[0].message.content == text
+    assert reply.choices[0].message.role == "assistant"
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME, messages=messages, max_completion_tokens=20, stream=True,
+            stream_options={"include_usage": True}, extra_body={"fly": {"stream_why": True}},
+        )
+    )  # fmt: skip
+    *pieces, last = chunks
+    assert "".join(one.choices[0].delta.content or "" for one in pieces) == text
+    assert [one.choices[0].delta.role for one in pieces] == [
+        "assistant",
+        *[None] * (len(pieces) - 1),
+    ]
+    assert len({one.id for one in chunks}) == 1
+    assert [one.choices[0].finish_reason for one in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].choices[0].finish_reason == reply.choices[0].finish_reason
+    assert last.choices == []
+    assert last.usage is not None
+    assert reply.usage is not None
+    assert last.usage.completion_tokens == reply.usage.completion_tokens
+    assert last.usage.prompt_tokens_details is not None
+    assert last.usage.prompt_tokens_details.cached_tokens  # of the request before
+    tokens = [one for piece in pieces for one in piece.choices[0].model_extra["fly"]["tokens"]]  # type: ignore[index]
+    alone, _ = live.alone(rendered, 20)
+    assert [one["id"] for one in tokens] == alone.token_ids
+    assert [one["why"] for one in tokens] == [why.name.lower() for why in alone.why]
+    assert "".join(one["text"] for one in tokens) == text
+    assert all((one["other"] is None) == (one["why"] in ("matched", "bonus")) for one in tokens)
+
+
+def test_stop_strings(live: Live) -> None:
+    client = live.client()
+    _, text = live.alone(PROMPT, 40)
+    stop = text[17:21]
+    given: dict[str, Any] = {
+        "model": NAME,
+        "prompt": PROMPT,
+        "max_tokens": 60,
+        "stop": ["?!", stop],
+    }
+    reply = client.completions.create(**given)
+    assert reply.choices[0].text == text[: text.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+    pieces = [one.choices[0].text for one in client.completions.create(**given, stream=True)]
+    assert "".join(pieces) == reply.choices[0].text
+
+
+def test_prompts_of_every_kind_and_several_answers(live: Live) -> None:
+    client, ids = live.client(), live.pair.tokenizer.encode(PROMPT)
+    other = live.pair.tokenizer.encode("Boris buys 7")
+    texts = [live.alone(one, 9)[1] for one in (PROMPT, "Boris buys 7")]
+    for prompt in ([PROMPT, "Boris buys 7"], [ids, other]):
+        reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=9, n=2)
+        assert [one.text for one in reply.choices] == [texts[0]] * 2 + [texts[1]] * 2
+        assert [one.index for one in reply.choices] == [0, 1, 2, 3]
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens == len(ids) + len(other)
+    assert (
+        client.completions.create(model=NAME, prompt=ids, max_tokens=9).choices[0].text == texts[0]
+    )
+
+
+def test_draws(live: Live) -> None:
+    client = live.client()
+
+    def drawn(**given: Any) -> list[str]:
+        reply = client.completions.create(
+            model=NAME, prompt=PROMPT, max_tokens=12, **{"temperature": 1.0} | given
+        )
+        return [one.text for one in reply.choices]
+
+    first = drawn(n=3, seed=5, top_p=0.95)
+    assert len(set(first)) == 3
+    assert [drawn(seed=seed, top_p=0.95)[0] for seed in (5, 6, 7)] == first
+    assert drawn() != drawn()
+    exact = {"fly": {"rule": "exact"}}
+    _, text = live.alone(PROMPT, 12, rule="sampled", temperature=0.7, seed=9)
+    assert drawn(seed=9, temperature=0.7, extra_body=exact) == [text]
+    # With nothing drawn it does not matter what draws would be kept from.
+    assert drawn(temperature=0.0, top_p=0.1) == [live.alone(PROMPT, 12)[1]]
+
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "words"),
+    [
+        ("", b'{"prompt": "a', 400, None, "The body is not valid JSON"),
+        ("", b'{"prompt": "\xff"}', 400, None, ""),
+        ("", b'{"prompt": "\\ud800"}', 400, None, "prompt"),
+        ("", b"[" * 9000, 400, None, ""),
+        ("", {}, 400, None, "prompt: Field required"),
+        ("", {"prompt": []}, 400, None, "prompt"),
+        ("", {"prompt": [3, 2**20]}, 400, None, "outside the model's vocabulary"),
+        ("", {"prompt": [5] * 200}, 400, "context_length_exceeded", "has 200 tokens"),
+        ("", {"prompt": "a", "model": "other"}, 404, "model_not_found", "'other'"),
+        ("", {"prompt": "a", "typo": 1}, 400, "unknown_field", "'typo'"),
+        ("", {"prompt": "a", "fly": {"typo": 1}}, 400, "unknown_field", "'fly.typo'"),
+        ("", {"prompt": "a", "max_tokens": 0}, 400, None, "max_tokens"),
+        ("", b'{"prompt": "a", "temperature": NaN}', 400, None, "temperature"),
+        ("", {"prompt": "a", "temperature": -1}, 400, None, "temperature"),
+        ("", {"prompt": "a", "stop": ""}, 400, None, "stop"),
+        ("", {"prompt": "a", "best_of": 3}, 400, None, "best_of"),
+        ("", {"prompt": "a", "n": 7}, 400, None, "takes 6"),
+        ("", {"prompt": "a", "echo": True}, 400, None, "echo is True"),
+        ("", {"prompt": "a", "presence_penalty": 0.5}, 400, None, "presence_penalty is 0.5"),
+        ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
+        ("", {"prompt": "a", "fly": {"rule": "autoregressive"}}, 400, "rule_not_served", "exact"),
+        ("", {"prompt": "a", "fly": {"rule": "fly & ("}}, 400, None, "joined by &"),
+        ("", {"prompt": "a", "fly": {"margin_gap": -1}}, 400, None, "margin_gap is -1"),
+        ("", {"prompt": "a", "fly": {"rule": "fly", "window_size": 9}}, 400, None, "window_size=9"),
+        (CHAT, {"messages": []}, 400, None, "messages"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "No tools."),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, None, ""),
+        (CHAT, {"messages": HELLO, "tools": [{}]}, 400, None, "tools"),
+        (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 1}, 400, None, "one"),
+        ("/v1/nowhere", {}, 404, None, "Not Found"),
+        ("/v1/models", {}, 405, None, "Method Not Allowed"),
+        ("", {"prompt": "a" * 30_000}, 413, "body_too_large", "more than 20000 bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    live: Live, path: str, body: object, status: int, code: str | None, words: str
+) -> None:
+    for streams in (False, True):
+        if isinstance(body, dict) and "prompt" in body | {"messages": ""}:
+            body = body | {"stream": streams}
+        reply = live.post(body, path or "/v1/completions")
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (status, code), error
+        assert words in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_a_body_whose_length_is_not_said(live: Live) -> None:
+    def parts() -> Iterator[bytes]:
+        yield from [b" " * 9000] * 4
+
+    reply = httpx.post(f"{live.url}/v1/completions", content=parts(), headers=HEADERS)
+    assert reply.status_code == 413
+    assert "--max_body" in reply.json()["error"]["message"]
+
+
+def test_the_key(live: Live) -> None:
+    with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
+        live.client("another").models.list()
+    for path in ("/health", "/metrics", "/version"):
+        assert httpx.get(live.url + path).status_code == 200
+    (model,) = live.client().models.list()
+    assert model.id == NAME
+    assert live.client().models.retrieve(NAME).model_extra["max_model_len"] == 96  # type: ignore[index]
+    with pytest.raises(openai.NotFoundError):
+        live.client().models.retrieve("org/other")
+
+
+def test_who_leaves_frees_the_slots(live: Live) -> None:
+    with live.held():
+        with live.streaming(n=4):
+            until(lambda: len(live.engine.waiting) == 4)
+        with pytest.raises(httpx.ReadTimeout):  # in one piece: nothing has come yet
+            live.post({"prompt": PROMPT, "max_tokens": 80}, timeout=0.3)
+        until(lambda: live.service.num_open == 0)
+    live.wait_until_free()
+    with live.streaming() as events:
+        assert json.loads(next(events))["choices"][0]["text"]
+    live.wait_until_free()
+
+
+def test_the_queue_is_full(live: Live) -> None:
+    with live.held(), live.streaming(n=SLOTS + QUEUE, max_tokens=3) as events:
+        until(lambda: live.service.num_open == SLOTS + QUEUE)
+        with pytest.raises(openai.RateLimitError) as caught:
+            live.client().completions.create(model=NAME, prompt="a")
+        assert caught.value.response.headers["Retry-After"] == "1"
+        live.engine.gate.set()
+        *chunks, end = events
+    assert end == "[DONE]"
+    assert sum(json.loads(one)["choices"][0]["finish_reason"] is not None for one in chunks) == 6
+
+
+def test_a_request_that_takes_too_long(live: Live) -> None:
+    with live.limited(request_timeout=0.2), live.held():
+        reply = live.post({"prompt": PROMPT})
+        assert reply.status_code == 408
+        assert reply.headers["x-should-retry"] == "false"
+        with live.streaming() as events:
+            *_, error, end = events
+        assert json.loads(error)["error"]["code"] == "request_timeout"
+        assert end == "[DONE]"
+
+
+def test_who_does_not_read_is_given_up(live: Live) -> None:
+    async def stuck(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600)
+
+    async def run() -> None:
+        asked = CompletionRequest(prompt=PROMPT, max_tokens=80, stream=True)
+        answering = await live.service.answer(asked, [PROMPT], 80, TextStyle())
+        never: Any = lambda: asyncio.sleep(3600)  # noqa: E731
+        await EventStream(answering, 600, 0.1)({}, never, stuck)
+
+    asyncio.run_coroutine_threadsafe(run(), live.loop).result(30)
+
+
+def test_draining(live: Live) -> None:
+    with live.held(), live.streaming() as events:
+        until(lambda: live.service.num_open == 1)
+        draining = asyncio.run_coroutine_threadsafe(live.service.drain(0.5), live.loop)
+        until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
+        with pytest.raises(openai.InternalServerError, match="about to stop"):
+            live.client().completions.create(model=NAME, prompt="a")
+        assert draining.result(30) == 1  # which nothing could be decoded of
+        assert "stopped before it was done" in next(events)
+    live.service.state = "ready"
+
+
+def test_metrics(live: Live) -> None:
+    def scraped() -> dict[str, float]:
+        text = httpx.get(f"{live.url}/metrics").text
+        samples = [one for found in text_string_to_metric_families(text) for one in found.samples]
+        return {one.name + str(sorted(one.labels.items())): one.value for one in samples}
+
+    before = scraped()
+    reply = live.post({"prompt": PROMPT, "max_tokens": 40, "n": 2}).json()
+    live.post({"prompt": PROMPT, "model": "other"})
+    live.wait_until_free()
+    after = scraped()
+    found, usage = reply["metrics"]["speculative_decoding"], reply["usage"]
+    grown = {key: after[key] - before.get(key, 0) for key in after}
+    for name, value in {
+        "spec_decode_num_drafts_total": found["num_spec_steps"],
+        "spec_decode_num_draft_tokens_total": found["num_draft_tokens"],
+        "spec_decode_num_accepted_tokens_total": found["num_accepted_draft_tokens"],
+        "spec_decode_num_rescued_tokens_total": found["num_rescued_tokens"],
+        "generation_tokens_total": usage["completion_tokens"],
+        "prompt_tokens_total": 2 * usage["prompt_tokens"],
+        "time_to_first_token_seconds_count": 2,
+        "compilations": 0,
+    }.items():
+        assert grown[f"fly_jax:{name}[]"] == value, name
+    assert grown["fly_jax:request_refused_total[('status', '404')]"] == 1
+    finished = sum(value for key, value in grown.items() if "request_success_total" in key)
+    assert finished == 2
+    assert after["fly_jax:num_slots[]"] == SLOTS
+    first = grown["fly_jax:spec_decode_num_accepted_tokens_per_pos_total[('position', '0')]"]
+    assert first == sum(found["acceptance_histogram"][1:])
+
+
+@pytest.mark.parametrize("fails", ["warm_up", "step"])
+def test_a_failure_ends_the_server(live: Live, fails: str) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the chip is gone")
+
+    broken: Any = copy.copy(live.engine)
+    broken.waiting = copy.copy(live.engine.waiting)
+    broken.warm_up = lambda _: None
+    setattr(broken, fails, fail)
+    service = Service(NAME, AsyncEngine(broken), live.pair, live.service.choices, Limits())
+    listening = bound("127.0.0.1", 0)
+    url = address(listening)
+    _, _, ended = started(service, listening)
+    if fails == "step":
+        until(lambda: service.state == "ready")
+        reply = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=60)
+        assert reply.status_code == 503
+        assert "the chip is gone" in reply.json()["error"]["message"]
+    with pytest.raises(ServerFailed, match="the chip is gone"):
+        ended.result(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -20,7 +21,8 @@ from fly_jax.launch.flags import Flags, add_decoding_flags, add_model_flags, con
 from fly_jax.launch.inputs import load_opened, open_models, proposing, say
 
 if TYPE_CHECKING:  # of the extra [serve]
-    from fly_jax.serving.http.service import Limits
+    from fly_jax.serving.http.asking import Choices
+    from fly_jax.serving.http.service import Limits, Service
 
 _HELP = """\
 python -m fly_jax.launch serve [flags]
@@ -115,24 +117,52 @@ def _flags() -> Flags:
 
 def _serve(values: FlagValues, config: DecodingConfig) -> None:
     from fly_jax.decoding.spec import RoundSpec
-    from fly_jax.serving.async_engine import AsyncEngine
-    from fly_jax.serving.checks import check_sizes, check_spec
-    from fly_jax.serving.engine import DEFAULT_LENGTH, Engine
+    from fly_jax.serving.checks import check_spec
     from fly_jax.serving.http.asking import Choices
     from fly_jax.serving.http.run import ServerFailed, bound, run
-    from fly_jax.serving.http.service import Service
 
-    # 1) All that can be known to be wrong before weights are read.
+    # All that can be known to be wrong is found before weights are read.
     limits = _limits(values)
     choices = Choices.of(config, values.rules or None)
     check_spec(RoundSpec.of(choices.for_engine, num_drafts=1), choices.kinds)
-    listening = bound(values.host, values.port)
-    models, mesh = open_models(values, config)
+    with contextlib.closing(bound(values.host, values.port)) as listening:
+        service = _service(values, choices, limits)
+        if limits.api_key is None and values.host not in _LOOPBACK:
+            say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
+        say("Compiling, which is quick where programs were kept from an earlier start.")
+        with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+                if done == total:
+                    bar.close()
+
+            try:
+                run(
+                    service,
+                    listening,
+                    grace_period=values.grace_period,
+                    told=say,
+                    progress=progress,
+                )
+            except ServerFailed as error:
+                traceback.print_exception(error.__cause__)
+                say(str(error))
+                sys.exit(_EXIT_FAILED)
+
+
+def _service(values: FlagValues, choices: Choices, limits: Limits) -> Service:
+    """Opens the models, checks the sizes, and reads the weights."""
+    from fly_jax.serving.async_engine import AsyncEngine
+    from fly_jax.serving.checks import check_sizes
+    from fly_jax.serving.engine import DEFAULT_LENGTH, Engine
+    from fly_jax.serving.http.service import Service
+
+    models, mesh = open_models(values, choices.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
-
-    # 2) The models and the engine.
-    pair = load_opened(values, config, models, mesh, rows=values.num_slots, longest=length)
+    pair = load_opened(values, choices.config, models, mesh, rows=values.num_slots, longest=length)
     engine = Engine.of(
         pair,
         choices.for_engine,
@@ -143,32 +173,7 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
         audits=True,
     )
     name = values.served_model_name or _name(values.target)
-    service = Service(name, AsyncEngine(engine), pair, choices, limits)
-
-    # 3) Requests.
-    if limits.api_key is None and values.host not in _LOOPBACK:
-        say(f"Whoever reaches {values.host} may send requests; --api_key or {_KEY} asks for a key.")
-    say("Compiling, which is quick where programs were kept from an earlier start.")
-    with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-            if done == total:
-                bar.close()
-
-        try:
-            run(
-                service,
-                listening,
-                grace_period=values.grace_period,
-                told=say,
-                progress=progress,
-            )
-        except ServerFailed as error:
-            traceback.print_exception(error.__cause__)
-            say(str(error))
-            sys.exit(_EXIT_FAILED)
+    return Service(name, AsyncEngine(engine), pair, choices, limits)
 
 
 def _limits(values: FlagValues) -> Limits:

@@ -65,7 +65,7 @@ class Live:
 
     def post(self, body: object, path: str = "/v1/completions", **given: Any) -> httpx.Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=data, headers=HEADERS, timeout=60, **given)
+        return httpx.post(self.url + path, content=data, headers=HEADERS, **{"timeout": 60} | given)
 
     def alone(self, prompt: str | list[int], limit: int, **given: Any) -> tuple[Generation, str]:
         """What the library gives for a prompt, with its text."""

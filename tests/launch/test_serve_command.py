@@ -76,7 +76,7 @@ def test_it_serves_and_drains(models: list[str]) -> None:
             line = process.stderr.readline()
             assert line, said
             said.append(line)
-        url = re.findall(r"http://[\d.:]+", said[-1])[0]
+        url = re.findall(r"http://[\d.]+:\d+", said[-1])[0]
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "Ada"}).status_code == 401
         headers = {"Authorization": "Bearer from the environment"}

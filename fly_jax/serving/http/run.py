@@ -46,9 +46,11 @@ def bound(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        with contextlib.ExitStack() as unless_bound:
+            found = unless_bound.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            unless_bound.pop_all()
     except (OSError, UnicodeError) as error:
         raise _not_bound(host, port, error) from error
     return found

@@ -1,0 +1,97 @@
+"""The server under 1, 4 and 16 clients: autoregressive, exact, FLy and the recommended rule.
+
+    python benchmarks/serving.py
+
+Two servers of the embedded pair stand on this machine, one without speculation, and are asked in
+turns, one at a time: the rules exact, fly and the server's own by the field `fly` of each request.
+Clients send the next problem when the last is answered. Beside every speed is the share of problems
+that were answered rightly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+
+import httpx
+import numpy as np
+from absl import app, flags
+from machine import write
+from served import Answer, Server, ask, server
+from texts import MAX_NEW_TOKENS, word_problems
+
+from fly_jax.training.problems import Problem, is_correct
+
+_TURNS = flags.DEFINE_integer("turns", 5, "measurements of each", lower_bound=1)
+_REQUESTS = flags.DEFINE_integer("num_requests", 48, "of each measurement", lower_bound=1)
+_CLIENTS = flags.DEFINE_multi_integer("clients", [1, 4, 16], "at a time", lower_bound=1)
+_KINDS = ("autoregressive", "exact", "fly", "recommended")
+
+
+async def _asked(at: Server, kind: str, worded: Sequence[Problem], clients: int) -> list[Answer]:
+    """The answers to all problems, by so many clients."""
+    fly = {} if kind in ("recommended", "autoregressive") else {"rule": kind}
+    left = iter(enumerate(worded))
+    answers = [Answer()] * len(worded)
+
+    async def one(session: httpx.AsyncClient) -> None:
+        for index, problem in left:
+            body = {"prompt": problem.prompt, "max_tokens": MAX_NEW_TOKENS, "fly": fly}
+            answers[index] = await ask(session, body)
+
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=at.url, limits=limits, timeout=600) as session:
+        await asyncio.gather(*(one(session) for _ in range(clients)))
+    return answers
+
+
+def _measured(at: Server, kind: str, worded: Sequence[Problem], clients: int) -> dict[str, float]:
+    begin = time.perf_counter()
+    answers = asyncio.run(_asked(at, kind, worded, clients))
+    seconds = time.perf_counter() - begin
+    assert all(one.status == 200 for one in answers)
+    firsts, wholes = [[getattr(one, name) for one in answers] for name in ("first", "seconds")]
+    return {
+        "tokens_per_second": sum(one.num_tokens for one in answers) / seconds,
+        "requests_per_second": len(answers) / seconds,
+        "first_token_median": statistics.median(firsts),
+        "first_token_p95": float(np.quantile(firsts, 0.95)),
+        "latency_median": statistics.median(wholes),
+        "latency_p95": float(np.quantile(wholes, 0.95)),
+        "correct": statistics.mean(
+            is_correct(problem, one.text) for problem, one in zip(worded, answers, strict=True)
+        ),
+    }
+
+
+def main(_: list[str]) -> None:
+    worded = word_problems("held_out", _REQUESTS.value)
+    sizes = (f"--num_slots={max(_CLIENTS.value)}", "--max_length=512")
+    found: dict[str, list[dict[str, float]]] = {
+        f"{kind}, {clients} clients": []
+        for clients, kind in itertools.product(_CLIENTS.value, _KINDS)
+    }
+    with server(*sizes) as speculating, server(*sizes, "--rule=autoregressive") as plain:
+        for turn, clients in itertools.product(range(_TURNS.value + 1), _CLIENTS.value):
+            for kind in _KINDS:
+                at = plain if kind == "autoregressive" else speculating
+                measured = _measured(at, kind, worded, clients)
+                if turn:  # the first one finds nothing in the caches
+                    found[f"{kind}, {clients} clients"].append(measured)
+    for name, turns in found.items():
+        middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        print(
+            f"{name}: {middle['tokens_per_second']:.0f} tokens/s, first token after "
+            f"{1e3 * middle['first_token_median']:.0f} ms (p95 "
+            f"{1e3 * middle['first_token_p95']:.0f}), whole answers after "
+            f"{middle['latency_median']:.2f} s (p95 {middle['latency_p95']:.2f}), "
+            f"{middle['correct']:.0%} correct"
+        )
+    print(write("serving", {"requests": len(worded), "measured": found}))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,185 @@
+"""Many clients of every kind at once, for long: nothing may be lost, leak, grow or compile.
+
+    python benchmarks/soak.py --num_requests 2000
+
+They ask for mixed lengths, rules, temperatures and stops, some as a stream; some leave in the
+middle, some break the connection off, some read slowly. Greedy exact answers are compared with the
+library's own. At the end all slots are free, and memory and compiled programs are as after the
+first tenth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+from absl import app, flags
+from machine import write
+from served import Server, ask, server
+from texts import library_beginnings, word_problems
+
+from fly_jax.decoding.pair import Pair, generate, load_pair
+
+_REQUESTS = flags.DEFINE_integer("num_requests", 2000, "in all", lower_bound=10)
+_CLIENTS = flags.DEFINE_integer("clients", 64, "at a time", lower_bound=1)
+_SLOTS = flags.DEFINE_integer("num_slots", 8, "of the server", lower_bound=1)
+_LIMITS = (1, 8, 24, 64, 128)
+_RULES = ("exact", "fly", "margin", "fly | margin", None)
+_MOST_GROWTH = 48 * 2**20  # what an allocator keeps for the next burst
+
+
+@dataclasses.dataclass
+class Soak:
+    """What has become of the requests so far."""
+
+    pair: Pair
+    prompts: list[list[int]]
+    chance: random.Random
+    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    exact: dict[tuple[int, int], set[str]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(set)
+    )
+    memory: list[int] = dataclasses.field(default_factory=list)
+    compiled: list[float] = dataclasses.field(default_factory=list)
+
+    async def one(self, session: httpx.AsyncClient) -> None:
+        """A request of any kind."""
+        chance = self.chance
+        index, limit = chance.randrange(len(self.prompts)), chance.choice(_LIMITS)
+        rule = chance.choice(_RULES)
+        drawn = chance.random() < 0.3
+        body: dict[str, Any] = {"prompt": self.prompts[index], "max_tokens": limit}
+        body["fly"] = {"audit": chance.random() < 0.2} | ({} if rule is None else {"rule": rule})
+        if drawn:
+            body |= {"temperature": 0.9, "top_p": 0.95, "seed": chance.randrange(1000)}
+        if chance.random() < 0.2:
+            body["stop"] = ["\n\n", "return"]
+        kind = chance.choices(("stream", "whole", "leaves", "slow"), (6, 2, 2, 1))[0]
+        text = None
+        if kind in ("leaves", "slow"):
+            await self._awkward(session, body, leaves=kind == "leaves")
+        elif kind == "whole":
+            reply = await session.post("/v1/completions", json=body)
+            self._note(kind, reply.status_code)
+            if reply.status_code == 200:
+                text = reply.json()["choices"][0]["text"]
+        else:
+            answer = await ask(session, body)
+            self._note(kind, answer.status)
+            if answer.status == 200:
+                text = answer.text
+        is_exact = rule == "exact" and not drawn and "stop" not in body
+        if is_exact and text is not None:
+            self.exact[index, limit].add(text)
+
+    def _note(self, kind: str, status: int) -> None:
+        self.outcomes[kind if status == 200 else f"HTTP {status}"] += 1
+
+    async def _awkward(
+        self, session: httpx.AsyncClient, body: dict[str, Any], *, leaves: bool
+    ) -> None:
+        """Somebody who leaves in the middle, or reads slowly to the end."""
+        asked = body | {"stream": True, "max_tokens": 128}
+        async with session.stream("POST", "/v1/completions", json=asked) as reply:
+            left = self.chance.randrange(4) if leaves else None
+            last = ""
+            async for line in reply.aiter_lines():
+                last = line or last
+                if left is not None:
+                    left -= 1
+                    if left < 0:
+                        break
+                else:
+                    await asyncio.sleep(0.02)
+            if leaves or last == "data: [DONE]":
+                self._note("left" if leaves else "read slowly", reply.status_code)
+            else:
+                self.outcomes["cut off"] += 1
+
+    def watch(self, at: Server) -> None:
+        """Notes the server's memory and programs."""
+        status = Path(f"/proc/{at.pid}/status").read_text()
+        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+        self.memory.append(int(resident.split()[1]) * 1024)
+        self.compiled.append(at.metric("compilations"))
+
+    def num_unlike(self) -> int:
+        """Greedy exact answers that the library has otherwise."""
+        unlike = 0
+        for (index, limit), texts in self.exact.items():
+            (one,) = generate(self.pair, [self.prompts[index]], rule="exact", max_new_tokens=limit)
+            expected = self.pair.tokenizer.decode(one.token_ids, continues=True)
+            unlike += sum(text != expected for text in texts)
+        return unlike
+
+
+async def _run(soak: Soak, at: Server, number: int) -> None:
+    left = iter(range(number))
+    limits = httpx.Limits(max_connections=_CLIENTS.value)
+
+    async def client(session: httpx.AsyncClient) -> None:
+        for _ in left:
+            try:
+                await soak.one(session)
+            except (httpx.HTTPError, RuntimeError) as error:
+                soak.outcomes[f"{type(error).__name__}: {error}"] += 1
+
+    async with httpx.AsyncClient(base_url=at.url, limits=limits, timeout=600) as session:
+        await asyncio.gather(*(client(session) for _ in range(_CLIENTS.value)))
+    for _ in range(200):
+        if at.metric("num_requests_running") + at.metric("num_requests_waiting") == 0:
+            return
+        await asyncio.sleep(0.1)
+    soak.outcomes["slots that were not given back"] += 1
+
+
+def main(_: list[str]) -> None:
+    pair = load_pair()
+    prompts = [
+        *(pair.tokenizer.encode(one.prompt) for one in word_problems("held_out", 12)),
+        *library_beginnings(pair, "held_out", 12),
+    ]
+    soak = Soak(pair, prompts, random.Random(0))
+    with server(f"--num_slots={_SLOTS.value}", "--max_length=512") as at:
+        for _ in range(10):
+            asyncio.run(_run(soak, at, -(-_REQUESTS.value // 10)))
+            soak.watch(at)
+            print(f"{sum(soak.outcomes.values())} requests, {soak.memory[-1] / 2**20:.0f} MiB")
+    lost = sum(
+        number
+        for outcome, number in soak.outcomes.items()
+        if outcome not in ("stream", "whole", "left", "read slowly")
+    )
+    unlike, compared = soak.num_unlike(), sum(map(len, soak.exact.values()))
+    growth = soak.memory[-1] - soak.memory[0]
+    compiled = soak.compiled[-1] - soak.compiled[0]
+    print(
+        f"{dict(soak.outcomes)}; {unlike} of {compared} greedy exact answers unlike the library's;"
+        f" {growth / 2**20:+.1f} MiB; {compiled:.0f} programs compiled."
+    )
+    print(
+        write(
+            "soak",
+            {
+                "requests": sum(soak.outcomes.values()),
+                "clients": _CLIENTS.value,
+                "slots": _SLOTS.value,
+                "outcomes": dict(soak.outcomes),
+                "exact_answers": compared,
+                "unlike": unlike,
+                "resident_bytes": soak.memory,
+                "programs_compiled": compiled,
+            },
+        )
+    )
+    if lost or unlike or compiled or growth > _MOST_GROWTH:
+        raise SystemExit("The server has not come through.")
+
+
+if __name__ == "__main__":
+    app.run(main)

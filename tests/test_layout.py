@@ -25,6 +25,7 @@ _LAYERS = (
     "training",
     "evaluation",
     "serving",
+    "integrations",
     "api",
     "launch",
 )

@@ -1,0 +1,151 @@
+"""From flat drafts and logits to output tokens, against plain NumPy."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import scipy.stats
+
+from fly_jax.integrations.vllm_tpu.kept import Requests, keep
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
+
+VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
+WINDOW, THRESHOLD = 2, 0.9
+NEVER = 3
+
+kept = jax.jit(keep, static_argnames="max_drafted")
+
+
+def batch(seed: int) -> tuple[np.ndarray, ...]:
+    """Counts, drafts, logits and bonus tokens of ragged requests; some draft nothing."""
+    chance = np.random.default_rng(seed)
+    counts = chance.integers(0, LONGEST + 1, ROWS)
+    counts[chance.integers(ROWS)] = 0
+    logits = chance.normal(0, 1.5, (TOKENS, VOCAB)).astype(np.float32)
+    drafts = np.where(
+        chance.random(TOKENS) < 0.75, logits.argmax(-1), chance.integers(0, VOCAB, TOKENS)
+    )
+    bonus = chance.integers(0, VOCAB, ROWS)
+    return counts.astype(np.int32), drafts.astype(np.int32), logits, bonus.astype(np.int32)
+
+
+def greedy_row(logits: np.ndarray, drafts: np.ndarray, bonus: int, *, loose: bool) -> list[int]:
+    """What a request emits, in as many places as it has draft tokens, and then its last place."""
+    seen = [
+        oracle.greedy_evidence(row, int(token), "top_k", 3)
+        for row, token in zip(logits, drafts, strict=True)
+    ]
+    accepted = [one.accepted for one in seen]
+    found = oracle.lossless_row(accepted, len(drafts))
+    if loose:
+        never = [
+            NEVER in (one.argmax, token)
+            or one.draft_logit - one.log_sum_exp < math.log(np.finfo(np.float32).tiny)
+            for one, token in zip(seen, drafts, strict=True)
+        ]
+        found = oracle.fly_row(
+            accepted,
+            [one.entropy for one in seen],
+            never,
+            len(drafts),
+            threshold=THRESHOLD,
+            window_size=WINDOW,
+            reference=False,
+        )
+    tokens = [int(token) for token in drafts[: found.num_accepted]]
+    if found.num_accepted == len(drafts):
+        return [*tokens, bonus]
+    correction = seen[found.num_accepted].argmax
+    return [*tokens, correction, *[-1] * (len(drafts) - len(tokens))]
+
+
+def rows_of(tokens: np.ndarray, counts: np.ndarray) -> list[list[int]]:
+    ends = np.cumsum(counts)
+    assert (tokens[ends[-1] : TOKENS] == -1).all()
+    return [
+        [*tokens[end - count : end].tolist(), int(tokens[TOKENS + row])]
+        for row, (count, end) in enumerate(zip(counts, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["greedy", "mixed"])
+def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
+    protected = np.arange(VOCAB) == NEVER
+    rescued = 0
+    for seed in range(12):
+        counts, drafts, logits, bonus = batch(seed)
+        loose = [row % 3 != 0 for row in range(ROWS)]
+        fly = Fly(THRESHOLD, WINDOW)
+        rule = per_row([fly if one else Exact() for one in loose], like=[fly])
+        requests = None
+        if is_mixed:  # every second request samples
+            requests = Requests(
+                np.where(np.arange(ROWS) % 2, 0.8, -1.0).astype(np.float32),
+                np.full(ROWS, 4, np.int32),
+                np.full(ROWS, 0.9, np.float32),
+            )
+        found = kept(
+            rule, drafts, counts, logits, bonus, max_drafted=LONGEST, requests=requests,
+            key=jax.random.key(seed), protected=protected,
+        )  # fmt: skip
+        ends = np.cumsum(counts)
+        for row, tokens in enumerate(rows_of(np.asarray(found.tokens), counts)):
+            if is_mixed and row % 2:
+                continue
+            own = slice(ends[row] - counts[row], ends[row])
+            expected = greedy_row(logits[own], drafts[own], int(bonus[row]), loose=loose[row])
+            assert tokens == expected
+        rescued += int(np.sum(found.num_rescued))
+    assert rescued > 5
+
+
+def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_the_draft() -> None:
+    number, draft = 4000, 2
+    logits = np.log(np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04], np.float32))
+    # Half of the requests are exact; the others keep whatever is at most e times less probable.
+    rule = per_row([Exact(), Margin(gap=1.0)] * (number // 2))
+    requests = Requests(
+        np.full(number, 1.3, np.float32),
+        np.full(number, 5, np.int32),
+        np.full(number, 0.9, np.float32),
+    )
+    found = kept(
+        rule,
+        np.full(number, draft, np.int32),
+        np.ones(number, np.int32),
+        np.broadcast_to(logits, (number, 6)),
+        np.zeros(number, np.int32),
+        max_drafted=1,
+        requests=requests,
+        key=jax.random.key(7),
+    )
+    first = np.asarray(found.tokens[:number])
+    assert (first[1::2] == draft).all()
+    expected = oracle.processed_probs(logits, 1.3, 5, 0.9)
+    counts = np.bincount(first[::2], minlength=6)
+    assert counts[expected == 0].sum() == 0
+    live = expected > 0
+    assert scipy.stats.chisquare(counts[live], expected[live] * (number // 2)).pvalue > 1e-3
+
+
+def test_a_budget_is_what_earlier_steps_have_left() -> None:
+    logits = np.array([[2.0, 1.5, 0.0]] * 4, np.float32)  # regret of token 1: 0.5
+    step = functools.partial(
+        kept,
+        Budget(Margin(gap=1.0), np.full(2, 1.2, np.float32)),
+        np.array([1, 1, 1, 1], np.int32),
+        np.array([2, 2], np.int32),
+        logits,
+        np.array([7, 8], np.int32),
+        max_drafted=2,
+    )
+    found = step(budget=np.array([1.2, 0.6], np.float32))
+    assert found.tokens.tolist() == [1, 1, 1, 0, 7, -1]
+    assert found.num_rescued.tolist() == [2, 1]
+    np.testing.assert_allclose(found.budget, [0.2, 0.1], atol=1e-6)
+    assert step(budget=found.budget).tokens.tolist() == [0, -1, 0, -1, -1, -1]

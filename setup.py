@@ -50,6 +50,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
+        "vllm": [],  # the entry point below is always there: docs/integrations.md
         "notebooks": _NOTEBOOK,
         "serve": _SERVE,
         "test": [
@@ -71,7 +72,10 @@ setup(
             "types-tqdm",
         ],
     },
-    entry_points={"console_scripts": ["fly_jax = fly_jax.launch.__main__:run"]},
+    entry_points={
+        "console_scripts": ["fly_jax = fly_jax.launch.__main__:run"],
+        "vllm.general_plugins": ["fly_jax = fly_jax.integrations.vllm_tpu.plugin:register"],
+    },
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Intended Audience :: Developers",

@@ -1,0 +1,225 @@
+"""vLLM for TPU with the plugin, on a CPU: the real engine beside fly_jax's own decoder.
+
+    pip install vllm-tpu==0.32.0 && pip install --no-deps -e . && pip install gguf
+    python benchmarks/vllm_engine.py
+
+The embedded pair, 32 prompts of different lengths and limits, 8 at a time, greedily, in float32.
+Each way of decoding is a process of its own. What the engine lacks without a TPU is stood in for by
+`vllm_stand_ins.py`; so this counts tokens, and says nothing of speed.
+
+- Exact decoding must give plain decoding's tokens, and so must a request that asks for it.
+- FLy must give the tokens of fly_jax's decoder with the same rule, K and drafts. That decoder
+  begins behind the engine's first token, with which the engine's first block of drafts begins.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+from machine import write
+from texts import library_beginnings, word_problems
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.training.library_text import documents
+
+_WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")
+_FILES = flags.DEFINE_list("files", [], "prompts and output of that way")
+
+_REQUESTS, _ROWS = 32, 8
+_TARGET, _DRAFT = map(str, EMBEDDED_PAIR)
+_LOOKUP = {
+    "method": "ngram", "num_speculative_tokens": 10,
+    "prompt_lookup_min": 1, "prompt_lookup_max": 4,
+}  # fmt: skip
+_MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": 15}
+_FLY = {"rule": "fly", "entropy_threshold": 0.3, "window_size": 6}
+_EXACT = {"rule": "exact"}
+# How the engine decodes: speculative_config, additional_config["fly_jax"], other arguments, and
+# whether every fourth request asks for the rule exact.
+_WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any], bool]] = {
+    "plain": (None, None, {}, False),
+    "lookup, exact": (_LOOKUP, _EXACT, {}, False),
+    "lookup, fly": (_LOOKUP, _FLY, {}, False),
+    "draft model, exact": (_MODEL, _EXACT, {"async_scheduling": False}, False),
+    "draft model, fly": (_MODEL, _FLY, {"async_scheduling": False}, False),
+    "draft model, fly, scheduled ahead": (_MODEL, _FLY, {"async_scheduling": True}, False),
+    "draft model, fly, cached beginnings": (_MODEL, _FLY, {"enable_prefix_caching": True}, False),
+    "draft model, fly, some exact": (_MODEL, _FLY, {}, True),
+    "draft model, budget": (
+        _MODEL, _FLY | {"rule": "fly | margin", "risk_budget": 1.0}, {}, False,
+    ),
+}  # fmt: skip
+
+
+def _requests(pair: Pair) -> list[dict[str, Any]]:
+    """A third word problems, a third beginnings of files, and as many long ones."""
+    third, chance = -(-_REQUESTS // 3), random.Random(0)
+    texts = (pair.tokenizer.encode(text) for text in documents("held_out"))
+    long = [ids[: chance.randint(80, 300)] for ids in texts if len(ids) > 500][:third]
+    prompts = [
+        *(pair.tokenizer.encode(one.prompt) for one in word_problems("held_out", third)),
+        *library_beginnings(pair, "held_out", third),
+        *long,
+    ]
+    chance.shuffle(prompts)
+    limits = (8, 24, 48, 96, 128)
+    return [{"prompt": ids, "limit": chance.choice(limits)} for ids in prompts[:_REQUESTS]]
+
+
+def _decode(way: str, source: Path, output: Path) -> None:
+    """In a process of its own: what the engine makes of the requests."""
+    import vllm_stand_ins
+
+    vllm_stand_ins.install()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    speculative, fly_jax, other, some_exact = _WAYS[way]
+    additional = vllm_stand_ins.SHARDING | ({} if fly_jax is None else {"fly_jax": fly_jax})
+    arguments = {"enable_prefix_caching": False} | vllm_stand_ins.ENGINE | other
+    engine = LLM(
+        _TARGET,
+        max_num_seqs=_ROWS,
+        max_num_batched_tokens=256,
+        speculative_config=speculative,
+        additional_config=additional,
+        disable_log_stats=False,
+        **arguments,
+    )
+    requests = json.loads(source.read_text())
+    extra = {index: {"fly_jax": _EXACT} for index in range(0, _REQUESTS, 4) if some_exact}
+    outputs = engine.generate(
+        [TokensPrompt(prompt_token_ids=one["prompt"]) for one in requests],
+        [
+            SamplingParams(temperature=0, max_tokens=one["limit"], extra_args=extra.get(index))
+            for index, one in enumerate(requests)
+        ],
+    )
+    metrics = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
+    found = {
+        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
+        "metrics": {
+            name.removeprefix("vllm:spec_decode_num_"): value
+            for name, value in metrics.items()
+            if name.startswith("vllm:spec_decode_num_")
+        },
+    }
+    output.write_text(json.dumps(found))
+
+
+def _own(
+    pair: Pair, way: str, requests: list[dict[str, Any]], plain: list[list[int]]
+) -> dict[str, Any]:
+    """The same by fly_jax's decoder: tokens, drafts and accepted draft tokens."""
+    speculative, fly_jax, _, _ = _WAYS[way]
+    assert speculative is not None
+    values = dict(fly_jax or {}) | {
+        "num_speculative_tokens": speculative["num_speculative_tokens"],
+        "lossless_speculative_tokens": speculative["num_speculative_tokens"],
+    }
+    if speculative["method"] == "ngram":
+        values |= {
+            "prompt_lookup_min": speculative["prompt_lookup_min"],
+            "prompt_lookup_max": speculative["prompt_lookup_max"],
+            "prompt_lookup_match": "earliest",
+        }
+    spec = pair.spec(DecodingConfig(**values), rounds_per_dispatch=1)
+    decoder = pair.decoder(spec, batch_size=_ROWS)
+    found: dict[str, Any] = {"tokens": [], "drafts": 0, "accepted": 0, "rescued": 0}
+    for start in range(0, _REQUESTS, _ROWS):
+        rows = range(start, start + _ROWS)
+        # The engine's first token is no draft's; after a limit of one there is nothing to decode.
+        prompts = [requests[row]["prompt"] + plain[row][:1] for row in rows]
+        limits = [requests[row]["limit"] - 1 for row in rows]
+        emitted = [0] * _ROWS
+
+        def count(output: Any, limits: list[int] = limits, emitted: list[int] = emitted) -> None:
+            for row, limit in enumerate(limits):
+                if emitted[row] < limit and output.num_drafted[0, row]:
+                    found["drafts"] += 1
+                    found["accepted"] += int(output.num_accepted[0, row])
+                    found["rescued"] += int(output.num_rescued[0, row])
+                emitted[row] += int(output.count[0, row])
+
+        decoder.listener = count
+        for row, one in zip(rows, decoder.decode(prompts, max(limits), seed=0), strict=True):
+            ended = plain[row][:1] == [pair.tokenizer.eos_token_ids[0]]
+            rest = [] if ended else one.token_ids[: limits[row - start]]
+            found["tokens"].append(plain[row][:1] + rest)
+    return found
+
+
+def main(_: list[str]) -> None:
+    if _WAY.value is not None:
+        _decode(_WAY.value, *map(Path, _FILES.value))
+        return
+    if importlib.util.find_spec("tpu_inference") is None:
+        sys.exit("vllm-tpu is not installed; see the first lines of this file.")
+    pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
+    requests = _requests(pairs["draft_model"])
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder, "requests.json"), Path(folder, "output.json")
+        source.write_text(json.dumps(requests))
+        for way in _WAYS:
+            command = [sys.executable, __file__, f"--way={way}", f"--files={source},{output}"]
+            finished = subprocess.run(command, capture_output=True, text=True)
+            if not output.exists():
+                sys.exit(f"{way}: {finished.stdout[-3000:]}{finished.stderr[-3000:]}")
+            found[way] = json.loads(output.read_text())
+            output.unlink()
+    plain = found["plain"]["tokens"]
+    results = {way: _compared(way, one, plain, pairs, requests) for way, one in found.items()}
+    for way, one in results.items():
+        print(f"{way}: {one}")
+    versions = {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
+    print(write("vllm_engine", {**versions, "requests": _REQUESTS, "rows": _ROWS, "ways": results}))
+
+
+def _compared(
+    way: str,
+    one: dict[str, Any],
+    plain: list[list[int]],
+    pairs: dict[str, Pair],
+    requests: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """How many requests have the tokens that they must have."""
+    speculative, _, _, some_exact = _WAYS[way]
+    result: dict[str, Any] = {
+        "tokens": sum(map(len, one["tokens"])),
+        "as_plain": sum(a == b for a, b in zip(one["tokens"], plain, strict=True)),
+    }
+    if speculative is None:
+        return result
+    own = _own(pairs[speculative["method"]], way, requests, plain)
+    is_exact = [some_exact and index % 4 == 0 for index in range(_REQUESTS)]
+    wanted = [
+        exact if asked else kept
+        for asked, exact, kept in zip(is_exact, plain, own["tokens"], strict=True)
+    ]
+    metrics = one["metrics"]
+    result |= {
+        "as_fly_jax": sum(a == b for a, b in zip(one["tokens"], wanted, strict=True)),
+        "rescued_tokens": metrics.get("rescued_tokens", 0),
+        "mean_acceptance_length": 1 + metrics["accepted_tokens"] / metrics["drafts"],
+    }
+    if not some_exact:
+        result |= {
+            "rescued_tokens_of_fly_jax": own["rescued"],
+            "mean_acceptance_length_of_fly_jax": 1 + own["accepted"] / own["drafts"],
+        }
+    return result
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,141 @@
+"""What vLLM for TPU (vllm-tpu 0.32.0, tpu-inference 0.32.0) lacks to run where there is no TPU.
+
+`install()` before `import vllm`. It stands in for chip records, memory figures, copies to a device
+and the attention kernel, in that process alone, and is no part of the package: what is tried out is
+the engine's scheduler, paged cache, models and speculative decoding, and the plugin in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+# The mesh is made without chip coordinates, and the cache is small.
+ENGINE = {
+    "block_size": 16,
+    "num_gpu_blocks_override": 640,
+    "max_model_len": 512,
+    "dtype": "float32",
+}
+SHARDING = {"sharding": {"sharding_strategy": {"device_indexes": [0]}}}
+
+
+def install() -> None:
+    """Puts the stand-ins in place; a second time it does nothing."""
+    for name, value in {
+        "JAX_PLATFORMS": "cpu",
+        "MODEL_IMPL_TYPE": "flax_nnx",
+        "DRAFT_MODEL_IMPL_TYPE": "flax_nnx",
+        "SKIP_JAX_PRECOMPILE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    import jax
+
+    if getattr(jax.jit, "is_stand_in", False):
+        return
+    _drop_compiler_options()
+    _copy_what_is_put()
+    from jax._src import tpu_info
+
+    tpu_info.registry["cpu"] = lambda: tpu_info.registry["TPU v5 lite"]()
+    import tpu_inference.utils
+    from tpu_inference.kernels.ragged_paged_attention.v3 import kernel, kernel_hd64
+
+    tpu_inference.utils.hbm_usage_bytes = lambda devices: [(1 << 30, 16 << 30)] * len(devices)
+    kernel.ragged_paged_attention = _attention
+    kernel_hd64.ragged_paged_attention_hd64 = _attention
+    from tpu_inference.layers.common import attention_interface
+
+    attention_interface.ragged_paged_attention = _attention
+    attention_interface.ragged_paged_attention_hd64 = _attention
+
+
+def _drop_compiler_options() -> None:
+    """The options that the engine compiles with name flags that only a TPU's compiler knows."""
+    import jax
+
+    compile_ = jax.jit
+
+    @functools.wraps(compile_)
+    def jit(*args: Any, compiler_options: Any = None, **kwargs: Any) -> Any:
+        del compiler_options
+        return compile_(*args, **kwargs)
+
+    jit.is_stand_in = True  # type: ignore[attr-defined]
+    jax.jit = jit
+
+
+def _copy_what_is_put() -> None:
+    """The engine writes into the host's arrays again, which on a CPU are the device's."""
+    import jax
+    import numpy as np
+
+    put = jax.device_put
+
+    @functools.wraps(put)
+    def device_put(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        copied = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, tree)
+        return put(copied, *args, **kwargs)
+
+    jax.device_put = device_put
+
+
+def _attention(
+    queries: Any,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    lengths: Any,
+    pages: Any,
+    query_starts: Any,
+    distribution: Any,
+    *,
+    sm_scale: float = 1.0,
+    **unused: Any,
+) -> tuple[Any, Any]:
+    """The kernel's function in plain JAX: causal, over pages, all requests one after the other.
+
+    Args:
+      queries: [tokens, heads, size].
+      keys: [tokens, kv heads, size].
+      values: as keys.
+      cache: [pages, page size, ...]; keys and values of a token in one vector.
+      lengths: tokens of each request with this pass's.
+      pages: the pages of each request, one request after the other.
+      query_starts: [requests + 1].
+      distribution: the last of its three numbers is how many requests there are.
+      sm_scale: factor of the scores.
+      **unused: what tunes the kernel.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    tokens, heads, size = queries.shape
+    kv_heads, page_size, num_requests = keys.shape[1], cache.shape[1], lengths.shape[0]
+    pages = pages.reshape(num_requests, -1)
+    flat = jnp.arange(tokens)
+    ends = jnp.where(jnp.arange(num_requests) < distribution[2], query_starts[1:], tokens)
+    request = jnp.searchsorted(ends, flat, side="right")
+    live = request < distribution[2]
+    request = jnp.minimum(request, num_requests - 1)
+    position = lengths[request] - query_starts[request + 1] + flat
+    # 1) Keys and values go to their pages; what is padding goes nowhere.
+    store = cache.reshape(cache.shape[0], page_size, -1)
+    width = 2 * kv_heads * size
+    merged = jnp.concatenate([keys, values], axis=1).reshape(tokens, width).astype(cache.dtype)
+    page = jnp.where(live, pages[request, position // page_size], cache.shape[0])
+    store = store.at[page, position % page_size, :width].set(merged, mode="drop")
+    # 2) Each token's scores over its request's pages, of what is not after it.
+    held = store[pages][..., :width].reshape(num_requests, -1, 2, kv_heads, size)
+    here = held[request].astype(jnp.float32)  # [tokens, positions, 2, kv heads, size]
+    grouped = queries.reshape(tokens, kv_heads, heads // kv_heads, size).astype(jnp.float32)
+    scores = jnp.einsum("tkgd,tskd->tkgs", grouped, here[:, :, 0]) * sm_scale
+    visible = jnp.arange(here.shape[1]) <= position[:, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
+    weights = jnp.where(live[:, None, None, None], weights, 0)
+    output = jnp.einsum("tkgs,tskd->tkgd", weights, here[:, :, 1])
+    return output.reshape(queries.shape).astype(queries.dtype), store.reshape(cache.shape)

@@ -1,0 +1,85 @@
+"""The rule in sglang-jax's shapes; and in its own function, where its source is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.integrations import sglang_jax
+from fly_jax.verification.rules import Budget, Fly, Margin
+from fly_jax.verification.verify import verify
+
+ROWS, WIDTH, VOCAB = 8, 9, 12
+RULE = Fly(0.8, 2)
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    """Draft tokens [rows, width], the verified one first, and logits [rows, width, vocab]."""
+    chance = np.random.default_rng(3)
+    logits = chance.normal(0, 1.5, (ROWS, WIDTH, VOCAB)).astype(np.float32)
+    following = np.where(
+        chance.random((ROWS, WIDTH)) < 0.8,
+        logits.argmax(-1),
+        chance.integers(0, VOCAB, (ROWS, WIDTH)),
+    )
+    drafts = np.concatenate([np.zeros((ROWS, 1)), following[:, :-1]], axis=1)
+    return drafts.astype(np.int32), logits
+
+
+def test_a_comparison_with_the_predictions_keeps_what_the_rule_keeps() -> None:
+    drafts, logits = batch()
+    verdict = jax.jit(verify)(RULE, logits, drafts[:, 1:])
+    found = jax.jit(sglang_jax.predictions, static_argnames="num_draft_tokens")(
+        RULE, drafts.reshape(-1), logits.reshape(-1, VOCAB), num_draft_tokens=WIDTH
+    )
+    found = np.asarray(found).reshape(ROWS, WIDTH)
+    kept = np.cumprod(drafts[:, 1:] == found[:, :-1], axis=1).sum(axis=1)
+    assert kept.tolist() == verdict.num_accepted.tolist()
+    assert found[np.arange(ROWS), kept].tolist() == verdict.next_token.tolist()
+    assert int(verdict.num_rescued.sum()) > 2
+
+
+def test_a_budget_is_refused() -> None:
+    drafts, logits = batch()
+    with pytest.raises(FlyJaxError, match="nowhere to keep"):
+        sglang_jax.predictions(
+            Budget(Margin(), 1.0),
+            drafts.reshape(-1),
+            logits.reshape(-1, VOCAB),
+            num_draft_tokens=WIDTH,
+        )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sgl_jax") is None,
+    reason="sglang-jax is not installed; its published package has no DFlash: install its source",
+)
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_its_own_verification_keeps_what_the_rule_keeps(is_sharded: bool) -> None:
+    from sgl_jax.srt.speculative import dflash_worker
+
+    sglang_jax.install(RULE)
+    drafts, logits = batch()
+    verdict = verify(RULE, logits, drafts[:, 1:])
+    inputs = jnp.asarray(drafts.reshape(-1)), jnp.asarray(logits.reshape(-1, VOCAB))
+    if is_sharded:  # as the engine has them
+        axes = (AxisType.Explicit, AxisType.Explicit)
+        mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=axes)
+        specs = PartitionSpec("data"), PartitionSpec("data", "tensor")
+        inputs = tuple(
+            jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip(inputs, specs, strict=True)
+        )
+    decide = jax.jit(dflash_worker.dflash_greedy_verify, static_argnames="draft_token_num")
+    with jax.set_mesh(mesh) if is_sharded else contextlib.nullcontext():
+        lengths, _, following, kept = decide(*inputs, draft_token_num=WIDTH)
+    assert kept.tolist() == verdict.num_accepted.tolist()
+    assert lengths.tolist() == (verdict.num_accepted + 1).tolist()
+    assert following.tolist() == verdict.next_token.tolist()

@@ -10,7 +10,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu.settings import (
     asked_for,
     decoding_config,
-    lookup_below_draft,
     request_rule,
 )
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin
@@ -50,6 +49,7 @@ def test_environment_variables_have_the_same_names() -> None:
         ({"window": "tiny"}, 15, "'paper' or 'reference'"),
         ({"num_speculative_tokens": 5}, 15, "unknown"),
         ({"temperature": 0.5}, 15, "unknown"),
+        ({"prompt_lookup_max": 4}, 15, "unknown"),  # the engine's own, in speculative_config
         ({"entropy_threshold": "high"}, 15, "a number"),
         ({"protect": ["("]}, 15, "no regular expression"),
         ("fly", 15, "give an object"),
@@ -84,10 +84,3 @@ def test_requests_that_sample_are_decoded_exactly_with_csd() -> None:
     config = decoding_config({"rule": "csd | fly"}, 15)
     assert request_rule(config, None, 0.7) == Exact()
     assert request_rule(config, None, 0.0) == config.to_rule()
-
-
-def test_the_lookup_below_a_draft_model() -> None:
-    assert lookup_below_draft({"rule": "fly"}) is None
-    found = lookup_below_draft({"prompt_lookup_max": 3, "prompt_lookup_tokens": 5})
-    assert found is not None
-    assert (found.max_ngram, found.num_tokens) == (3, 5)

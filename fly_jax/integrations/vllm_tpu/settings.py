@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
 from fly_jax.verification.expression import rule_names
@@ -34,7 +33,7 @@ class _Plugin:
 def known() -> dict[str, Parameter]:
     """All that may be asked for, by name."""
     everything, groups = decoding_parameters(), parameter_groups()
-    parts = ("Loosened rules", "Limits of loosened rules", "Lookup")
+    parts = ("Loosened rules", "Limits of loosened rules")
     return (
         {name: everything[name] for name in _OWN}
         | {one.name: one for part in parts for one in groups[part]}
@@ -93,11 +92,6 @@ def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> De
     except FlyJaxError as error:
         raise FlyJaxError(f"In additional_config[{KEY!r}]: {error}") from error
     return config
-
-
-def lookup_below_draft(asked: Mapping[str, Any] | None) -> Lookup | None:
-    """What proposes to the draft model, if that was asked for."""
-    return None if asked is None else decoding_config({**asked, "rule": "exact"}, 1).to_lookup()
 
 
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:

@@ -13,7 +13,6 @@ from fly_jax.integrations.vllm_tpu.settings import (
     KEY,
     asked_for,
     decoding_config,
-    lookup_below_draft,
     request_rule,
 )
 from fly_jax.models.checkpoints.locate import resolve
@@ -50,11 +49,6 @@ def prepare(vllm_config: Any) -> None:
     config = decoding_config(asked, speculative.num_speculative_tokens)
     if speculative.method == "draft_model":
         _check_draft(vllm_config)
-    elif lookup_below_draft(asked) is not None:
-        raise FlyJaxError(
-            f"prompt_lookup_max in additional_config[{KEY!r}] is for a draft model's drafts, and "
-            f"the method is {speculative.method!r}; give it in speculative_config instead."
-        )
     vllm_config.additional_config[KEY] = asked  # what a worker in another process reads
     vllm_config.parallel_config.worker_cls = _WORKER
     _prepared[:] = [config]

@@ -15,7 +15,7 @@ from fly_jax.integrations.vllm_tpu.kept import Requests, keep
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
-WINDOW, THRESHOLD = 2, 0.9
+WINDOW, THRESHOLD = 1, 0.6
 NEVER = 3
 
 kept = jax.jit(keep, static_argnames="max_drafted")

@@ -128,8 +128,9 @@ def kept_on(
         requests = Requests(metadata.temperature, metadata.top_k, metadata.top_p)
     if rule.budget is not None:
         # A row without a slot has a budget of 0.
-        left = budgets.at[step.slots].get(mode="fill", fill_value=0)
-        budget = jnp.where(step.is_new & (step.slots < budgets.shape[0]), rule.budget, left)
+        before = budgets.at[step.slots].get(mode="fill", fill_value=0)
+        is_new = step.is_new & (step.slots < budgets.shape[0])
+        budget = jnp.where(is_new, rule.budget, before)
 
     def of_a_device(
         rule: Rule,

@@ -77,7 +77,10 @@ def target_tokenizer(model_config: Any) -> Tokenizer:
 
 def _check_versions() -> None:
     for package, tried in TRIED.items():
-        found = importlib.metadata.version(package)
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # built from source under another name
+            found = "of no known version"
         if found not in tried:
             raise FlyJaxError(
                 f"{package} is {found}, and fly_jax was tried with {', '.join(tried)}; install "
@@ -96,12 +99,12 @@ def _check_draft(vllm_config: Any) -> None:
             f"The draft model {draft.model} is a {name}, with which the engine cannot draft on "
             f"TPU; give one of {', '.join(DRAFTS)}, without a sliding window."
         )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise FlyJaxError(
-            "A draft model was asked for with pipeline parallelism, which has no place for it; "
-            "leave one of the two out."
-        )
     target = vllm_config.model_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 or target.use_mla:
+        raise FlyJaxError(
+            "A draft model was asked for with pipeline parallelism or a target with latent "
+            "attention, whose cache has no place for it; choose another method."
+        )
     if draft.model != target.model:
         mine = load_tokenizer(resolve(draft.model, draft.revision))
         check_same_vocabulary(target_tokenizer(target), mine)

@@ -106,6 +106,30 @@ def test_verification_stands_without_models() -> None:
         assert not above, f"{module} reaches {sorted(above)}"
 
 
+def test_the_extra_serve_is_asked_for_in_one_room() -> None:
+    """fly_jax and all other commands work without it."""
+    extra = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
+    room = "fly_jax.serving.http"
+    asked: set[str] = set()
+    for module, path in _MODULES.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        named = {name.split(".")[0] for node in ast.walk(tree) for name in _named(node)}
+        asked |= named & extra
+        assert module.startswith(room) or not named & extra, f"{module} imports {named & extra}"
+        if not module.startswith(room):
+            at_once = {name for node in tree.body for name in _named(node)}
+            within = {name for name in at_once if name.startswith(room)}
+            assert not within, f"{module} imports {within} when it is imported"
+    assert asked == extra
+
+
+def _named(node: ast.AST) -> list[str]:
+    """The modules that one statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
 @pytest.mark.parametrize("name", _LINKS)
 def test_root_link(name: str) -> None:
     link = _ROOT / name

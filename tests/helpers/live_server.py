@@ -100,8 +100,8 @@ class Live:
             self.service.limits = before
 
     def wait_until_free(self) -> None:
-        until(lambda: self.engine.slots.num_free == SLOTS and self.service.num_open == 0)
-        assert not self.engine.waiting
+        until(lambda: self.engine.is_idle and self.service.num_open == 0)
+        assert self.engine.slots.num_free == SLOTS
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -182,7 +184,7 @@ def test_draws(live: Live) -> None:
     _, text = live.alone(PROMPT, 12, rule="sampled", temperature=0.7, seed=9)
     assert drawn(seed=9, temperature=0.7, extra_body=exact) == [text]
     # With nothing drawn it does not matter what draws would be kept from.
-    assert drawn(temperature=0.0, top_p=0.1) == [live.alone(PROMPT, 12)[1]]
+    assert drawn(temperature=1e-40, top_p=0.1) == [live.alone(PROMPT, 12)[1]]
 
 
 CHAT = "/v1/chat/completions"
@@ -210,6 +212,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         ("", {"prompt": "a", "best_of": 3}, 400, None, "best_of"),
         ("", {"prompt": "a", "n": 7}, 400, None, "takes 6"),
         ("", {"prompt": "a", "echo": True}, 400, None, "echo is True"),
+        ("", {"prompt": "a", "logprobs": 0}, 400, None, "logprobs is 0"),
         ("", {"prompt": "a", "presence_penalty": 0.5}, 400, None, "presence_penalty is 0.5"),
         ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
         ("", {"prompt": "a", "fly": {"rule": "autoregressive"}}, 400, "rule_not_served", "exact"),
@@ -264,8 +267,11 @@ def test_who_leaves_frees_the_slots(live: Live) -> None:
     with live.held():
         with live.streaming(n=4):
             until(lambda: len(live.engine.waiting) == 4)
-        with pytest.raises(httpx.ReadTimeout):  # in one piece: nothing has come yet
-            live.post({"prompt": PROMPT, "max_tokens": 80}, timeout=0.3)
+        until(lambda: not live.engine.waiting)
+        with ThreadPoolExecutor(1) as pool:  # in one piece: nothing has come yet
+            going = pool.submit(live.post, {"prompt": PROMPT, "max_tokens": 80}, timeout=2)
+            until(lambda: len(live.engine.waiting) == 1)
+            assert isinstance(going.exception(), httpx.ReadTimeout)
         until(lambda: live.service.num_open == 0)
     live.wait_until_free()
     with live.streaming() as events:
@@ -352,6 +358,20 @@ def test_metrics(live: Live) -> None:
     assert after["fly_jax:num_slots[]"] == SLOTS
     first = grown["fly_jax:spec_decode_num_accepted_tokens_per_pos_total[('position', '0')]"]
     assert first == sum(found["acceptance_histogram"][1:])
+
+
+def test_the_examples_of_the_page_run(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    asked = re.findall(r"localhost:8000(/\S+) .*?-d '(.*?)'", text, re.DOTALL)
+    assert len(asked) == 2
+    for path, body in asked:
+        reply = live.post(body.encode(), path)
+        assert reply.status_code == 200
+        assert '"finish_reason":"' in reply.text.replace('": "', '":"')
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    block = block.replace("http://localhost:8000", live.url).replace('"none"', repr(KEY))
+    exec(compile(block, "serving.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
 @pytest.mark.parametrize("fails", ["warm_up", "step"])

@@ -17,7 +17,8 @@ from fly_jax.verification.rules import Budget, Rule
 
 # What requests may ask for besides the server's own rule where nobody says.
 _USUAL_RULES = ("fly", "margin")
-_SAMPLING = ("temperature", "top_k", "top_p")
+# Logits divided by less than this overflow, and all that is left to draw is the largest.
+_GREEDY_BELOW = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Choices:
             if name not in ("rule", "audit", "stream_why") and value is not None
         }
         temperature = self.config.temperature if asked.temperature is None else asked.temperature
+        temperature = 0.0 if temperature < _GREEDY_BELOW else temperature
         values["temperature"] = temperature
         if temperature:  # without one there is nothing to keep tokens from
             values["top_k"] = self._or_own("top_k", asked.top_k if asked.top_k != -1 else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -87,16 +88,17 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events; whatever ends that ends the decoding."""
-        async with self._answering:
-            await self._send(send, type="http.response.start", status=200, headers=self.raw_headers)
-            try:
-                await unless_gone(receive, self._seconds, self._events(send))
-            except ClientGone:
-                return
-            except ApiError as error:
-                await self._event(send, error.body.model_dump_json())
-            await self._event(send, "[DONE]")
-            await self._send(send, type="http.response.body", body=b"", more_body=False)
+        with contextlib.suppress(ClientGone):
+            async with self._answering:
+                await self._send(
+                    send, type="http.response.start", status=200, headers=self.raw_headers
+                )
+                try:
+                    await unless_gone(receive, self._seconds, self._events(send))
+                except ApiError as error:
+                    await self._event(send, error.body.model_dump_json())
+                await self._event(send, "[DONE]")
+                await self._send(send, type="http.response.body", body=b"", more_body=False)
 
     async def _events(self, send: Send) -> None:
         async for chunk in self._answering.chunks():

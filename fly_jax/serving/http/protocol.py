@@ -11,10 +11,10 @@ from fly_jax.verification.rules import RULES, Budget
 
 # Fields of which only these values leave an answer as it is, and others are not supported.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "min_p": (None, 0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+    "min_p": (None, 0.0),
     "logit_bias": (None, {}),
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
@@ -133,7 +133,8 @@ class Asked(_Fields):
     def _only_what_is_done(self) -> Self:
         for name in type(self).model_fields.keys() & _NEUTRAL.keys():
             value = getattr(self, name)
-            if value not in _NEUTRAL[name]:
+            # 0 is not False: it asks for log-probabilities without alternatives.
+            if not any(value == one and type(value) is type(one) for one in _NEUTRAL[name]):
                 raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
         return self
 

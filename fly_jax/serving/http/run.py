@@ -163,12 +163,18 @@ def run(
     told: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
-    """`serve` in a loop of its own, which SIGTERM and SIGINT stop."""
+    """`serve` in a loop of its own, which SIGTERM and SIGINT stop; a second one cuts off."""
 
     async def until_signalled() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def signalled() -> None:
+            if stop.is_set():  # again: nothing is waited for any more
+                service.cancel()
+            stop.set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, signalled)
         await serve(
             service,
             listening,

@@ -218,14 +218,17 @@ class Service:
           grace_period: seconds after which those that are left are cancelled.
 
         Returns:
-          How many answers had to be cancelled.
+          How many replies had to be cut off.
         """
         self.state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_period):
                 while self._num_open:
                     await asyncio.sleep(0.05)
-        left = list(self._open)
-        for one in left:
+        return self.cancel()
+
+    def cancel(self) -> int:
+        """Stops decoding; returns how many replies end there."""
+        for one in self._open:
             one.cancel()
-        return len(left)
+        return len(self._open)

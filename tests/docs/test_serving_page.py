@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import cast
 
 import pytest
-from random_pairs import random_target
 
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.launch import serve
 from fly_jax.serving.engine import Engine
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.http.page import HEADERS, page
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
 from fly_jax.serving.http.service import Limits
-from fly_jax.verification.rules import Exact
+from fly_jax.serving.slots import Slots
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -27,8 +27,9 @@ _NAME = re.compile(r"fly_jax:\w+")
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
-    engine = Engine(random_target(2), None, RoundSpec(Exact(), 0), num_slots=1, max_length=8)
-    text = Metrics(engine).text().decode()
+    spec = types.SimpleNamespace(num_speculative_tokens=2)
+    engine = types.SimpleNamespace(spec=spec, slots=Slots(1), waiting=())
+    text = Metrics(cast(Engine, engine)).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20
     endings = {"counter": ("",), "gauge": ("",), "histogram": ("", "_bucket", "_sum", "_count")}

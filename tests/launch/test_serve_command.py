@@ -18,6 +18,7 @@ import pytest
 from fly_jax.launch import serve
 
 SIZES = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--prefill_chunk=32"]
+SHORT = "--max_length=50"  # few programs are compiled
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_without_the_extra(
 
 
 def test_it_serves_and_drains(models: list[str]) -> None:
-    command = [sys.executable, "-m", "fly_jax.launch", "serve", *models, *SIZES, "--port=0"]
+    command = [sys.executable, "-m", "fly_jax.launch", "serve", *models, *SIZES, SHORT, "--port=0"]
     environment = {**os.environ, "FLY_JAX_API_KEY": "from the environment"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
         watchdog = threading.Timer(120, process.kill)

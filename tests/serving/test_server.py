@@ -14,7 +14,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_server import HEADERS, NAME, PROMPT, QUEUE, SLOTS, Live, live_server, started, until
+from live_server import (
+    HEADERS,
+    KEY,
+    LENGTH,
+    NAME,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    Live,
+    live_server,
+    started,
+    until,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from fly_jax.serving.async_engine import AsyncEngine
@@ -96,19 +108,19 @@ def test_rules_and_numbers_side_by_side(live: Live) -> None:
 def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
     client = live.client()
     messages: list[Any] = [
-        {"role": "system", "content": "Be short."},
+        {"role": "system", "content": "Hi."},
         {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
     ]
     rendered = live.pair.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
+        [{"role": "system", "content": "Hi."}, {"role": "user", "content": PROMPT}]
     )
-    _, text = live.alone(rendered, 20)
-    reply = client.chat.completions.create(model=NAME, messages=messages, max_tokens=20)
+    _, text = live.alone(rendered, 10)
+    reply = client.chat.completions.create(model=NAME, messages=messages, max_tokens=10)
     assert reply.choices[0].message.content == text
     assert reply.choices[0].message.role == "assistant"
     chunks = list(
         client.chat.completions.create(
-            model=NAME, messages=messages, max_completion_tokens=20, stream=True,
+            model=NAME, messages=messages, max_completion_tokens=10, stream=True,
             stream_options={"include_usage": True}, extra_body={"fly": {"stream_why": True}},
         )
     )  # fmt: skip
@@ -128,7 +140,7 @@ def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
     assert last.usage.prompt_tokens_details is not None
     assert last.usage.prompt_tokens_details.cached_tokens  # of the request before
     tokens = [one for piece in pieces for one in piece.choices[0].model_extra["fly"]["tokens"]]  # type: ignore[index]
-    alone, _ = live.alone(rendered, 20)
+    alone, _ = live.alone(rendered, 10)
     assert [one["id"] for one in tokens] == alone.token_ids
     assert [one["why"] for one in tokens] == [why.name.lower() for why in alone.why]
     assert "".join(one["text"] for one in tokens) == text
@@ -258,7 +270,7 @@ def test_the_key(live: Live) -> None:
         assert httpx.get(live.url + path).status_code == 200
     (model,) = live.client().models.list()
     assert model.id == NAME
-    assert live.client().models.retrieve(NAME).model_extra["max_model_len"] == 96  # type: ignore[index]
+    assert live.client().models.retrieve(NAME).model_extra["max_model_len"] == LENGTH  # type: ignore[index]
     with pytest.raises(openai.NotFoundError):
         live.client().models.retrieve("org/other")
 

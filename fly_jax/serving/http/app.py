@@ -30,7 +30,12 @@ def make_app(service: Service) -> FastAPI:
     Args:
       service: answers; whoever runs the app makes it ready.
     """
-    app = FastAPI(title="fly_jax", version=importlib.metadata.version("fly_jax"), redoc_url=None)
+    app = FastAPI(
+        title="fly_jax",
+        version=importlib.metadata.version("fly_jax"),
+        docs_url=None,
+        redoc_url=None,
+    )
     limits = service.limits
     app.add_middleware(
         Guard,  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ async def serve(
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())
     try:
-        warm = asyncio.wrap_future(_in_background(lambda: service.engine.engine.warm_up(progress)))
+        warm = asyncio.wrap_future(_in_background(lambda: service.warm_up(progress)))
         await asyncio.wait((warm, stopping), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return

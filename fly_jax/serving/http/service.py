@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.prompts import check_prompt
+from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
@@ -76,6 +77,13 @@ class Service:
         entropy = engine.engine.spec.needs.entropy
         assert entropy is not None, "the engine audits"
         self._entropy = entropy.name
+
+    def warm_up(self, told: Callable[[int, int], None]) -> None:
+        """Does once what the first request would wait for; see `Engine.warm_up`."""
+        self.engine.engine.warm_up(told)
+        if self.has_template:
+            with contextlib.suppress(FlyJaxError):  # it may want other messages
+                self.pair.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
 
     @property
     def capacity(self) -> int:

@@ -85,12 +85,17 @@ def test_wheel_has_the_embedded_pair(unpacked: Path) -> None:
     assert size <= 25 * 2**20
 
 
+def test_wheel_has_the_servers_page(unpacked: Path) -> None:
+    page = Path("fly_jax", "serving", "http", "page.html")
+    assert (unpacked / page).read_bytes() == (_ROOT / page).read_bytes()
+
+
 def test_metadata(unpacked: Path) -> None:
     (directory,) = unpacked.glob("*.dist-info")
     metadata = HeaderParser().parsestr((directory / "METADATA").read_text(encoding="utf-8"))
     assert metadata["Name"] == "fly_jax"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) >= {"test", "tpu", "cuda", "notebooks"}
+    assert set(metadata.get_all("Provides-Extra", [])) >= {"test", "tpu", "cuda", "notebooks", "serve"}
     assert list(directory.rglob("LICENSE"))
 
 

@@ -13,7 +13,7 @@ from fly_jax.serving.http.errors import invalid
 from fly_jax.serving.http.protocol import Asked
 from fly_jax.serving.request import Request
 from fly_jax.verification.expression import LOSSLESS_RULES
-from fly_jax.verification.rules import Budget, Rule
+from fly_jax.verification.rules import Budget, Loose, Rule
 
 # What requests may ask for besides the server's own rule where nobody says.
 _USUAL_RULES = ("fly", "margin")
@@ -73,8 +73,8 @@ class Choices:
         for expression in self.rules:
             rule = self.config.replace(rule=expression, temperature=None).to_rule()
             found.append(rule)
-            if not rule.is_limited:  # type: ignore[attr-defined]
-                found.append(Budget(rule, total=1.0, per_token=1.0, per_block=1))  # type: ignore[arg-type]
+            if isinstance(rule, Loose) and not rule.is_limited:
+                found.append(Budget(rule, total=1.0, per_token=1.0, per_block=1))
         return found
 
     @property

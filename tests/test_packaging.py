@@ -95,7 +95,13 @@ def test_metadata(unpacked: Path) -> None:
     metadata = HeaderParser().parsestr((directory / "METADATA").read_text(encoding="utf-8"))
     assert metadata["Name"] == "fly_jax"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) >= {"test", "tpu", "cuda", "notebooks", "serve"}
+    assert set(metadata.get_all("Provides-Extra", [])) >= {
+        "test",
+        "tpu",
+        "cuda",
+        "notebooks",
+        "serve",
+    }
     assert list(directory.rglob("LICENSE"))
 
 

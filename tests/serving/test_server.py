@@ -212,6 +212,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
         ("", b"[" * 9000, 400, None, ""),
         ("", {}, 400, None, "prompt: Field required"),
         ("", {"prompt": []}, 400, None, "prompt"),
+        ("", {"prompt": [[]]}, 400, None, "is empty"),
         ("", {"prompt": [3, 2**20]}, 400, None, "outside the model's vocabulary"),
         ("", {"prompt": [5] * 200}, 400, "context_length_exceeded", "has 200 tokens"),
         ("", {"prompt": "a", "model": "other"}, 404, "model_not_found", "'other'"),

@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import uvicorn
 
@@ -106,11 +104,8 @@ async def serve(
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())
     try:
-        warm = asyncio.wrap_future(_in_background(lambda: service.warm_up(progress)))
-        await asyncio.wait((warm, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
+        if not await _is_warm(service, stop, progress):
             return
-        _check(warm, "The server could not warm up")
         async with service.engine:
             ending = asyncio.create_task(service.engine.ended())
             service.state = "ready"
@@ -123,7 +118,7 @@ async def serve(
                     told(f"{left} requests were not done in that time, and were cancelled.")
             else:
                 service.state = "draining"
-                _check(ending, "The server stops")
+                await _failed(ending)
             ending.cancel()
     finally:
         service.state = "draining"
@@ -132,27 +127,38 @@ async def serve(
         await serving
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Runs something in a thread that the end of the process does not wait for."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="fly_jax warm-up", daemon=True).start()
-    return done
+class _Stopped(Exception):
+    """It was told to stop while it warmed up."""
 
 
-def _check(task: asyncio.Future[None], what: str) -> None:
-    """Raises ServerFailed for a task that has failed."""
-    error = task.exception()
-    if error is not None:
-        raise ServerFailed(f"{what}: {error}") from (error.__cause__ or error)
+async def _is_warm(
+    service: Service, stop: asyncio.Event, progress: Callable[[int, int], None]
+) -> bool:
+    """Whether it has warmed up before it was told to stop.
+
+    A program that is being compiled is waited for: the process cannot end under its feet.
+    """
+
+    def told(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _Stopped
+        progress(done, total)
+
+    try:
+        await asyncio.to_thread(service.warm_up, told)
+    except _Stopped:
+        return False
+    except Exception as error:
+        raise ServerFailed(f"The server could not warm up: {error}") from error
+    return not stop.is_set()
+
+
+async def _failed(ending: asyncio.Task[None]) -> None:
+    """Raises ServerFailed for the end of an engine."""
+    try:
+        await ending
+    except FlyJaxError as error:
+        raise ServerFailed(str(error)) from (error.__cause__ or error)
 
 
 def run(

@@ -207,7 +207,7 @@ class Service:
         tokenizer, engine = self.pair.tokenizer, self.engine.engine
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
-        elif isinstance(prompt[0], Mapping):
+        elif prompt and isinstance(prompt[0], Mapping):
             ids = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]

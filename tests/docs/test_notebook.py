@@ -92,10 +92,12 @@ def test_the_three_rules_are_compared(executed: NotebookNode) -> None:
     assert correct[1] == correct[0], "exact decoding is lossless"
 
 
-def test_without_its_weights_the_real_pair_is_one_line(executed: NotebookNode) -> None:
-    shown = _text(executed, "llama")
+def test_without_a_hub_the_small_pair_goes_on(executed: NotebookNode) -> None:
+    shown = _text(executed, "real")
     assert shown.count("\n") == 1
-    assert "not on this machine" in shown
+    assert "'HuggingFaceTB/SmolLM2-1.7B-Instruct' is no folder that exists" in shown
+    assert shown.endswith("The small pair goes on in its place.\n")
+    assert _text(executed, "chat").count('class="why-') > 10
 
 
 def test_the_notebook_is_stored_clean() -> None:

@@ -303,6 +303,7 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(
         ("SmolLM2", "smollm"),
         ("Qwen 2.5 and 3", "qwen2"),
         ("Qwen 2.5 and 3", "deepseek-r1-qwen"),
+        ("Mistral since Nemo", "tekken"),
     ],
 )
 def test_text_is_cut_as_its_makers_cut_it(
@@ -343,7 +344,7 @@ def test_a_damaged_tokenizer_is_one_sentence(
     refused(replaced("merges", ["a b c"]), "is damaged")
     refused(replaced("token_type", [1, 1]), "is damaged")
     refused(lambda writer: writer.add_pad_token_id(9999), "9999")
-    refused(replaced("pre", "tekken"), "pre-tokenizer 'tekken'")
+    refused(replaced("pre", "viking"), "pre-tokenizer 'viking'")
 
 
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(

@@ -226,9 +226,24 @@ def split(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
     ]
 
 
+def mistral_json() -> tokenizers.Tokenizer:
+    """As that of Mistral 7B v0.3: a space is put before a text's first word, and never after."""
+    tokenizer = llama2_json()
+    tokenizer.normalizer = normalizers.Sequence([])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    controls = ("[INST]", "[/INST]", "[TOOL_CALLS]")
+    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in controls])
+    return tokenizer
+
+
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (  # which tells capitals from small letters
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "Llama 2": llama2_json,
@@ -245,24 +260,56 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         normalizer=normalizers.NFC(),
         post_processor=processors.ByteLevel(trim_offsets=False),
     ),
+    "Mistral 7B v0.3": mistral_json,
+    "Mistral since Nemo": lambda: byte_level(*split(TEKKEN), post_processor=BEGIN),
 }
+PLAIN = "PreTrainedTokenizerFast"
+# Mistral 7B v0.1 and v0.2 have one like Llama 2's.
+CLASSES = [
+    *((maker, PLAIN) for maker in MAKERS),
+    ("Llama 2", "LlamaTokenizer"),
+    ("Mistral 7B v0.3", "LlamaTokenizer"),
+]
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-def test_ids_are_those_of_transformers(tmp_path: Path, maker: str) -> None:
+def spaced_alike(name: str, text: str) -> bool:
+    """Whether transformers puts the same before a text as SentencePiece and the file do.
+
+    The tokenizer of this class transformers 5 makes anew, and it has no second space there.
+    """
+    return name == PLAIN or not text.startswith(" ")
+
+
+@pytest.mark.parametrize(("maker", "name"), CLASSES)
+def test_ids_are_those_of_transformers(tmp_path: Path, maker: str, name: str) -> None:
     """With the same folder, whatever its settings ask for."""
     tokenizer = MAKERS[maker]()
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True,
+        "tokenizer_class": name, "add_bos_token": True,
         "bos_token": "<s>", "eos_token": "</s>",
     }  # fmt: skip
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     reference = AutoTokenizer.from_pretrained(tmp_path)
     found = load_tokenizer(tmp_path)
     for text in HARD:
+        if spaced_alike(name, text):
+            assert found.encode(text) == reference.encode(text), text
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_ids_of_a_sentencepiece_model_are_those_of_transformers(
+    tmp_path: Path, legacy: bool
+) -> None:
+    """A folder without `tokenizer.json`, as Llama 2 and Mistral 7B began, with their class."""
+    name = "LlamaTokenizer"
+    settings = {"tokenizer_class": name, "legacy": legacy, "add_bos_token": True}
+    fill(tmp_path, "sentencepiece", **settings, eos_token="</s>")
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    found = load_tokenizer(tmp_path)
+    for text in filter(lambda text: spaced_alike(name, text), HARD):
         assert found.encode(text) == reference.encode(text), text
 
 

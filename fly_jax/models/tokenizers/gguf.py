@@ -23,11 +23,22 @@ _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What llama.cpp calls the way of Llama 3, whose texts begin with a token of their own.
+# What llama.cpp calls the way of Llama 3.
 _LLAMA_3_NAMES = ("llama3", "llama-v3", "llama-bpe")
 _SMOLLM_3_NAME = "smaug-bpe"  # cut as Llama 3's, and nothing is put before a text
 _QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+# Mistral's own since Nemo: words are cut where small letters turn into capitals.
+_TEKKEN_NAME = "tekken"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# A text that is a token stays one, however its merges would cut it.
+_WHOLE_TOKENS = (*_LLAMA_3_NAMES, _SMOLLM_3_NAME, _TEKKEN_NAME)
+# A text begins with a token of its own where the file does not say.
+_BEGUN = (*_LLAMA_3_NAMES, _TEKKEN_NAME)
 
 
 def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -97,7 +108,7 @@ def _sentences(file: GgufFile) -> Iterator[None]:
 def _begin(file: GgufFile) -> int | None:
     """The token that is put before a prompt, if any."""
     is_sentencepiece = file.needed("tokenizer.ggml.model") == "llama"
-    usual = is_sentencepiece or file.value("tokenizer.ggml.pre") in _LLAMA_3_NAMES
+    usual = is_sentencepiece or file.value("tokenizer.ggml.pre") in _BEGUN
     adds = file.value("tokenizer.ggml.add_bos_token", usual)
     return file.value("tokenizer.ggml.bos_token_id") if adds else None
 
@@ -135,7 +146,7 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
         BPE(
             {name: index for index, name in enumerate(names)},
             merges,
-            ignore_merges=split in (*_LLAMA_3_NAMES, _SMOLLM_3_NAME),
+            ignore_merges=split in _WHOLE_TOKENS,
         )
     )
     made.pre_tokenizer = _pre_tokenizer(file, split)
@@ -168,6 +179,7 @@ def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
     patterns = {
         **dict.fromkeys((*_LLAMA_3_NAMES, _SMOLLM_3_NAME), _LLAMA_3),
         **dict.fromkeys(_QWEN_2_NAMES, _QWEN_2),
+        _TEKKEN_NAME: _TEKKEN,
     }
     if split not in patterns:
         raise FlyJaxError(

@@ -189,6 +189,23 @@ async def _again(engine: Engine) -> int:
     return len(found)
 
 
+def test_who_reads_too_slowly_is_stopped(engine: Engine) -> None:
+    async def run() -> None:
+        async with AsyncEngine(engine) as running:
+            stream = await running.submit(Request([1], 90), max_unread=3)
+            going = await running.submit(Request([2], 90))
+            assert len(await tokens_of(going)) == 90
+            await running.drain()
+            assert stream.ticket.generation.finish_reason == "cancelled"
+            with pytest.raises(FlyJaxError, match="not read as they came"):
+                await tokens_of(stream)
+            assert 0 < len(stream.ticket.generation.token_ids) < 90
+        await running.ended()
+
+    asyncio.run(run())
+    assert engine.slots.num_free == 3
+
+
 def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("the chip is gone")
@@ -204,5 +221,8 @@ def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPa
                         pass
             with pytest.raises(FlyJaxError, match="the chip is gone"):
                 await running.submit(Request([3]))
+            with pytest.raises(FlyJaxError, match="the chip is gone") as caught:
+                await running.ended()
+            assert isinstance(caught.value.__cause__, RuntimeError)
 
     asyncio.run(run())

@@ -110,7 +110,7 @@ class Asked(_Fields):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_PROMPTS)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

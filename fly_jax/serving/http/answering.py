@@ -88,10 +88,10 @@ class Answering:
 
     async def __aexit__(self, *_: object) -> None:
         """Cancels what is still going."""
+        self.cancel()
+        self._left(self)
         for answer in self._answers:
             self._metrics.ended(answer.stream.ticket)
-        self._left(self)
-        self.cancel()
 
     def cancel(self) -> None:
         """Stops decoding; whoever waits for a reply is told so."""

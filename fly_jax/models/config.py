@@ -22,6 +22,31 @@ class RopeScaling:
     original_context: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN's stretching of the rotary frequencies (`rope_type: "yarn"`, arXiv 2309.00071).
+
+    Pairs of features that turn fewer than `slow_turns` times within `original_context` are
+    stretched by `factor`, those that turn more than `fast_turns` times are kept, those between are
+    blended, from one pair to the next in equal steps.
+
+    Attributes:
+      factor: of the context.
+      original_context: positions that the model was trained for before.
+      attention_factor: that queries and keys are multiplied with.
+      fast_turns: `beta_fast`.
+      slow_turns: `beta_slow`.
+      truncate: the band of blended pairs is widened to whole pairs.
+    """
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    truncate: bool = True
+
+
 _SIZES = (
     "vocab_size", "embed_size", "ffw_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
     "max_context",
@@ -43,7 +68,7 @@ class LlamaConfig:
       head_size: width of one head.
       max_context: positions the model was trained for.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: Llama 3.1's scaling, if any.
+      rope_scaling: Llama 3.1's scaling or YaRN's, if any.
       norm_epsilon: added to the mean square in RMSNorm.
       tied_embeddings: the unembedding is the embedding (Llama 3.2).
       bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
@@ -68,7 +93,7 @@ class LlamaConfig:
     head_size: int
     max_context: int
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | YarnScaling | None = None
     norm_epsilon: float = 1e-5
     tied_embeddings: bool = False
     bos_token_id: int | None = 1

@@ -12,7 +12,7 @@ import pytest
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.config_json import config_fields, config_of, read_config
-from fly_jax.models.config import RopeScaling
+from fly_jax.models.config import RopeScaling, YarnScaling
 from fly_jax.models.presets import PRESETS, preset
 from fly_jax.models.specs import parameter_specs
 
@@ -121,11 +121,27 @@ def test_missing_field_of_the_scaling_is_named() -> None:
         config_of(LLAMA31 | {"rope_parameters": rope})
 
 
+def test_yarn_as_a_qwen_asks_for_it() -> None:
+    """The context in the file is the one without it; what is not said is the paper's."""
+    asked = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    fields = LLAMA31_V4 | {"max_position_embeddings": 40_960, "rope_scaling": asked}
+    config = config_of(fields)
+    assert config.max_context == 131_072
+    assert config.rope_scaling == YarnScaling(
+        factor=4.0, original_context=32_768, attention_factor=pytest.approx(1.1386, abs=1e-4)
+    )
+    assert config_of(config_fields(config)) == config
+    weighed = asked | {"mscale": 1.0, "mscale_all_dim": 0.5}
+    scaling = config_of(fields | {"rope_scaling": weighed}).rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    assert scaling.attention_factor == pytest.approx(1.1386 / 1.0693, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"model_type": "gpt2"}, "type 'gpt2'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rotary scaling 'longrope'"),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "activation"),
         ({"num_key_value_heads": 3}, "4 query heads and 3 key/value heads"),

@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, object]] = {
     "qwen2_windows": {"windowed_layers": (0, 1, 2)},
     "qwen3": {"head_norms": False},
     "smollm3": {"unrotated_layers": ()},
+    "qwen3_yarn": {"rope_scaling": None},
 }
 TOLERANCE = 1e-4
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures.registry import ARCHITECTURES
-from fly_jax.models.config import LlamaConfig, RopeScaling
+from fly_jax.models.config import LlamaConfig, RopeScaling, YarnScaling
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -62,6 +63,10 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
         num_layers = int(hf["num_hidden_layers"])
+        max_context = int(hf.get("max_position_embeddings", 2048))
+        scaling = _rope_scaling(rope, max_context, source)
+        if isinstance(scaling, YarnScaling):  # a Qwen's file still has the context without it
+            max_context = max(max_context, int(scaling.factor * scaling.original_context))
         return LlamaConfig(
             vocab_size=int(hf["vocab_size"]),
             embed_size=int(hf["hidden_size"]),
@@ -70,9 +75,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             num_heads=int(hf["num_attention_heads"]),
             num_kv_heads=int(hf.get("num_key_value_heads") or hf["num_attention_heads"]),
             head_size=int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]),
-            max_context=int(hf.get("max_position_embeddings", 2048)),
+            max_context=max_context,
             rope_theta=float(theta),
-            rope_scaling=_rope_scaling(rope, source),
+            rope_scaling=scaling,
             norm_epsilon=float(hf.get("rms_norm_eps", 1e-6)),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             bos_token_id=hf.get("bos_token_id"),
@@ -100,7 +105,17 @@ def config_fields(config: LlamaConfig) -> dict[str, Any]:
     architecture = ARCHITECTURES[config.architecture]
     scaling = config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling is not None:
+    if isinstance(scaling, YarnScaling):
+        rope = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_context,
+            "attention_factor": scaling.attention_factor,
+            "beta_fast": scaling.fast_turns,
+            "beta_slow": scaling.slow_turns,
+            "truncate": scaling.truncate,
+        }
+    elif scaling is not None:
         rope = {
             "rope_type": "llama3",
             "factor": scaling.factor,
@@ -133,20 +148,48 @@ def config_fields(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(rope: Mapping[str, Any], source: str) -> RopeScaling | None:
+def _rope_scaling(
+    rope: Mapping[str, Any], max_context: int, source: str
+) -> RopeScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
+    if kind == "yarn":
+        return _yarn(rope, max_context)
     if kind != "llama3":
         raise FlyJaxError(
-            f"{source} asks for rotary scaling '{kind}'; fly_jax knows 'default' and 'llama3': "
-            "use a checkpoint with one of these."
+            f"{source} asks for rotary scaling '{kind}'; fly_jax knows 'default', 'llama3' and "
+            "'yarn': use a checkpoint with one of these."
         )
     return RopeScaling(
         factor=float(rope["factor"]),
         low_frequency_factor=float(rope["low_freq_factor"]),
         high_frequency_factor=float(rope["high_freq_factor"]),
         original_context=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _yarn(rope: Mapping[str, Any], max_context: int) -> YarnScaling:
+    """YaRN, with what the file leaves to the paper and to transformers."""
+    factor = float(rope["factor"])
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        weight, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        has_both = bool(weight and of_all)
+        attention_factor = (
+            magnitude(float(weight)) / magnitude(float(of_all)) if has_both else magnitude(1.0)
+        )
+    return YarnScaling(
+        factor=factor,
+        original_context=int(rope.get("original_max_position_embeddings") or max_context),
+        attention_factor=float(attention_factor),
+        fast_turns=float(rope.get("beta_fast") or 32),
+        slow_turns=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
     )
 
 

@@ -6,26 +6,16 @@ import dataclasses
 from pathlib import Path
 
 import gguf
-import jax
 import numpy as np
 import pytest
-from test_gguf import CONFIG, byte_level, same, tensors_of, write, write_sized
-from test_tokenizers import HARD, MAKERS, llama3_json
+from gguf_files import tensors_of, write, write_sized
+from test_gguf import byte_level, same
+from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.llama import Llama
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
-
-
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return Llama.random(CONFIG, jax.random.key(1))
-
-
-@pytest.fixture(scope="module")
-def tensors(model: Llama) -> dict[str, np.ndarray]:
-    return tensors_of(model)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3"])

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_makers import CONTROLS, HARD, MAKERS, TEMPLATE, fill, llama2_json
 from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
     processors,
-    trainers,
 )
 from transformers import AutoTokenizer
 
@@ -35,93 +27,6 @@ from fly_jax.models.tokenizers.tokenizer import (
     check_same_vocabulary,
     load_tokenizer,
 )
-
-WORDS = ["the quick brown fox", "he said: there are 42 heads", "  the end\n", "fox heads the"] * 5
-SETTINGS = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
-CONTROLS = ["<unk>", "<s>", "</s>", "<|eot|>"]
-BEGIN = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('Who is this?') }}"
-    "{% endif %}{{ message.role }}: {{ message.content }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def write_sentencepiece(path: Path, vocab_size: int = 330) -> None:
-    """A Llama 2-like model: byte fallback, and a space put in front of the text."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(WORDS),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        control_symbols=["<|eot|>"],
-        minloglevel=2,
-    )
-    path.write_bytes(model.getvalue())
-
-
-def llama2_json() -> tokenizers.Tokenizer:
-    """The same kind as tokenizers keeps it, with a vocabulary made by hand."""
-    byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
-    pieces = [*CONTROLS, *byte_pieces, *"▁abcdefghinorstuwx:", *(a + b for a, b in merges)]
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={piece: index for index, piece in enumerate(pieces)},
-            merges=merges,
-            unk_token="<unk>",
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in CONTROLS])
-    tokenizer.post_processor = BEGIN
-    return tokenizer
-
-
-def llama3_json() -> tokenizers.Tokenizer:
-    """A byte-level one."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
-    )
-    tokenizer.train_from_iterator(WORDS, trainer)
-    tokenizer.post_processor = BEGIN
-    return tokenizer
-
-
-def fill(folder: Path, kind: str, **settings: Any) -> Path:
-    """A tokenizer folder of that kind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if kind == "sentencepiece":
-        write_sentencepiece(folder / "tokenizer.model")
-    else:
-        make = {"llama2": llama2_json, "llama3": llama3_json}[kind]
-        make().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | settings))
-    return folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,76 +98,6 @@ def test_a_continuation_keeps_its_first_space(case: Case) -> None:
     assert stream.push(ids[before:]) + stream.finish() == " fox"
 
 
-# Texts of what tokenizers treat differently: digits, spaces, contractions, accents, scripts.
-HARD = [
-    "I have 1234567 apples.", "  two  spaces\n\n\ttab ", "don't DON'T we'll", "e\u0301 caf\u00e9",
-    "\u65e5\u672c\u8a9e \U0001f642\U0001f469\u200d\U0001f680", "x = y[3:-1]  # why?\r\n", "", " ",
-]  # fmt: skip
-
-
-def byte_level(
-    *steps: pre_tokenizers.PreTokenizer, normalizer: Any = None, post_processor: Any = None
-) -> tokenizers.Tokenizer:
-    """A byte-level tokenizer as its makers cut text, trained on a little of it."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
-    tokenizer.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=CONTROLS, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([*WORDS, *HARD] * 3, trainer)
-    if post_processor is not None:
-        tokenizer.post_processor = post_processor
-    return tokenizer
-
-
-def split(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
-    return [
-        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-
-
-def mistral_json() -> tokenizers.Tokenizer:
-    """As that of Mistral 7B v0.3: a space is put before a text's first word, and never after."""
-    tokenizer = llama2_json()
-    tokenizer.normalizer = normalizers.Sequence([])
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    controls = ("[INST]", "[/INST]", "[TOOL_CALLS]")
-    tokenizer.add_special_tokens([AddedToken(mark, normalized=False) for mark in controls])
-    return tokenizer
-
-
-QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEKKEN = (  # which tells capitals from small letters
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
-    "Llama 2": llama2_json,
-    "Llama 3": lambda: byte_level(
-        *split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")),
-        post_processor=processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGIN]),
-    ),
-    "SmolLM2": lambda: byte_level(
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ),
-    "Qwen 2.5 and 3": lambda: byte_level(
-        *split(QWEN),
-        normalizer=normalizers.NFC(),
-        post_processor=processors.ByteLevel(trim_offsets=False),
-    ),
-    "Mistral 7B v0.3": mistral_json,
-    "Mistral since Nemo": lambda: byte_level(*split(TEKKEN), post_processor=BEGIN),
-}
 PLAIN = "PreTrainedTokenizerFast"
 # Mistral 7B v0.1 and v0.2 have one like Llama 2's.
 CLASSES = [

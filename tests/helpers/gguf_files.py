@@ -1,0 +1,130 @@
+"""GGUF files of a tiny model, written with the library that llama.cpp's makers have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
+from fly_jax.models.specs import groups
+
+# Rows of 256 numbers, which the types with two levels of scales need.
+CONFIG = LlamaConfig(
+    vocab_size=24, embed_size=256, ffw_size=256, num_layers=2, num_heads=8, num_kv_heads=4,
+    head_size=32, max_context=64, rope_theta=5e4, norm_epsilon=1e-6, bos_token_id=1,
+    eos_token_ids=(2,),
+)  # fmt: skip
+# What llama.cpp calls Hugging Face's tensors.
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+
+
+def tensors_of(model: Llama) -> dict[str, np.ndarray]:
+    """Hugging Face's tensors [out, in] of a model, by GGUF's names and in its order of heads."""
+    found: dict[str, np.ndarray] = {}
+    for group in groups(model.config):
+        for name, spec in group.specs(model.config).items():
+            values = np.asarray(model.parameters()[name], np.float32)
+            part = values if group.layer is None else values[group.layer]
+            shape = tensor_shape(name, spec)
+            part = part.reshape(*reversed(shape)).T if is_transposed(name, spec) else part
+            part = part.reshape(shape)
+            paired = model.config.architecture in ("llama", "smollm3")
+            if paired and name in ("query", "key"):  # the two halves of a head become neighbours
+                heads = model.config.num_heads if name == "query" else model.config.num_kv_heads
+                halves = part.reshape(heads, 2, model.config.head_size // 2, -1)
+                part = halves.swapaxes(1, 2).reshape(shape)
+            _, _, rest = tensor_name(group, name).partition(f"layers.{group.layer}.")
+            own = NAMES[rest or tensor_name(group, name)]
+            found[own if group.layer is None else f"blk.{group.layer}.{own}"] = part
+    return found
+
+
+def write(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    kind: str = "F32",
+    *,
+    config: LlamaConfig = CONFIG,
+    architecture: str = "llama",
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+) -> Path:
+    """A file of these tensors, matrices in the type of that name."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_context)
+    writer.add_embedding_length(config.embed_size)
+    writer.add_feed_forward_length(config.ffw_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_size)
+    writer.add_key_length(config.head_size)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    writer.add_vocab_size(config.vocab_size)
+    if tokenizer is None:
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    else:
+        tokenizer(writer)
+    stored = GGMLQuantizationType[kind]
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1 or kind == "F32":
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, quantised(tensor, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def quantised(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The tensor in that type; where the library only reads it, blocks of random bytes."""
+    try:
+        return gguf.quantize(tensor, kind)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        random = np.random.default_rng(3)
+        # Bytes below 60 are finite whatever number of two bytes they are a part of.
+        shape = (tensor.shape[0], tensor.shape[1] // block * size)
+        return random.integers(0, 60, shape, dtype=np.uint8)
+
+
+def write_sized(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    vocab_size: int,
+    tokenizer: Callable[[gguf.GGUFWriter], None],
+) -> Path:
+    """A file with this tokenizer, whose embeddings are as many as its tokens."""
+    config = LlamaConfig(**{**vars(CONFIG), "vocab_size": vocab_size})
+    sized = tensors | {
+        name: np.resize(tensors[name], (vocab_size, config.embed_size))
+        for name in ("token_embd.weight", "output.weight")
+    }
+    return write(path, sized, config=config, tokenizer=tokenizer)

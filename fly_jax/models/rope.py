@@ -17,22 +17,23 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     frequencies = config.rope_theta**-exponents
     scaling = config.rope_scaling
     if scaling is not None:
-        kept = _kept_of_yarn if isinstance(scaling, YarnScaling) else _kept_of_llama
-        blend = np.clip(kept(scaling, config, frequencies), 0.0, 1.0)
+        if isinstance(scaling, YarnScaling):
+            kept = _kept_of_yarn(scaling, config, len(frequencies))
+        else:
+            kept = _kept_of_llama(scaling, frequencies)
+        blend = np.clip(kept, 0.0, 1.0)
         frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
     return frequencies.astype(np.float32)
 
 
-def _kept_of_llama(
-    scaling: RopeScaling, config: LlamaConfig, frequencies: np.ndarray
-) -> np.ndarray:
+def _kept_of_llama(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
     """How far each frequency is kept: from 1, wholly, to 0, stretched; beyond them is the same."""
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     return (turns - low) / (high - low)
 
 
-def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, frequencies: np.ndarray) -> np.ndarray:
+def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, number: int) -> np.ndarray:
     """The same, in equal steps from the pair of so many turns to that of so few."""
 
     def pair(turns: float) -> float:
@@ -45,7 +46,7 @@ def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, frequencies: np.nda
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.head_size - 1)
     steps = max(last - first, 1e-3)
-    return 1 - (np.arange(len(frequencies)) - first) / steps
+    return 1 - (np.arange(number) - first) / steps
 
 
 def rotation(

@@ -178,11 +178,9 @@ def _yarn(rope: Mapping[str, Any], max_context: int) -> YarnScaling:
 
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
-        weight, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        has_both = bool(weight and of_all)
-        attention_factor = (
-            magnitude(float(weight)) / magnitude(float(of_all)) if has_both else magnitude(1.0)
-        )
+        weight, of_all = (float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim"))
+        has_both = weight and of_all
+        attention_factor = magnitude(weight) / magnitude(of_all) if has_both else magnitude(1.0)
     return YarnScaling(
         factor=factor,
         original_context=int(rope.get("original_max_position_embeddings") or max_context),

@@ -300,14 +300,15 @@ def _reduce(
     inputs: Inputs, *, needs: Needs, vocab_size: int, axis_names: AxisNames
 ) -> TargetEvidence:
     """The evidence from this device's shard of the vocabulary and a few numbers of the others'."""
-    logits = inputs.logits.astype(jnp.float32)
-    argmax = vocab_argmax(logits, axis_names)
-    argmax_logit = vocab_max(logits, axis_names)
+    # What only compares and picks reads the logits as they are: widened first, they are copied.
+    raw, logits = inputs.logits, inputs.logits.astype(jnp.float32)
+    argmax = vocab_argmax(raw, axis_names)
+    argmax_logit = vocab_max(raw, axis_names).astype(jnp.float32)
     # Log-probabilities are differences from the largest logit, which keeps their low digits.
     largest = finite_or_zero(argmax_logit)
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
-    draft_logit = vocab_pick(logits, inputs.draft, -jnp.inf, axis_names)
+    draft_logit = vocab_pick(raw, inputs.draft, -jnp.inf, axis_names).astype(jnp.float32)
     entropy = full_entropy = runner_up_logit = None
     if needs.entropy is not None:
         entropy = _entropy(centred, log_mass, needs.entropy, vocab_size, axis_names)

@@ -44,9 +44,15 @@ def register() -> None:
     @functools.wraps(validate)
     def validate_request(processed_inputs: Any, params: Any) -> None:
         if "fly_jax" in (getattr(params, "extra_args", None) or {}):
+            from vllm.exceptions import VLLMValidationError
+
+            from fly_jax.errors import FlyJaxError
             from fly_jax.integrations.vllm_tpu.startup import check_request
 
-            check_request(params)
+            try:
+                check_request(params)
+            except FlyJaxError as error:  # which the server would call its own fault
+                raise VLLMValidationError(str(error)) from error
         validate(processed_inputs, params)
 
     check_and_update_config.by_fly_jax = True  # type: ignore[attr-defined]

@@ -24,7 +24,9 @@ def test_a_loop_of_ones_own_runs() -> None:
 def test_settings_are_those_that_there_are() -> None:
     table = PAGE[PAGE.index("| setting |") : PAGE.index("It works with every method")]
     named = {
-        name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+        name
+        for row in table.strip().splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     assert {"rule", "protect", "any_version", "risk_budget"} <= named
     assert named <= known().keys()

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
+from fly_jax.verification.reductions import one_by_one
 from fly_jax.verification.rules import Fly, accept
 from fly_jax.verification.sampling import Sampling, sample
 
@@ -92,6 +93,14 @@ def test_normalized_entropy_is_between_0_and_1() -> None:
     np.testing.assert_allclose(seen.entropy, [[1, 0]], atol=1e-6)
     seen = evidence(logits, jnp.zeros((1, 1), jnp.int32), needs=Needs(Entropy("full")))
     np.testing.assert_allclose(seen.entropy, [[math.log(50), 0]], rtol=1e-6, atol=1e-6)
+
+
+def test_the_way_of_tpus_finds_the_same_largest_values() -> None:
+    """Ties, and vocabularies with fewer possible tokens than are asked for, included."""
+    values = np.random.default_rng(0).integers(0, 6, (40, 12)).astype(np.float32)
+    values[20:] = np.where(values[20:] < 5, -np.inf, values[20:])
+    found = jax.jit(one_by_one, static_argnames="count")(values, count=4)
+    np.testing.assert_array_equal(found, -np.sort(-values)[:, :4])
 
 
 def test_what_was_not_asked_for_is_not_there() -> None:

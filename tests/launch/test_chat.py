@@ -107,7 +107,7 @@ def test_what_was_said_is_not_taken_in_again(
     resume = Programs.resume
 
     def resuming(self: Programs, *given: object) -> object:
-        begun.append(given[5])  # type: ignore[arg-type]
+        begun.append(given[2])  # type: ignore[arg-type]
         return resume(self, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Programs, "resume", resuming)

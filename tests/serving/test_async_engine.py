@@ -81,8 +81,10 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
         else:
             waiting = asyncio.ensure_future(tokens_of(stream))
             await asyncio.sleep(0)
+            was_done = stream.ticket.is_finished  # if this machine had this thread wait that long
             running.cancel(stream)
-            assert len(await waiting) < 90
+            assert was_done or len(await waiting) < 90
+            await waiting
         return stream.ticket
 
     async def run() -> tuple[list[list[int]], list[Ticket]]:

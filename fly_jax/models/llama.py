@@ -193,6 +193,7 @@ class Llama(nnx.Module):
         """The last layer's output, and what each layer adds, stacked."""
         weights = self._layer_weights()
         if isinstance(weights["query"], tuple):
+            layer = jax.jit(layer)  # so that it is traced once, not for each layer
             added: list[Any] = []
             for index in range(self.config.num_layers):
                 own = {name: arrays[index] for name, arrays in weights.items()}

@@ -5,6 +5,7 @@ The commands turn this on; a library leaves it to the program that imports it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -17,14 +18,15 @@ from fly_jax.errors import FlyJaxError
 
 OFF = ("off", "none")
 VARIABLE = "FLY_JAX_COMPILATION_CACHE"
-_OF_JAX = "JAX_COMPILATION_CACHE_DIR"
-# What was not used for longest goes when the programs take more than this.
+_LEAST_SECONDS_OF_JAX = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+# What was not read for longest goes when the programs take more than this.
 _MOST_BYTES = 4 * 2**30
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     """Keeps every program that is compiled from now on in a folder, and takes it from there.
 
+    JAX's variable JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS leaves out those that compile faster.
     Call it before anything is compiled. The folder must be one that only trusted people can write
     to: what lies in it is run.
 
@@ -50,8 +52,9 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         path = (Path(wanted).expanduser() if wanted else _user_folder(os.environ)) / _kind()
         _make(path)
         jax.config.update("jax_compilation_cache_dir", str(path))
-        jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        _forget_oldest(path)
+    if _LEAST_SECONDS_OF_JAX not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
 
@@ -87,3 +90,24 @@ def _make(path: Path) -> None:
             f"Compiled programs cannot be kept in {path} ({reason}); give --compilation_cache "
             "another folder, or off."
         )
+
+
+def _forget_oldest(path: Path) -> None:
+    """Removes programs until the others are few enough.
+
+    Once for each command: JAX's own limit looks at every file before each program that it keeps
+    (a tenth of a second a program where a thousand lie there).
+    """
+    kept = 0
+    for file in sorted(path.iterdir(), key=_last_read, reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # another command removed it
+            kept += file.stat().st_size
+            if kept > _MOST_BYTES:
+                file.unlink()
+
+
+def _last_read(file: Path) -> float:
+    try:
+        return file.stat().st_atime
+    except FileNotFoundError:
+        return 0.0

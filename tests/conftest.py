@@ -20,6 +20,8 @@ if "FLY_JAX_TESTS" not in os.environ:  # workers inherit it
     os.environ["FLY_JAX_TESTS"] = tempfile.mkdtemp(prefix="fly_jax_tests_")
     atexit.register(shutil.rmtree, os.environ["FLY_JAX_TESTS"], ignore_errors=True)
 os.environ["FLY_JAX_COMPILATION_CACHE"] = os.environ["FLY_JAX_TESTS"]
+# Programs that compile faster are not worth a file: with each, JAX looks at all that are there.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import jax
 import jaxlib
@@ -38,8 +40,6 @@ os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 enable_compilation_cache()
-# Programs that compile faster than this are not worth a file.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 _LONGEST_FILES = ("planning", "docs", "launch")

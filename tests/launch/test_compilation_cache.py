@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from fly_jax import compilation_cache
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
@@ -32,7 +33,6 @@ sys.exit(status)
 OPTIONS = (
     "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
-    "jax_compilation_cache_max_size",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
 )
@@ -42,6 +42,7 @@ OPTIONS = (
 def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """JAX's options are as they were when a test is done."""
     monkeypatch.delenv("FLY_JAX_COMPILATION_CACHE")
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     yield
     for name, value in before.items():
@@ -93,6 +94,33 @@ def test_a_folder_that_jax_was_told_stays(tmp_path: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # as its variable does
     assert enable_compilation_cache() == tmp_path
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+def test_what_jax_was_told_to_leave_out_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 5.0)  # as its variable does
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
+    enable_compilation_cache(tmp_path)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 5.0
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    enable_compilation_cache(tmp_path)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+
+
+def test_what_was_not_read_for_longest_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = enable_compilation_cache(tmp_path)
+    assert folder is not None
+    for age, name in enumerate(("newest", "newer", "older", "oldest")):
+        (folder / name).write_bytes(b"12345678")
+        os.utime(folder / name, (1e9 - age, 1e9))
+    enable_compilation_cache(tmp_path)
+    assert len(list(folder.iterdir())) == 4
+    monkeypatch.setattr(compilation_cache, "_MOST_BYTES", 20)
+    enable_compilation_cache(tmp_path)
+    assert {file.name for file in folder.iterdir()} == {"newest", "newer"}
 
 
 @pytest.mark.parametrize("word", ["off", "none", "Off"])

@@ -6,21 +6,33 @@ import contextlib
 import importlib.util
 import math
 import os
+import signal
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from absl.flags import FlagValues
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, add_decoding_flags, add_model_flags, config_from_flags
+from fly_jax.launch.distributed_session import distributed_session
+from fly_jax.launch.flags import (
+    Flags,
+    add_decoding_flags,
+    add_model_flags,
+    add_process_flags,
+    config_from_flags,
+)
 from fly_jax.launch.inputs import load_opened, open_models, proposing, say
+from fly_jax.sharding.processes import joint_errors, process_id
 
-if TYPE_CHECKING:  # of the extra [serve]
+if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
+    from fly_jax.decoding.pair import Pair
+    from fly_jax.serving.engine import Engine
     from fly_jax.serving.http.asking import Choices
     from fly_jax.serving.http.service import Limits, Service
 
@@ -39,6 +51,8 @@ Examples:
 
 {flags}
 """
+
+_Engine = TypeVar("_Engine", bound="Engine")
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "FLY_JAX_API_KEY"
@@ -64,7 +78,8 @@ def main(arguments: Sequence[str]) -> None:
             f"The server needs {' and '.join(missing)}, which are not installed; install them with "
             "pip install 'fly_jax[serve]'."
         )
-    _serve(values, proposing(values, config_from_flags(values)))
+    with distributed_session(values):
+        _serve(values, proposing(values, config_from_flags(values)))
 
 
 def _flags() -> Flags:
@@ -111,59 +126,81 @@ def _flags() -> Flags:
     add_model_flags(flags)
     # The engine takes no memory of corrections.
     add_decoding_flags(flags, without=("memory", "csd_min_count", "csd_online"))
+    add_process_flags(flags)
     flags.boolean("Output", "help", "show this")
     return flags
 
 
 def _serve(values: FlagValues, config: DecodingConfig) -> None:
     from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.serving.async_engine import AsyncEngine
     from fly_jax.serving.checks import check_spec
+    from fly_jax.serving.engine import Engine
     from fly_jax.serving.http.asking import Choices
-    from fly_jax.serving.http.run import ServerFailed, bound, run
+    from fly_jax.serving.http.run import bound
+    from fly_jax.serving.http.service import Service
+    from fly_jax.serving.lockstep import LeadingEngine, follow
 
     # All that can be known to be wrong is found before weights are read.
-    limits = _limits(values)
     choices = Choices.of(config, values.rules or None)
     check_spec(RoundSpec.of(choices.for_engine, num_drafts=1), choices.kinds)
-    with contextlib.closing(bound(values.host, values.port)) as listening:
-        service = _service(values, choices, limits)
-        if limits.api_key is None and values.host not in _LOOPBACK:
-            say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
-        say("Compiling, which is quick where programs were kept from an earlier start.")
-        with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
-
-            def progress(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-                if done == total:
-                    bar.close()
-
-            try:
-                run(
-                    service,
-                    listening,
-                    grace_period=values.grace_period,
-                    told=say,
-                    progress=progress,
-                )
-            except ServerFailed as error:
-                traceback.print_exception(error.__cause__)
-                say(str(error))
-                sys.exit(_EXIT_FAILED)
+    if process_id() != 0:
+        with joint_errors():
+            pass  # what only process 0 looks at
+        _, follower = _made(values, choices, Engine)
+        for number in (signal.SIGTERM, signal.SIGINT):  # process 0 gets it too, and drains first
+            signal.signal(number, signal.SIG_IGN)
+        follow(follower)
+        return
+    with contextlib.ExitStack() as stack:
+        with joint_errors():
+            limits = _limits(values)
+            listening = stack.enter_context(contextlib.closing(bound(values.host, values.port)))
+        pair, engine = _made(values, choices, LeadingEngine)
+        stack.callback(engine.end)
+        name = values.served_model_name or _name(values.target)
+        _answer(values, Service(name, AsyncEngine(engine), pair, choices, limits), listening)
 
 
-def _service(values: FlagValues, choices: Choices, limits: Limits) -> Service:
-    """Opens the models, checks the sizes, and reads the weights."""
-    from fly_jax.serving.async_engine import AsyncEngine
+def _answer(values: FlagValues, service: Service, listening: socket.socket) -> None:
+    """What process 0 does: it serves until it is told to stop."""
+    from fly_jax.serving.http.run import ServerFailed, run
+
+    if service.limits.api_key is None and values.host not in _LOOPBACK:
+        say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
+    say("Compiling, which is quick where programs were kept from an earlier start.")
+    with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+            if done == total:
+                bar.close()
+
+        try:
+            run(
+                service,
+                listening,
+                grace_period=values.grace_period,
+                told=say,
+                progress=progress,
+            )
+        except ServerFailed as error:
+            traceback.print_exception(error.__cause__)
+            say(str(error))
+            sys.exit(_EXIT_FAILED)
+
+
+def _made(values: FlagValues, choices: Choices, kind: type[_Engine]) -> tuple[Pair, _Engine]:
+    """Opens the models, checks the sizes, reads the weights, and makes an engine of them."""
     from fly_jax.serving.checks import check_sizes
-    from fly_jax.serving.engine import DEFAULT_LENGTH, Engine
-    from fly_jax.serving.http.service import Service
+    from fly_jax.serving.engine import DEFAULT_LENGTH
 
     models, mesh = open_models(values, choices.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
     pair = load_opened(values, choices.config, models, mesh, rows=values.num_slots, longest=length)
-    engine = Engine.of(
+    engine = kind.of(
         pair,
         choices.for_engine,
         num_slots=values.num_slots,
@@ -172,8 +209,7 @@ def _service(values: FlagValues, choices: Choices, limits: Limits) -> Service:
         rules=choices.kinds,
         audits=True,
     )
-    name = values.served_model_name or _name(values.target)
-    return Service(name, AsyncEngine(engine), pair, choices, limits)
+    return pair, engine
 
 
 def _limits(values: FlagValues) -> Limits:

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,9 @@ class Engine:
     What a request gives depends on nothing but the request, but for how other widths round: its
     rule, its draws and its limit are its own. All rules that it may ask for run in one program.
 
+    On a mesh of several processes each makes the same engine and is asked the same in the same
+    order; where only one of them is asked, see `fly_jax.serving.lockstep`.
+
     Attributes:
       slots: who is in which slot.
       waiting: the requests that have no slot yet, the first to come in front.
@@ -96,9 +99,8 @@ class Engine:
 
         Raises:
           FlyJaxError: no slot or no room; a K that is chosen anew in each round, a rule with a
-            memory, a sampling of all requests, or a mesh of several processes, which the engine
-            does not take; rules whose windows cannot be deferred together; and what `Decoder`
-            refuses.
+            memory, or a sampling of all requests, which the engine does not take; rules whose
+            windows cannot be deferred together; and what `Decoder` refuses.
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
@@ -111,11 +113,6 @@ class Engine:
         self.spec = dataclasses.replace(spec, rule=united)
         self._drafter = checked_drafter(target, draft, spec)
         self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
-        if self._programs.spans_processes:
-            raise FlyJaxError(
-                "The engine was given a mesh of several processes; it runs in one so far: decode "
-                "there with Decoder, or give a mesh of this process's devices."
-            )
         self.max_length = length
         needed = max(length + self._programs.room, prefill_chunk)
         capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
@@ -144,7 +141,7 @@ class Engine:
         rules: Sequence[Rule] = (),
         audits: bool = False,
         **given: Any,
-    ) -> Engine:
+    ) -> Self:
         """An engine of a pair.
 
         Args:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 # Far more than it takes, for machines that do other things as well.
@@ -82,11 +82,18 @@ class Job:
 
     def wait_for_output(self) -> None:
         """Until process 0 has written its first whole line."""
+        self._wait_for(lambda: "\n" in self.out(0))
+
+    def wait_for_error(self, words: str) -> None:
+        """Until process 0 has written them to standard error, and the rest of their line."""
+        self._wait_for(lambda: "\n" in self.err(0).partition(words)[2])
+
+    def _wait_for(self, has_come: Callable[[], bool]) -> None:
         for _ in range(PATIENCE * 10):
-            if "\n" in self.out(0) or self.processes[0].poll() is not None:
+            if has_come() or self.processes[0].poll() is not None:
                 break
             time.sleep(0.1)
-        assert "\n" in self.out(0), self.err(0)
+        assert has_come(), self.err(0)
 
     def statuses(self) -> list[int]:
         """How each process ended; whatever happens, none of them runs after this."""

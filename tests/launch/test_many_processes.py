@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import re
 import shutil
 import signal
 import socket
@@ -10,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import decode_together
+import httpx
 import numpy as np
 import pytest
-from local_processes import Job
+from local_processes import PATIENCE, Job
 
 from fly_jax.decoding.pair import load_pair
 from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 HOST = socket.gethostname()
@@ -85,6 +89,52 @@ def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
     files = [np.load(tmp_path / name) for name in ("alone.npz", "both.npz")]
     for name in ("pairs", "counts"):
         assert files[0][name].tolist() == files[1][name].tolist()
+
+
+def test_process_0_serves_for_all(
+    models: list[str],
+    tiny_pair: tuple[Path, Path],
+    alone: dict[str, list[list[object]]],
+    tmp_path: Path,
+) -> None:
+    arguments = ["serve", *models, *SIZES[1:3], "--rule=fly", "--rules=margin", "--mesh=1x2"]
+    arguments += ["--num_slots=2", "--max_length=64", "--prefill_chunk=32", "--port=0"]
+    job = Job(tmp_path, arguments, 2)
+    try:
+        job.wait_for_error("Ready on ")
+        url = re.findall(r"http://[\d.]+:\d+", job.err(0))[-1] + "/v1/completions"
+        texts = decode_together.PROMPTS
+        asked = {"max_tokens": decode_together.MAX_NEW_TOKENS, "temperature": 0}
+        with concurrent.futures.ThreadPoolExecutor() as clients:  # more than there are slots
+            fly = clients.map(lambda text: _reply(url, asked | {"prompt": text}), texts)
+            given = asked | {"fly": {"rule": "exact"}}
+            exact = clients.map(lambda text: _reply(url, given | {"prompt": text}), texts)
+            own = asked | {"prompt": "Ada", "temperature": 0.7, "seed": 3, "top_k": 9}
+            own |= {"stop": ["zzz"], "fly": {"rule": "margin", "risk_budget": 1.5}}
+            other = clients.submit(_reply, url, own)
+            stream = {"prompt": "Ada", "max_tokens": 60, "stream": True}
+            with httpx.stream("POST", url, json=stream, timeout=PATIENCE) as reply:
+                next(reply.iter_lines())  # and leaves: the request is cancelled
+        tokenizer = load_tokenizer(tiny_pair[0])
+        for name, found in (("fly", fly), ("exact", exact)):
+            for text, (ids, *_) in zip(found, alone[name], strict=True):
+                assert text == tokenizer.decode(ids, continues=True)
+        assert other.result()
+        for process in job.processes:  # as where machines are taken back
+            process.send_signal(signal.SIGTERM)
+        assert job.statuses() == [0, 0], job.err(0) + job.err(1)
+        assert "Stopping" in job.err(0)
+        assert job.err(1) == ""
+    finally:
+        job.end()
+
+
+def _reply(url: str, asked: dict[str, object]) -> str:
+    reply = httpx.post(url, json=asked, timeout=PATIENCE)
+    assert reply.status_code == 200, reply.text
+    text = reply.json()["choices"][0]["text"]
+    assert isinstance(text, str)
+    return text
 
 
 @pytest.fixture(scope="module", autouse=True)

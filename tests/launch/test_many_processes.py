@@ -196,11 +196,25 @@ def test_commands_that_differ(models: list[str], tmp_path: Path) -> None:
     assert first.startswith(f"Process 1 ({HOST}): --max_new_tokens is 7 here and 128 on process 0")
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_others_that_do_not_come(models: list[str], tmp_path: Path, index: int) -> None:
-    """Nobody answers process 1, and nobody comes to process 0."""
+@pytest.fixture(scope="module", autouse=True)
+def lonely(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
+    """Two jobs of one process, which wait while the other tests of this file run.
+
+    Nobody comes to process 0, and nobody answers process 1.
+    """
     arguments = [*models, "--prompt=x", "--mesh=1x2", "--coordinator_timeout=3"]
-    job = Job(tmp_path, arguments, 2, absent=[1 - index])
+    jobs = [
+        Job(tmp_path_factory.mktemp(f"lonely_{index}"), arguments, 2, absent=[1 - index])
+        for index in range(2)
+    ]
+    yield jobs
+    for job in jobs:
+        job.end()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_others_that_do_not_come(lonely: list[Job], index: int) -> None:
+    job = lonely[index]
     assert job.statuses() == [2]
     address = next(one for one in job.processes[0].args if "coordinator_address" in one)
     assert f"have not all met at {address.partition('=')[2]} within 3 seconds" in job.err(index)

@@ -39,7 +39,7 @@ setup(
         "optax>=0.2.6",
         "orbax-checkpoint>=0.11.30,<0.13",
         "protobuf>=5",  # for SentencePiece models that are made from GGUF files
-        "qwix>=0.1.8",
+        "qwix>=0.1.2",
         "safetensors>=0.5",
         "sentencepiece>=0.2",
         "tokenizers>=0.22.1",

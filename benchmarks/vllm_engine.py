@@ -1,6 +1,6 @@
 """vLLM for TPU with the plugin, on a CPU: the real engine beside fly_jax's own decoder.
 
-    pip install vllm-tpu==0.32.0 && pip install --no-deps -e . && pip install gguf
+    pip install vllm-tpu==0.32.0 && pip install -e .
     python benchmarks/vllm_engine.py
 
 The embedded pair, 32 prompts of different lengths and limits, 8 at a time, greedily, in float32.

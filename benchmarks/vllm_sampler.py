@@ -1,6 +1,6 @@
 """The plugin's sampler beside vLLM's own, compiled for TPU v5e by libtpu: bytes, time, exchanges.
 
-    pip install vllm-tpu==0.32.0 && pip install --no-deps -e . && pip install gguf
+    pip install vllm-tpu==0.32.0 && pip install -e .
     python benchmarks/vllm_sampler.py
 
 64 requests with K = 15, a vocabulary of 128,256, logits in bfloat16; 8 chips, of which the

@@ -1,6 +1,6 @@
 """`vllm serve` with the plugin, on a CPU: does it answer an OpenAI client, and how does it refuse?
 
-    pip install vllm-tpu==0.32.0 gguf && pip install --no-deps -e .
+    pip install vllm-tpu==0.32.0 && pip install -e .
     python benchmarks/vllm_server.py
 
 The embedded pair with FLy; what the engine lacks without a TPU is stood in for by

@@ -6,7 +6,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import qwix
 from jaxtyping import Array, Float
 
 from fly_jax.models.llama import Llama
@@ -17,6 +16,11 @@ from fly_jax.models.specs import (
     scale_groups,
     scale_name,
 )
+
+try:
+    from qwix import quantize
+except ImportError:  # older ones have it only here; tpu-inference asks for one of them
+    from qwix.pallas import quantize
 
 
 def quantised(
@@ -36,14 +40,12 @@ def quantised(
     outputs = [index for index, axis in enumerate(spec.axes) if axis not in spec.inputs]
     wide = matrix.astype(jnp.float32)
     if matrices.group is None:
-        array = qwix.quantize(wide, matrices.dtype, channelwise_axes=outputs)
+        array = quantize(wide, matrices.dtype, channelwise_axes=outputs)
         scale = array.scale.reshape([spec.shape[index] for index in outputs])
     else:
         axis, group = scale_groups(spec, matrices.group)
         alone = [index for index in range(len(spec.axes)) if index != axis]
-        array = qwix.quantize(
-            wide, matrices.dtype, channelwise_axes=alone, tiled_axes={axis: group}
-        )
+        array = quantize(wide, matrices.dtype, channelwise_axes=alone, tiled_axes={axis: group})
         scale = array.scale
     return {name: array.qvalue, scale_name(name): scale}
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,12 @@ import numpy as np
 import pytest
 from test_golden import GOLDEN, KINDS, Golden, cached, uncached
 
+from fly_jax.models import quantise
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import quantised
-from fly_jax.models.specs import INT8, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.specs import INT8, SELF_DRAFTS, ParameterSpec, parameter_specs, scale_name
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -150,3 +154,25 @@ def test_the_device_keeps_int8() -> None:
     stored = sum(shape.size for shape in shapes.values() if shape.dtype == jnp.int8)
     assert memory.argument_size_in_bytes < 1.1 * stored
     assert memory.temp_size_in_bytes < stored
+
+
+def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import qwix.pallas
+
+    older = ModuleType("qwix")  # without `quantize`, which `qwix.pallas` has
+    monkeypatch.setitem(sys.modules, "qwix", older)
+    monkeypatch.setitem(sys.modules, "qwix.pallas", qwix.pallas)
+    assert quantise.__file__ is not None
+    made = spec_from_file_location("quantise_with_older_qwix", quantise.__file__)
+    assert made is not None
+    assert made.loader is not None
+    with_older = module_from_spec(made)
+    made.loader.exec_module(with_older)
+    spec = ParameterSpec((128, 6), ("embed", "ffw"), ("embed",))
+    matrix = jax.random.normal(jax.random.key(0), spec.shape)
+    for matrices in (INT8, SELF_DRAFTS["int4"]):
+        found = with_older.quantised("gate", matrix, spec, matrices)
+        for name, expected in quantised("gate", matrix, spec, matrices).items():
+            assert np.array_equal(found[name], expected)

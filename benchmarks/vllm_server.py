@@ -129,8 +129,11 @@ def main(_: list[str]) -> None:
         refused = subprocess.run(
             _command(port, {"rule": "flie"}), env=environment, capture_output=True, text=True
         )
-    said = [line for line in refused.stderr.splitlines() if "flie" in line]
-    found |= {"as_fly_jax": found["exact"] == _exact_text(), "wrong_setting": said[-1:]}
+    found |= {
+        "as_fly_jax": found["exact"] == _exact_text(),
+        "wrong_setting": refused.stderr.splitlines()[-1],
+        "wrong_setting_status": refused.returncode,
+    }
     print(json.dumps(found, indent=2))
     versions = {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
     print(write("vllm_server", {**versions, "answers": found}))

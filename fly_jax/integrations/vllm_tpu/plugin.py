@@ -37,9 +37,13 @@ def register() -> None:
     def check_and_update_config(vllm_config: Any) -> None:
         update(vllm_config)
         if _is_wanted(vllm_config):
-            from fly_jax.integrations.vllm_tpu.startup import prepare
+            from fly_jax.errors import FlyJaxError
+            from fly_jax.integrations.vllm_tpu.startup import prepare, refuse
 
-            prepare(vllm_config)
+            try:
+                prepare(vllm_config)
+            except FlyJaxError as error:
+                refuse(error)
 
     @functools.wraps(validate)
     def validate_request(processed_inputs: Any, params: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from typing import Any
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -26,6 +28,28 @@ _WORKER = "fly_jax.integrations.vllm_tpu.worker.Worker"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 # What this process has prepared last; requests are checked against it.
 _prepared: list[DecodingConfig] = []
+
+
+class StartRefusedError(RuntimeError):
+    """Why the engine does not start: the sentence of a `FlyJaxError`.
+
+    That one is a `ValueError`, and vLLM's configs are pydantic's, which would put the sentence into
+    a report of its own.
+    """
+
+
+def refuse(error: FlyJaxError) -> NoReturn:
+    """Ends the start: vLLM's command with the sentence and status 2, another program by raising.
+
+    Raises:
+      StartRefusedError: with the sentence, where a program makes the engine.
+      SystemExit: in `vllm serve` and the like.
+    """
+    command = Path(sys.argv[0])
+    if command.name == "vllm" or command.parts[-4:-1] == ("vllm", "entrypoints", "cli"):
+        print(f"vllm: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise StartRefusedError(str(error)) from None
 
 
 def prepare(vllm_config: Any) -> None:

@@ -49,7 +49,7 @@ def test_environment_variables_have_the_same_names() -> None:
         ({"window": "tiny"}, 15, "'paper' or 'reference'"),
         ({"num_speculative_tokens": 5}, 15, "unknown"),
         ({"temperature": 0.5}, 15, "unknown"),
-        ({"prompt_lookup_max": 4}, 15, "unknown"),  # the engine's own, in speculative_config
+        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, 15, "correct the two"),
         ({"entropy_threshold": "high"}, 15, "a number"),
         ({"protect": ["("]}, 15, "no regular expression"),
         ("fly", 15, "give an object"),
@@ -74,6 +74,7 @@ def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
         ({"risk_budget": 1.0}, "other conditions"),
         ({"window_size": 15}, "draft at least 16"),
         ({"protect": ["x"]}, "unknown"),
+        ({"prompt_lookup_max": 4}, "unknown"),
         ("exact", "give an object"),
     ):
         with pytest.raises(FlyJaxError, match=words):

@@ -71,6 +71,11 @@ def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(
         Config()
 
 
+def test_a_lookup_needs_a_draft_model_below_which_it_is(update: Callable[[Any], None]) -> None:
+    with pytest.raises(StartRefusedError, match=r"method is ngram; .*speculative_config"):
+        update(config(fly_jax={"any_version": True, "prompt_lookup_max": 4}))
+
+
 @pytest.mark.parametrize("command", ["/bin/vllm", "/site-packages/vllm/entrypoints/cli/main.py"])
 def test_vllms_command_ends_with_one_sentence_and_status_2(
     update: Callable[[Any], None],

@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Int32
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Int, Int32
 from tpu_inference import utils
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.models.common.model_loader import get_flax_model
 from tpu_inference.spec_decode.jax.eagle3 import Eagle3Proposer
 
-from fly_jax.integrations.vllm_tpu.taken_in import Step, TakenIn, decoding_step, take_in
-
-_SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.integrations.vllm_tpu.drafting import SPLIT, Drafting, layer_name
+from fly_jax.integrations.vllm_tpu.taken_in import Step, TakenIn, take_in
+from fly_jax.integrations.vllm_tpu.texts import Texts
 
 
 def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
@@ -35,7 +37,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     A step has two programs. `prepare_inputs` makes of the target's step what the draft model has
     yet to take in: the tokens that the target kept, and the one that follows them. `propose` takes
-    them in, which gives the first draft token, and then one draft token after the other.
+    them in, and drafts; see `Drafting`.
 
     The draft model's layers are further layers of the engine's paged cache, with the target's
     pages. What it takes in of the tokens that it drafted itself it has taken in before; doing so
@@ -43,13 +45,17 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     Attributes:
       layer_names: of its layers in the engine's cache.
+      num_passes: of the model in the last step, on the device; None before the first.
     """
 
-    def __init__(self, vllm_config: Any, runner: Any) -> None:
-        """As `Eagle3Proposer`."""
+    def __init__(self, vllm_config: Any, runner: Any, lookup: Lookup | None) -> None:
+        """As `Eagle3Proposer`, with a lookup that proposes to the model, or without."""
         super().__init__(vllm_config, runner)
+        self.num_passes: Int32[Array, ""] | None = None
+        self._lookup = lookup
+        self._texts: Texts | None = None
         count = self.draft_model_config.get_num_layers(vllm_config.parallel_config)
-        self.layer_names = [f"draft_layer.{index}" for index in range(count)]
+        self.layer_names = [layer_name(index) for index in range(count)]
 
     def load_model(self, target_model: Any) -> None:
         """Loads it as the engine loads a target; `target_model` is not needed."""
@@ -63,11 +69,24 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         config.model_config.hf_config = hf_config
         with jax.set_mesh(self.mesh):
             model = get_flax_model(config, self.rng_key, self.mesh)
-        # Inside another program a program has no compiler options.
-        self.model_fn = model.model.step_fn_no_options
-        self.compute_logits_fn = model.compute_logits_fn
         self.state, self.state_leaves = model.state, model.state_leaves
-        self._drafted = jax.jit(self._draft, donate_argnums=0)
+        drafting = Drafting(
+            model.model.step_fn_no_options,  # inside another program it has no compiler options
+            model.compute_logits_fn,
+            len(self.layer_names),
+            self.mesh,
+            self.num_speculative_tokens,
+            self.runner.max_model_len,
+            self._lookup,
+        )
+        self._drafted = jax.jit(drafting.__call__, donate_argnums=(0, 1))
+        if self._lookup is not None:
+            self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
+
+    def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
+        """Says whose the rows of the next step are; see `Texts.begin`."""
+        if self._texts is not None:
+            self._texts.begin(rows, requests)
 
     def prepare_inputs(
         self,
@@ -117,70 +136,26 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
         """As `Eagle3Proposer.propose`."""
         places = [self.runner.layer_name_to_kvcache_index[name] for name in self.layer_names]
-        mine = [kv_caches[place] for place in places]
-        mine, drafts = self._drafted(
-            mine, self.state_leaves, input_ids, attn_metadata, last_token_indices
+        drafted = self._drafted(
+            [kv_caches[place] for place in places],
+            None if self._texts is None else self._texts.tokens,
+            None if self._texts is None else self._texts.slots,
+            self.state_leaves,
+            input_ids,
+            attn_metadata,
+            last_token_indices,
         )
-        for place, cache in zip(places, mine, strict=True):
+        for place, cache in zip(places, drafted.caches, strict=True):
             kv_caches[place] = cache
-        return kv_caches, drafts
-
-    def _draft(
-        self,
-        caches: list[jax.Array],
-        leaves: Any,
-        tokens: Int[Array, " more"],
-        metadata: AttentionMetadata,
-        last: Int[Array, " requests"],
-    ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
-        """K greedy passes in one program."""
-
-        def passed(
-            caches: list[jax.Array], tokens: Array, metadata: AttentionMetadata
-        ) -> tuple[list[jax.Array], Array]:
-            caches, hidden, *_ = self.model_fn(
-                leaves, list(caches), tokens, metadata, None, metadata.input_positions,
-                tuple((name, index) for index, name in enumerate(self.layer_names)),
-                None, None, True, True,
-            )  # fmt: skip
-            return caches, hidden
-
-        def greedy(hidden: Float[Array, "requests size"]) -> Int32[Array, " requests"]:
-            logits = self.compute_logits_fn(leaves, hidden, None)
-            best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-            return jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, _SPLIT))
-
-        # 1) What is new of each request; its last token gives the first draft token.
-        caches, hidden = passed(caches, tokens, metadata)
-        hidden, positions, starts, distribution = jax.shard_map(
-            decoding_step, mesh=self.mesh, in_specs=_SPLIT, out_specs=_SPLIT
-        )(hidden, metadata.input_positions, last, metadata.request_distribution)
-        first = greedy(hidden)
-
-        # 2) One draft token after the other.
-        limit = self.runner.max_model_len
-
-        def step(carry: Any, index: Array) -> tuple[Any, Array]:
-            caches, token = carry
-            here = dataclasses.replace(
-                metadata,
-                input_positions=jnp.minimum(positions + 1 + index, limit - 1),
-                seq_lens=jnp.minimum(metadata.seq_lens + 1 + index, limit),
-                query_start_loc=starts,
-                request_distribution=distribution,
-            )
-            caches, hidden = passed(caches, token, here)
-            token = greedy(hidden)
-            return (caches, token), token
-
-        steps = jnp.arange(self.num_speculative_tokens - 1, dtype=jnp.int32)
-        (caches, _), rest = jax.lax.scan(step, (caches, first), steps)
-        return caches, jnp.concatenate([first[None], rest]).T
+        if self._texts is not None:
+            self._texts.tokens = drafted.texts
+        self.num_passes = drafted.num_passes
+        return kv_caches, drafted.tokens
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""
         runner, ranks = self.runner, self.runner.dp_size
-        sharding = NamedSharding(self.mesh, _SPLIT)
+        sharding = NamedSharding(self.mesh, SPLIT)
 
         def zeros(size: int) -> jax.Array:
             return jax.device_put(np.zeros(size, np.int32), sharding)
@@ -212,6 +187,6 @@ def _taken_in(step: Step, *, mesh: jax.sharding.Mesh, max_length: int) -> TakenI
     return jax.shard_map(
         functools.partial(take_in, max_length=max_length),
         mesh=mesh,
-        in_specs=_SPLIT,
-        out_specs=_SPLIT,
+        in_specs=SPLIT,
+        out_specs=SPLIT,
     )(step)

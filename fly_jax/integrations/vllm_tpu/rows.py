@@ -12,6 +12,7 @@ from jaxtyping import Bool, Int32
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu.settings import KEY, request_rule
+from fly_jax.integrations.vllm_tpu.slots import Slots
 from fly_jax.verification.rules import Exact, Rule, per_row
 
 _LOGGER = logging.getLogger(__name__)
@@ -32,26 +33,26 @@ class StepRows(NamedTuple):
 
 
 class RowRules:
-    """Every request's own rule, from its first step to its last.
-
-    Attributes:
-      num_slots: budgets that are kept.
-    """
+    """Every request's own rule, from its first step to its last."""
 
     def __init__(self, config: DecodingConfig, num_slots: int) -> None:
         """Checks nothing: the config has been.
 
         Args:
           config: the engine's, whose rule a request has that asks for no other.
-          num_slots: see the class.
+          num_slots: budgets that are kept; with a rule that has one, a request without is decoded
+            exactly.
         """
-        self.num_slots = num_slots
+        self._slots = Slots(num_slots)
         self._config = config
         self._engines = config.to_rule()
         self._rules: dict[str, Rule] = {}
-        self._slots: dict[str, int] = {}
-        self._free = list(range(num_slots))[::-1]
         self._united: tuple[list[Rule], Rule] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Budgets that are kept."""
+        return self._slots.num
 
     def step(
         self,
@@ -66,22 +67,12 @@ class RowRules:
           live: ids of all requests that the engine knows; what others had is given back.
           parameters: the `SamplingParams` of a request.
         """
-        for gone in [name for name in self._slots if name not in live]:
+        slots, is_new = self._slots.step(rows, live)
+        for gone in [name for name in self._rules if name not in live]:
             del self._rules[gone]
-            slot = self._slots.pop(gone)
-            self._free += [slot] if slot < self.num_slots else []
-        is_new = np.zeros(len(rows), bool)
-        slots = np.full(len(rows), self.num_slots, np.int32)
-        for index, name in enumerate(rows):
-            if name is None:
-                continue
-            if name not in self._slots:
-                # More than may run are live where some were preempted; one without a slot has no
-                # budget, and so is decoded exactly.
-                self._slots[name] = self._free.pop() if self._free else self.num_slots
+        for name in rows:
+            if name is not None and name not in self._rules:
                 self._rules[name] = self._rule_of(name, parameters(name))
-                is_new[index] = True
-            slots[index] = self._slots[name]
         rules = [self._engines if name is None else self._rules[name] for name in rows]
         return StepRows(self._per_row(rules), slots, is_new)
 

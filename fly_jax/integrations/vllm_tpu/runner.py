@@ -41,7 +41,7 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         k = self.speculative_config.num_speculative_tokens
         config = decoding_config(self.vllm_config.additional_config[KEY], k)
         if self.speculative_config.method == "draft_model":
-            self.drafter = DraftModelProposer(self.vllm_config, self)
+            self.drafter = DraftModelProposer(self.vllm_config, self, config.to_lookup())
             self.rejection_sampler = RejectionSampler(self.mesh)
         else:
             super()._init_speculative_decoding()
@@ -97,14 +97,14 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
         """As its base: the first of a step."""
         metadata = super().get_spec_decode_metadata(**kwargs)
         sampler, requests = self.runner.rejection_sampler, self.runner.requests
+        of_ranks = [metadata.req_ids_dp[rank] for rank in range(kwargs["dp_size"])]
         if isinstance(sampler, LoosenedSampler):
-            per_rank = kwargs["padded_num_reqs_per_dp_rank"]
-            rows = [
-                name
-                for rank in range(kwargs["dp_size"])
-                for name in _padded(metadata.req_ids_dp[rank], per_rank)
-            ]
+            rows = _padded(of_ranks, kwargs["padded_num_reqs_per_dp_rank"])
             sampler.begin(rows, requests, lambda name: requests[name].sampling_params)
+        if isinstance(self.runner.drafter, DraftModelProposer):
+            self.runner.drafter.begin(
+                _padded(of_ranks, kwargs["max_num_reqs_per_dp_rank"]), requests
+            )
         return metadata
 
     def propose_draft_token_ids(
@@ -178,5 +178,6 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
         return super().take_draft_token_ids()
 
 
-def _padded(names: list[str], length: int) -> list[str | None]:
-    return [*names, *[None] * (length - len(names))]
+def _padded(of_ranks: list[list[str]], length: int) -> list[str | None]:
+    """The rows of a step: those of one rank after the other, each as many."""
+    return [name for names in of_ranks for name in [*names, *[None] * (length - len(names))]]

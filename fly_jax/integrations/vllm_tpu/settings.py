@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
 from fly_jax.verification.expression import rule_names
@@ -21,6 +22,9 @@ KEY = "fly_jax"
 _VARIABLE = "FLY_JAX_"
 # Of `DecodingConfig`'s own parameters: K, temperature and limits are the engine's.
 _OWN = ("rule", "protect", "memory", "csd_min_count")
+# What no request can have otherwise.
+_OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
+_OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +37,7 @@ class _Plugin:
 def known() -> dict[str, Parameter]:
     """All that may be asked for, by name."""
     everything, groups = decoding_parameters(), parameter_groups()
-    parts = ("Loosened rules", "Limits of loosened rules")
+    parts = ("Loosened rules", "Limits of loosened rules", "Lookup")
     return (
         {name: everything[name] for name in _OWN}
         | {one.name: one for part in parts for one in groups[part]}
@@ -89,6 +93,7 @@ def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> De
     try:
         config = DecodingConfig(**values, num_speculative_tokens=num_speculative_tokens)
         config.to_rule()
+        config.to_lookup()
     except FlyJaxError as error:
         raise FlyJaxError(f"In additional_config[{KEY!r}]: {error}") from error
     return config
@@ -113,7 +118,7 @@ def request_rule(config: DecodingConfig, override: Any, temperature: float) -> R
     if override is None:
         made = config
     elif isinstance(override, Mapping):
-        check_keys(override, set(known()) - {"protect", "memory", "csd_min_count", "any_version"})
+        check_keys(override, set(known()) - _OF_THE_ENGINE - _OF_THE_LOOKUP)
         made = config.replace(**override)
     else:
         raise FlyJaxError(

@@ -57,7 +57,8 @@ def prepare(vllm_config: Any) -> None:
 
     Raises:
       FlyJaxError: versions that were never tried, no speculative decoding, a rule of which nothing
-        can be made with this K, or a draft model that the engine or the target cannot use.
+        can be made with this K, a draft model that the engine or the target cannot use, or a lookup
+        without one.
     """
     asked = asked_for(vllm_config.additional_config.get(KEY), os.environ)
     speculative = vllm_config.speculative_config
@@ -73,6 +74,12 @@ def prepare(vllm_config: Any) -> None:
     config = decoding_config(asked, speculative.num_speculative_tokens)
     if speculative.method == "draft_model":
         _check_draft(vllm_config)
+    elif config.to_lookup() is not None:
+        raise FlyJaxError(
+            f"additional_config[{KEY!r}] has prompt_lookup_max={config.prompt_lookup_max}, for a "
+            f"lookup below a draft model, and the method is {speculative.method}; give the method "
+            "draft_model, or leave it out (the method ngram has its own in speculative_config)."
+        )
     vllm_config.additional_config[KEY] = asked  # what a worker in another process reads
     vllm_config.parallel_config.worker_cls = _WORKER
     _prepared[:] = [config]

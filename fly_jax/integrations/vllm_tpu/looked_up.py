@@ -1,0 +1,148 @@
+"""Looked-up tokens that the draft model takes where they are its own: pure, free of the engine.
+
+A pass takes in, of each request, its last token and what followed the same n-gram earlier in its
+text. The model's choice after each of them says how many were its own; one more is known besides.
+So the tokens are those that it would have drafted one at a time, in fewer passes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Int32
+
+from fly_jax.decoding.drafters.lookup import Lookup, look_up
+
+_NOWHERE = np.iinfo(np.int32).max
+
+
+class Progress(NamedTuple):
+    """How far drafting has come.
+
+    Attributes:
+      text: of each request, and behind it what has been drafted.
+      length: tokens of it that are no drafts.
+      num_drafted: so many; K where it is padding.
+    """
+
+    text: Int32[Array, "requests capacity"]
+    length: Int32[Array, " requests"]
+    num_drafted: Int32[Array, " requests"]
+
+
+class Fed(NamedTuple):
+    """What a pass takes in, of all requests one after the other.
+
+    Attributes:
+      tokens: the last one of each, and what was looked up; the rest is padding.
+      positions: theirs, in their requests' texts.
+      starts: where each request's tokens begin, and where the last one's end.
+      lengths: tokens of each request with these.
+    """
+
+    tokens: Int32[Array, " tokens"]
+    positions: Int32[Array, " tokens"]
+    starts: Int32[Array, " requests+1"]
+    lengths: Int32[Array, " requests"]
+
+
+def begin(
+    text: Int32[Array, "requests capacity"],
+    length: Int32[Array, " requests"],
+    first: Int32[Array, " requests"],
+    distribution: Int32[Array, " 3"],
+    *,
+    k: int,
+) -> Progress:
+    """After the first draft token.
+
+    Args:
+      text: of each request.
+      length: tokens of it.
+      first: the draft token that follows.
+      distribution: see `TakenIn`; what is beyond all requests is padding.
+      k: K.
+    """
+    rows = jnp.arange(len(length))
+    text = jnp.pad(text, ((0, 0), (0, k))).at[rows, length].set(first)
+    return Progress(text, length, jnp.where(rows < distribution[2], 1, k))
+
+
+def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
+    """What the next pass takes in; no request reaches further than K passes of one token would.
+
+    Args:
+      progress: with at least one draft token of each request.
+      lookup: sizes and preference.
+      k: K.
+      max_length: of a request's text; what would stand beyond stands at its end.
+    """
+    text, length, num_drafted = progress
+    num_rows, width = len(length), 1 + lookup.num_tokens
+    end = length + num_drafted
+    proposed, found = look_up(lookup, text, end, lookup.num_tokens)
+    # One token comes from the pass itself, so of the last one there is no proposal.
+    useful = jnp.minimum(k - 1 - num_drafted, max_length - end)
+    counts = 1 + jnp.clip(found, 0, jnp.maximum(useful, 0))
+    # A request that has its tokens waits for the others: it takes in again what it has taken in.
+    first = length + jnp.minimum(num_drafted, k - 1) - 1
+    last = jnp.take_along_axis(text, first[:, None], axis=1)
+    tokens = jnp.concatenate([last, proposed], axis=1)
+    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
+    flat = jnp.arange(num_rows * width, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), num_rows - 1)
+    place = jnp.minimum(flat - starts[row], width - 1)
+    return Fed(
+        tokens[row, place].astype(jnp.int32),
+        jnp.minimum(first[row] + place, max_length - 1).astype(jnp.int32),
+        starts,
+        jnp.minimum(first + counts, max_length).astype(jnp.int32),
+    )
+
+
+def extended(progress: Progress, fed: Fed, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
+    """The draft tokens that a pass adds.
+
+    Args:
+      progress: before it.
+      fed: what it took in.
+      chosen: what the model chose after each of these tokens.
+      k: K.
+    """
+    text, length, num_drafted = progress
+    num_rows, width = len(length), len(chosen) // len(length)
+    steps = jnp.arange(width, dtype=jnp.int32)
+    source = fed.starts[:-1, None] + steps
+    own = chosen[jnp.minimum(source, len(chosen) - 1)]
+    proposed = fed.tokens[jnp.minimum(source + 1, len(chosen) - 1)]
+    agrees = (own == proposed) & (source + 1 < fed.starts[1:, None])
+    agreed = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1)
+    added = jnp.where(num_drafted < k, agreed + 1, 0)
+    end = length + num_drafted
+    place = jnp.where(steps < added[:, None], end[:, None] + steps, _NOWHERE)
+    text = text.at[jnp.arange(num_rows)[:, None], place].set(own, mode="drop")
+    return Progress(text, length, num_drafted + added)
+
+
+def drafted(progress: Progress, *, k: int) -> Int32[Array, "requests K"]:
+    """The K draft tokens of each request, when all have them."""
+    place = progress.length[:, None] + jnp.arange(k, dtype=jnp.int32)
+    return jnp.take_along_axis(progress.text, place, axis=1)
+
+
+def slots_of_tokens(
+    slots: Int32[Array, " requests"],
+    starts: Int32[Array, " requests+1"],
+    tokens: Int32[Array, " tokens"],
+) -> Int32[Array, " tokens"]:
+    """Where each token's request keeps its text; beyond all places for padding.
+
+    Args:
+      slots: of the requests.
+      starts: see `Fed`.
+      tokens: see `Fed`.
+    """
+    row = jnp.searchsorted(starts[1:], jnp.arange(len(tokens)), side="right")
+    return slots.at[row].get(mode="fill", fill_value=_NOWHERE)

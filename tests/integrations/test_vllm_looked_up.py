@@ -1,0 +1,98 @@
+"""A lookup below the draft model: the tokens that it drafts alone, in fewer passes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.integrations.vllm_tpu.looked_up import (
+    Fed,
+    begin,
+    drafted,
+    extended,
+    feed,
+    slots_of_tokens,
+)
+
+K, VOCAB, LIMIT = 9, 7, 40
+LOOKUP = Lookup(max_ngram=3, num_tokens=4)
+# A text that goes on as it began, one that never repeats itself, one that ends at the limit.
+TEXTS = [[*range(VOCAB)] * 3, [0, 1, 3, 6, 3, 1], [2, 5] * 18]
+
+
+class Model:
+    """The next token is one of the last two, added: so it depends on what was taken in before."""
+
+    def __init__(self) -> None:
+        self.cache = np.full((len(TEXTS), LIMIT), -1)
+        for row, text in enumerate(TEXTS):
+            self.cache[row, : len(text)] = text
+        self.furthest = [len(text) - 1 for text in TEXTS]
+
+    def choices(self, fed: Fed) -> np.ndarray:
+        """After each of the tokens; nonsense after padding."""
+        chosen = np.full(len(fed.tokens), 3)
+        for row in range(len(TEXTS)):
+            assert fed.starts[row + 1] > fed.starts[row]  # attention needs a token of each
+            for at in range(fed.starts[row], fed.starts[row + 1]):
+                place = fed.positions[at]
+                self.cache[row, place] = fed.tokens[at]
+                self.furthest[row] = max(self.furthest[row], int(place))
+                chosen[at] = self.next(row, int(place))
+            assert fed.lengths[row] == place + 1
+        return chosen
+
+    def next(self, row: int, place: int) -> int:
+        """One more than the last token; and in the second text, what nobody has seen there."""
+        before, last = self.cache[row, place - 1 : place + 1]
+        assert before >= 0
+        return int((last + (before if row == 1 else 1)) % VOCAB)
+
+
+def one_by_one() -> list[list[int]]:
+    model = Model()
+    found = []
+    for row, text in enumerate(TEXTS):
+        tokens = [model.next(row, len(text) - 1)]
+        while len(tokens) < K:
+            place = min(len(text) + len(tokens) - 1, LIMIT - 1)
+            model.cache[row, place] = tokens[-1]
+            tokens.append(model.next(row, place))
+        found.append(tokens)
+    return found
+
+
+def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
+    expected, model, num_padding = one_by_one(), Model(), 2
+    rows = len(TEXTS) + num_padding
+    text = np.zeros((rows, LIMIT), np.int32)
+    length = np.full(rows, 5, np.int32)
+    for row, one in enumerate(TEXTS):
+        text[row, : len(one)] = one
+        length[row] = len(one)
+    first = np.array([tokens[0] for tokens in expected] + [0] * num_padding, np.int32)
+    progress = begin(text, length, first, np.array([0, 0, len(TEXTS)]), k=K)
+    fed_of = jax.jit(lambda progress: feed(progress, LOOKUP, k=K, max_length=LIMIT))
+    after = jax.jit(lambda progress, fed, chosen: extended(progress, fed, chosen, k=K))
+    finished = []
+    while np.any(progress.num_drafted < K):
+        fed = fed_of(progress)
+        progress = after(progress, fed, model.choices(fed))
+        finished.append(np.asarray(progress.num_drafted[: len(TEXTS)] == K))
+    tokens = np.asarray(drafted(progress, k=K))
+    assert tokens[: len(TEXTS)].tolist() == expected
+    passes = len(finished) - np.sum(finished, axis=0) + 1
+    assert passes[0] == 2  # nine tokens: one is there, and five and three at a time
+    assert passes[1] > passes[0]
+    # No further than without a lookup: a request has no pages for more.
+    furthest = [min(len(text) + K - 2, LIMIT - 1) for text in TEXTS]
+    assert model.furthest == furthest
+
+
+def test_a_token_goes_to_its_requests_text() -> None:
+    slots, starts = jnp.array([4, 9, 2]), np.array([0, 2, 3, 3])
+    where = slots_of_tokens(slots, starts, np.zeros(5, np.int32))
+    assert where[:3].tolist() == [4, 4, 9]
+    assert min(where[3:]) > 100  # padding

@@ -154,6 +154,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""
+        if self._texts is not None:
+            self._texts.warm_up()
         runner, ranks = self.runner, self.runner.dp_size
         sharding = NamedSharding(self.mesh, SPLIT)
 

@@ -36,6 +36,7 @@ class Texts:
           num_requests: those that may run at a time.
           capacity: most tokens of a text.
         """
+        self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
         self._slots = Slots(num_requests)
@@ -65,7 +66,8 @@ class Texts:
         whole = np.zeros(self.tokens.shape[1], np.int32)
         known = text[: len(whole)]
         whole[: len(known)] = np.maximum(known, 0)  # what is to come is -1
-        self.tokens = _put(self.tokens, *jax.device_put((slot, whole), self._everywhere))
+        with jax.set_mesh(self._mesh):  # another one around it would be another program
+            self.tokens = _put(self.tokens, *jax.device_put((slot, whole), self._everywhere))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -8,6 +8,7 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 `vllm_stand_ins.py`; so this counts tokens, and says nothing of speed.
 
 - Exact decoding must give plain decoding's tokens, and so must a request that asks for it.
+- A lookup below the draft model changes how many passes a step of it takes, and no token.
 - FLy must give the tokens of fly_jax's decoder with the same rule, K and drafts. That decoder
   begins behind the engine's first token, with which the engine's first block of drafts begins.
 """
@@ -45,6 +46,7 @@ _LOOKUP = {
 _MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": 15}
 _FLY = {"rule": "fly", "entropy_threshold": 0.3, "window_size": 6}
 _EXACT = {"rule": "exact"}
+_BELOW = {"prompt_lookup_max": 4}
 # How the engine decodes: speculative_config, additional_config["fly_jax"], other arguments, and
 # whether every fourth request asks for the rule exact.
 _WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any], bool]] = {
@@ -56,6 +58,8 @@ _WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, A
     "draft model, fly, scheduled ahead": (_MODEL, _FLY, {"async_scheduling": True}, False),
     "draft model, fly, cached beginnings": (_MODEL, _FLY, {"enable_prefix_caching": True}, False),
     "draft model, fly, some exact": (_MODEL, _FLY, {}, True),
+    "draft model, exact, lookup below": (_MODEL, _EXACT | _BELOW, {}, False),
+    "draft model, fly, lookup below": (_MODEL, _FLY | _BELOW, {}, False),
     "draft model, budget": (
         _MODEL, _FLY | {"rule": "fly | margin", "risk_budget": 1.0}, {}, False,
     ),
@@ -96,6 +100,7 @@ def _decode(way: str, source: Path, output: Path) -> None:
         disable_log_stats=False,
         **arguments,
     )
+    passes = _counted_passes() if speculative == _MODEL else []
     requests = json.loads(source.read_text())
     extra = {index: {"fly_jax": _EXACT} for index in range(0, _REQUESTS, 4) if some_exact}
     outputs = engine.generate(
@@ -113,8 +118,24 @@ def _decode(way: str, source: Path, output: Path) -> None:
             for name, value in metrics.items()
             if name.startswith("vllm:spec_decode_num_")
         },
+        "passes": passes,
     }
     output.write_text(json.dumps(found))
+
+
+def _counted_passes() -> list[int]:
+    """Of the draft model, one number for each of the engine's steps from now on."""
+    from fly_jax.integrations.vllm_tpu.proposer import DraftModelProposer
+
+    propose, passes = DraftModelProposer.propose, []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        proposed = propose(self, *args, **kwargs)
+        passes.append(int(self.num_passes))
+        return proposed
+
+    DraftModelProposer.propose = counted
+    return passes
 
 
 def _own(
@@ -213,6 +234,8 @@ def _compared(
         "rescued_tokens": metrics.get("rescued_tokens", 0),
         "mean_acceptance_length": 1 + metrics["accepted_tokens"] / metrics["drafts"],
     }
+    if one["passes"]:
+        result["draft_passes_per_step"] = sum(one["passes"]) / len(one["passes"])
     if not some_exact:
         result |= {
             "rescued_tokens_of_fly_jax": own["rescued"],

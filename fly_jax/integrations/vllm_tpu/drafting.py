@@ -95,15 +95,14 @@ class Drafting:
         )
         first = self._greedy(leaves, hidden)
         if texts is not None and slots is not None:
-            # 2) The texts with what is new, of which each request's row is read,
+            # 2) The texts, with what is new, and each request's own; zeros for one without a place.
             where = self._on_each(slots_of_tokens)(slots, metadata.query_start_loc, tokens)
             texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
-            # (whatever stands in a row without a place: its drafts are the model's own,)
             rows = texts.at[slots].get(mode="fill", fill_value=0)
             begun = self._on_each(begin, k=self.num_tokens)(
                 rows, positions + 1, first, metadata.request_distribution
             )
-            # and then as many tokens in a pass as are the model's own.
+            # 3) In a pass as many tokens as are found and would have been drafted, and one more.
             return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
         # 2) One token after the other.
         one_each = dataclasses.replace(

@@ -4,9 +4,10 @@
     python benchmarks/vllm_families.py
 
 Tiny random models (tests/fixtures/golden), 8 random prompts. A draft has its target's weights, so
-every token that it drafts must be accepted, with a lookup below it and without, and all tokens must
-be plain decoding's. Each way of decoding is a process of its own; `vllm_stand_ins.py` stands in for
-what the engine lacks without a TPU, and nothing is said of speed.
+every token that it drafts must be accepted, and all tokens must be plain decoding's: with a lookup
+below the draft model, and with two ranks that share the requests. Each way of decoding is a process
+of its own; `vllm_stand_ins.py` stands in for what the engine lacks without a TPU, and nothing is
+said of speed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ _EXACT = {"rule": "exact"}
 # additional_config["fly_jax"], and the ranks of data parallel attention.
 _WAYS: dict[str, tuple[dict[str, Any] | None, int]] = {
     "plain": (None, 1),
-    "draft model": (_EXACT, 1),
     "draft model, lookup below, two ranks": (_EXACT | {"prompt_lookup_max": 4}, 2),
 }
 

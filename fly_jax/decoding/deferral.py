@@ -75,8 +75,8 @@ def most_provisional(window_size: int) -> int:
     return 2 * window_size + 1
 
 
-def no_windows(rows: int, window_size: int, reports: bool) -> OpenWindow:
-    """Rows of which everything is settled."""
+def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> OpenWindow:
+    """Rows of which everything is settled; see `no_reports`."""
     zeros = jnp.zeros((rows,), jnp.int32)
     provisional = most_provisional(window_size)
     return OpenWindow(
@@ -84,7 +84,7 @@ def no_windows(rows: int, window_size: int, reports: bool) -> OpenWindow:
         replacement=zeros,
         remaining=zeros,
         why=jnp.zeros((rows, provisional), jnp.int8),
-        reports=no_reports(rows, provisional) if reports else None,
+        reports=no_reports(rows, provisional, num_top) if reports else None,
         regret=jnp.zeros((rows,), jnp.float32),
     )
 
@@ -297,12 +297,15 @@ def close(
 
 
 def _taken(values: Array, at: Int[Array, "rows wanted"]) -> Array:
-    return jnp.take_along_axis(values, jnp.minimum(at, values.shape[1] - 1), axis=1)
+    at = jnp.minimum(at, values.shape[1] - 1)
+    return jnp.take_along_axis(values, at.reshape(*at.shape, *(1,) * (values.ndim - 2)), axis=1)
 
 
 def _joined(pending: Array, block: Array, before: Int[Array, " rows"]) -> Array:
     """The first `before` pending values of each row, and then the block's."""
     steps = jnp.arange(pending.shape[1] + block.shape[1])
     from_block = _taken(block, jnp.maximum(steps - before[:, None], 0))
-    padded = jnp.pad(pending, ((0, 0), (0, block.shape[1])))
-    return jnp.where(steps < before[:, None], padded, from_block)
+    more = ((0, 0),) * (block.ndim - 2)
+    padded = jnp.pad(pending, ((0, 0), (0, block.shape[1]), *more))
+    is_pending = jnp.expand_dims(steps < before[:, None], range(2, block.ndim))
+    return jnp.where(is_pending, padded, from_block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from fly_jax.decoding.reports import TokenReport, token_reports
+from fly_jax.decoding.reports import TokenLogprobs, TokenReport, token_logprobs, token_reports
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.verification.rules import Why
@@ -50,6 +50,7 @@ class Generation:
         row's last token.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundSpec.audits`.
+      logprobs: of each token, if they are asked for.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -65,9 +66,17 @@ class Generation:
     seconds: float = 0.0
     regret: float | None = None
     reports: list[TokenReport] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
     def book(
-        self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec, budget: float | None
+        self,
+        output: RoundOutput,
+        at: tuple[int, int],
+        spec: RoundSpec,
+        budget: float | None,
+        *,
+        num_logprobs: int | None = None,
+        ignores_eos: bool = False,
     ) -> Settled | None:
         """Adds what one round has done to its row.
 
@@ -76,6 +85,8 @@ class Generation:
           at: the round in the dispatch, and the row.
           spec: of the rounds.
           budget: that the row began with, in nats; None or infinite without one.
+          num_logprobs: tokens of `TokenLogprobs.top`; None for no log-probabilities.
+          ignores_eos: the row does not end at an end of text.
 
         Returns:
           What has settled; None where nothing has.
@@ -90,6 +101,8 @@ class Generation:
         self.why.extend(why)
         if output.reports is not None and spec.audits:
             self.reports += token_reports(tokens, why, output.reports, at)
+        if output.reports is not None and num_logprobs is not None:
+            self.logprobs += token_logprobs(tokens, output.reports, at, num_logprobs)
         self.num_rounds += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += int(output.num_accepted[at])
@@ -104,7 +117,8 @@ class Generation:
             return None  # all of it is provisional
         reason = None
         if output.finished[at]:
-            reason = "stop" if tokens[-1] in spec.eos_token_ids else "length"
+            is_end = tokens[-1] in spec.eos_token_ids and not ignores_eos
+            reason = "stop" if is_end else "length"
             self.finish_reason = reason
         return Settled(row, tokens, why, reason)
 
@@ -112,7 +126,7 @@ class Generation:
         """Ends at a stop string, without the tokens that settled behind it."""
         self.finish_reason = "stop"
         kept = len(self.token_ids) - num_dropped
-        for column in (self.token_ids, self.why, self.reports):
+        for column in (self.token_ids, self.why, self.reports, self.logprobs):
             del column[kept:]
 
     @property

@@ -281,7 +281,9 @@ def _before_rounds(
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
         pace=None if rows.seconds is None else initial_pace(number, rows.seconds),
-        window=no_windows(number, window, structure.reports) if window else None,
+        window=no_windows(number, window, structure.reports, structure.needs.top)
+        if window
+        else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
-from fly_jax.verification.evidence import TargetEvidence
+from fly_jax.verification.evidence import TargetEvidence, TopTokens
 from fly_jax.verification.rules import Why
 
 _NO_DRAFT = -1
@@ -33,6 +34,7 @@ class Reports:
       entropy: `TargetEvidence.entropy`.
       verdict: `Why` of the draft token as the rule decided; `Why.BONUS` where there is none.
       deferred: the token's window was left open at the end of its block; None where none ever is.
+      top: the target's most probable tokens; None unless the round is asked for them.
     """
 
     draft: Int32[Array, "*rows tokens"]
@@ -42,6 +44,7 @@ class Reports:
     entropy: Float32[Array, "*rows tokens"]
     verdict: Int8[Array, "*rows tokens"]
     deferred: Bool[Array, "*rows tokens"] | None
+    top: TopTokens | None = None
 
 
 def report(
@@ -69,15 +72,26 @@ def report(
         entropy=jnp.zeros_like(seen.log_sum_exp) if seen.entropy is None else seen.entropy,
         verdict=jnp.where(is_bonus, Why.BONUS.value, jnp.pad(verdict, pad)).astype(jnp.int8),
         deferred=None if deferred is None else jnp.pad(deferred, pad),
+        top=seen.top,
     )
 
 
-def no_reports(rows: int, tokens: int) -> Reports:
-    """Room for the reports of provisional tokens, of which there are none yet."""
+def no_reports(rows: int, tokens: int, num_top: int) -> Reports:
+    """Room for the reports of provisional tokens, of which there are none yet.
+
+    Args:
+      rows: of the state.
+      tokens: that may be provisional in each.
+      num_top: tokens of `TopTokens`; 0 for None.
+    """
     ids = jnp.zeros((rows, tokens), jnp.int32)
     numbers = jnp.zeros((rows, tokens), jnp.float32)
     no = jnp.zeros((rows, tokens), bool)
-    return Reports(ids, ids, numbers, numbers, numbers, no.astype(jnp.int8), no)
+    top = None
+    if num_top:
+        many = jnp.zeros((rows, tokens, num_top))
+        top = TopTokens(many.astype(jnp.int32), many.astype(jnp.float32), numbers)
+    return Reports(ids, ids, numbers, numbers, numbers, no.astype(jnp.int8), no, top)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +145,7 @@ def token_reports(
       reports: of a dispatch, on the host.
       at: index of the round and of the row.
     """
-
-    def column(leaf: Array) -> list[Any]:
-        values: list[Any] = np.asarray(leaf[at])[: len(token_ids)].tolist()
-        return values
-
+    column = functools.partial(_column, at=at, number=len(token_ids))
     has_draft = [draft != _NO_DRAFT for draft in column(reports.draft)]
     draft_log, choice_log = column(reports.draft_log_prob), column(reports.choice_log_prob)
     never = [False] * len(token_ids)
@@ -152,6 +162,60 @@ def token_reports(
         never if reports.deferred is None else column(reports.deferred),
     )
     return [TokenReport(*row) for row in zip(*columns, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at the position of a settled token, in the target's plain softmax, in nats.
+
+    Attributes:
+      token_id: the token.
+      logprob: its own, whatever the temperature and whatever rule kept it.
+      top: the most probable tokens with theirs, the most probable first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(
+    token_ids: tuple[int, ...], reports: Reports, at: tuple[int, int], num_top: int
+) -> list[TokenLogprobs]:
+    """The log-probabilities of what one round settles in one row.
+
+    Args:
+      token_ids: the tokens.
+      reports: of a dispatch, on the host, with `top`.
+      at: index of the round and of the row.
+      num_top: tokens of `TokenLogprobs.top`.
+    """
+    assert reports.top is not None
+    column = functools.partial(_column, at=at, number=len(token_ids))
+    found = []
+    for token_id, draft, choice, of_draft, of_choice, of_replacement, ids, values in zip(
+        token_ids,
+        column(reports.draft),
+        column(reports.choice),
+        column(reports.draft_log_prob),
+        column(reports.choice_log_prob),
+        column(reports.top.replacement_log_prob),
+        column(reports.top.ids),
+        column(reports.top.log_probs),
+        strict=True,
+    ):
+        # A window that has failed puts the choice where the draft token was reported as kept.
+        drawn = of_draft if token_id == draft else of_replacement
+        own = of_choice if token_id == choice else drawn
+        top = tuple(zip(ids[:num_top], values[:num_top], strict=True))
+        found.append(TokenLogprobs(token_id, own, top))
+    return found
+
+
+def _column(leaf: Array, at: tuple[int, int], number: int) -> list[Any]:
+    """Of a round and a row the first values."""
+    values: list[Any] = np.asarray(leaf[at])[:number].tolist()
+    return values
 
 
 def _known(where: Sequence[bool], values: Iterable[_T]) -> list[_T | None]:

@@ -88,7 +88,7 @@ def decode_round(
 
     # 3) Commit: what is kept is appended, and what is certain settles.
     settle = settle_deferring if structure.deferred_window else settle_all
-    state, settled = settle(structure, state, draft, seen, verdict)
+    state, settled = settle(structure, state, draft, seen, verdict, inputs.ends)
 
     # 4) Observe.
     if drafter is not None:
@@ -179,7 +179,10 @@ def _verify(
                 num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
                 layout=target.layout,
             )
-            seen = jax.tree.map(lambda leaf: jnp.pad(leaf, ((0, 0), (0, missing))), seen)
+            seen = jax.tree.map(
+                lambda leaf: jnp.pad(leaf, ((0, 0), (0, missing), *((0, 0),) * (leaf.ndim - 2))),
+                seen,
+            )
             wanted = drafter is not None and drafter.needs_hidden
             padded = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))) if wanted else None
             return seen, new.padded(most + 1), padded

@@ -36,12 +36,13 @@ def settle_all(
     proposal: Draft,
     seen: TargetEvidence,
     verdict: Verdict,
+    ends: Bool[Array, " rows"] | None,
 ) -> tuple[DecodeState, Emitted]:
-    """Appends what was accepted."""
+    """Appends what was accepted; `ends` is `RuleInputs.ends`."""
     if state.pace is not None:
         pace = observe(state.pace, verdict, ~state.finished)
         state = dataclasses.replace(state, pace=pace)
-    state, tokens, why, count = append(structure, state, proposal.tokens, verdict)
+    state, tokens, why, count = append(structure, state, proposal.tokens, verdict, ends)
     state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
     reports = report(proposal.tokens, seen, verdict.why, why) if structure.reports else None
     return state, Emitted(tokens, why, count, reports)
@@ -53,6 +54,7 @@ def settle_deferring(
     proposal: Draft,
     seen: TargetEvidence,
     verdict: Verdict,
+    ends: Bool[Array, " rows"] | None,
 ) -> tuple[DecodeState, Emitted]:
     """`settle_all`, where the end of a row may be provisional."""
     drafted = proposal.num_drafted
@@ -62,7 +64,7 @@ def settle_deferring(
     room = state.limit - state.length
     whole, new = defer(verdict, seen, state.pace, room, drafted, structure.deferred_window)
     pace = observe(state.pace, whole, live)
-    state, _, why, count = append(structure, state, proposal.tokens, whole)
+    state, _, why, count = append(structure, state, proposal.tokens, whole, ends)
     ended = state.finished & live
     broken = is_broken(window, seen, drafted, count)
     reports = None
@@ -85,7 +87,7 @@ def settle_deferring(
     rule = state.rule.after(whole, left.charged)
     if rule.budget is not None:
         rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_one_of(left.window.replacement, structure.eos_token_ids)
+    ends_anew = _is_end(left.window.replacement, structure.eos_token_ids, ends)
     ends_anew |= left.length >= state.limit
     state = dataclasses.replace(
         state,
@@ -104,6 +106,7 @@ def append(
     state: DecodeState,
     draft_tokens: Int[Array, "rows draft"],
     verdict: Verdict,
+    ends: Bool[Array, " rows"] | None = None,
 ) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
     """Appends what was accepted, up to an end of text or the row's limit.
 
@@ -120,12 +123,12 @@ def append(
     why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
         jnp.int8
     )
-    ends = _is_one_of(tokens, structure.eos_token_ids) & (steps <= kept)
-    until_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1), drafted) + 1
+    is_end = _is_end(tokens, structure.eos_token_ids, ends) & (steps <= kept)
+    until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
     room = state.limit - state.length
     count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_end), room)
     count = jnp.where(state.finished, 0, count).astype(jnp.int32)
-    ended = jnp.any(ends & (steps < count[:, None]), axis=1)
+    ended = jnp.any(is_end & (steps < count[:, None]), axis=1)
     text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
         state.tokens, tokens, state.length
     )
@@ -135,6 +138,14 @@ def append(
     return state, tokens, why, count
 
 
-def _is_one_of(tokens: Int[Array, "*shape"], some: tuple[int, ...]) -> Bool[Array, "*shape"]:
+def _is_end(
+    tokens: Int[Array, rows * block],
+    eos_token_ids: tuple[int, ...],
+    ends: Bool[Array, " rows"] | None,
+) -> Bool[Array, rows * block]:
+    """Tokens that end the text of their row."""
     none = jnp.zeros(tokens.shape, bool)
-    return functools.reduce(jnp.logical_or, (tokens == one for one in some), none)
+    found = functools.reduce(jnp.logical_or, (tokens == one for one in eos_token_ids), none)
+    if ends is None:
+        return found
+    return found & ends.reshape(-1, *(1,) * (tokens.ndim - 1))

@@ -33,6 +33,8 @@ class RoundSpec:
       reports_mismatches: fills `RoundOutput.reports`, which a memory of corrections learns from.
       audits: fills it too, with an entropy even where the rule asks for none, and with it
         `Generation.reports`.
+      max_logprobs: fills it too, with so many of the target's most probable tokens at each
+        position, from which `Generation.logprobs` can be had; 0 for none.
       reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
         other settings of the rule can be judged.
       boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
@@ -51,6 +53,7 @@ class RoundSpec:
     depths: tuple[int, ...] = ()
     reports_mismatches: bool = False
     audits: bool = False
+    max_logprobs: int = 0
     reports_evidence: bool = False
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
@@ -138,16 +141,16 @@ class RoundSpec:
     @property
     def reports(self) -> bool:
         """Rounds report on every token."""
-        return self.reports_mismatches or self.audits
+        return self.reports_mismatches or self.audits or self.max_logprobs > 0
 
     @property
     def needs(self) -> Needs:
-        """What the evidence carries: what the rule reads, and an entropy for an audit.
+        """What the evidence carries: what the rule reads, what is asked for, an audit's entropy.
 
         That is the one over the whole vocabulary where the rule asks for that anyhow, and
         otherwise the one that FLy's gate is published with.
         """
-        needs = self.rule.needs
+        needs = self.rule.needs | Needs(top=self.max_logprobs)
         if needs.entropy is not None or not self.audits:
             return needs
         return needs | Needs(entropy=Entropy("full") if needs.full_entropy else Entropy())

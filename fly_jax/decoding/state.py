@@ -68,12 +68,14 @@ class RuleInputs:
       sampling: how target and draft are drawn from, likewise; None for greedy decoding.
       protected: tokens that are never rescued.
       memory: `CorrectionMemory.keys`; None for a rule that does not use one.
+      ends: rows that are done at an end of text; None for all.
     """
 
     rule: Rule
     sampling: Sampling | None
     protected: Bool[Array, " vocab"]
     memory: Int32[Array, "pairs 2"] | None = None
+    ends: Bool[Array, " rows"] | None = None
 
 
 @jax.tree_util.register_dataclass

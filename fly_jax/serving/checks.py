@@ -55,6 +55,17 @@ def check_window(rule: Rule, size: int) -> None:
         )
 
 
+def check_logprobs(logprobs: int | None, most: int) -> None:
+    """Raises FlyJaxError for more log-probabilities than the program gives."""
+    if logprobs is not None and not (most and 0 <= logprobs <= most):
+        has = f"at most {most}" if most else "none"
+        raise FlyJaxError(
+            f"A request asks for the log-probabilities of {logprobs} tokens at each position and "
+            f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
+            "server)."
+        )
+
+
 def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
     """Raises FlyJaxError for stop strings that cannot be looked for."""
     if isinstance(stop, str) or not all(stop):

@@ -27,7 +27,13 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.checks import check_sizes, check_spec, check_stop, check_window
+from fly_jax.serving.checks import (
+    check_logprobs,
+    check_sizes,
+    check_spec,
+    check_stop,
+    check_window,
+)
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.slots import Prefix, Slots
@@ -35,6 +41,7 @@ from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
 DEFAULT_LENGTH = 2048
+_GREEDY = Sampling(0.0, top_k=0, top_p=1.0)  # with every step in the program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +147,7 @@ class Engine:
         prefill_chunk: int = 256,
         rules: Sequence[Rule] = (),
         audits: bool = False,
+        max_logprobs: int = 0,
         **given: Any,
     ) -> Self:
         """An engine of a pair.
@@ -152,6 +160,7 @@ class Engine:
           prefill_chunk: see the class.
           rules: see the class.
           audits: fills `Generation.reports`.
+          max_logprobs: see `RoundSpec`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -161,6 +170,7 @@ class Engine:
         if not (pair.drafts or pair.drafter or config.prompt_lookup_max):
             config = config.without_draft()
         spec = pair.spec(config, audits=audits)
+        spec = dataclasses.replace(spec, max_logprobs=max_logprobs)
         return cls(
             pair.target,
             pair.proposing(spec),
@@ -178,8 +188,8 @@ class Engine:
 
         Raises:
           FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
-            asked for, an empty stop string, or a rule of a kind that the engine was not made for or
-            that could rescue nothing with its K.
+            asked for, an empty stop string, more log-probabilities than the engine was made for,
+            or a rule of a kind that it was not made for or that could rescue nothing with its K.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
         if len(prompt) >= self.max_length:
@@ -192,6 +202,7 @@ class Engine:
                 f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
             )
         check_stop(request.stop, self._tokenizer is not None)
+        check_logprobs(request.logprobs, self.spec.max_logprobs)
         rule = self._own if request.rule is None else request.rule
         if self.spec.boundary == "defer":
             if request.sampling is not None:
@@ -392,11 +403,13 @@ class Engine:
         occupants = tuple(self.slots.occupants)
         if self._numbers is None or self._numbers[0] != occupants:
             rules = [self._own if one is None else one.rule for one in occupants]
-            samplings = [_all_steps(one) for one in occupants]
+            samplings = [_GREEDY if one is None else one.sampling for one in occupants]
+            ends = [one is None or not one.request.ignores_eos for one in occupants]
             inputs = RuleInputs(
                 rule=self._programs.put_numbers(per_row(rules, self._like)),
                 sampling=self._programs.put_numbers(sampling_per_row(samplings)),
                 protected=self._protected,
+                ends=self._programs.put_numbers(np.array(ends)),
             )
             self._numbers = (occupants, inputs)
         inputs = self._numbers[1]
@@ -410,7 +423,7 @@ class Engine:
             for slot, ticket in enumerate(dispatch.occupants):
                 if ticket is None or ticket.is_finished:
                     continue
-                settled = ticket.generation.book(output, (index, slot), self.spec, ticket.budget)
+                settled = ticket.book(output, (index, slot), self.spec)
                 if settled is None:
                     continue
                 ticket.first_token = ticket.first_token or now
@@ -425,13 +438,3 @@ class Engine:
                         self._state = self._programs.release(self._state, slot)
                 found.append((ticket, shown))
         return found
-
-
-def _all_steps(ticket: Ticket | None) -> Sampling:
-    """A request's sampling, with every step in the program."""
-    sampling = None if ticket is None else ticket.request.sampling
-    if sampling is None:
-        return Sampling(0.0, top_k=0, top_p=1.0)
-    top_k = 0 if sampling.top_k is None else sampling.top_k
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    return Sampling(sampling.temperature, top_k=top_k, top_p=top_p)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 
 from fly_jax.decoding.generation import Generation, Settled
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import RoundOutput
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.spelling import Spelling
 from fly_jax.verification.rules import Rule
@@ -24,6 +26,9 @@ class Request:
       sampling: how tokens are drawn; None for greedy decoding.
       seed: of the draws.
       stop: texts before which the continuation ends, wherever tokens cut them.
+      logprobs: fills `Generation.logprobs` with so many of the most probable tokens at each
+        position, besides each token itself; None for not at all.
+      ignores_eos: goes on to its limit, whatever ends of text come.
     """
 
     prompt: Sequence[int]
@@ -32,6 +37,8 @@ class Request:
     sampling: Sampling | None = None
     seed: int = 0
     stop: Sequence[str] = ()
+    logprobs: int | None = None
+    ignores_eos: bool = False
 
 
 class Ticket:
@@ -76,6 +83,27 @@ class Ticket:
         """What its rule may lose to the target, in nats; None for any amount."""
         budget = self.rule.budget
         return None if budget is None else float(budget)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn, with every step in the program."""
+        given = self.request.sampling
+        if given is None:
+            return Sampling(0.0, top_k=0, top_p=1.0)
+        top_k = 0 if given.top_k is None else given.top_k
+        top_p = 1.0 if given.top_p is None else given.top_p
+        return Sampling(given.temperature, top_k=top_k, top_p=top_p)
+
+    def book(self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec) -> Settled | None:
+        """Adds what one round has done to its row; see `Generation.book`."""
+        return self.generation.book(
+            output,
+            at,
+            spec,
+            self.budget,
+            num_logprobs=self.request.logprobs,
+            ignores_eos=self.request.ignores_eos,
+        )
 
     def spell(self, settled: Settled) -> Settled | None:
         """Adds the texts to what has settled, and ends the generation at a stop string.

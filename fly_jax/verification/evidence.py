@@ -93,11 +93,13 @@ class Needs:
       entropy: the entropy to measure, if any.
       full_entropy: the entropy over the whole vocabulary, in nats, besides any other.
       runner_up: the logit of the target's second choice.
+      top: so many of the most probable tokens, with their log-probabilities.
     """
 
     entropy: Entropy | None = None
     full_entropy: bool = False
     runner_up: bool = False
+    top: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         """What either of two asks for.
@@ -114,7 +116,24 @@ class Needs:
             self.entropy or other.entropy,
             self.full_entropy or other.full_entropy,
             self.runner_up or other.runner_up,
+            max(self.top, other.top),
         )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TopTokens:
+    """The target's most probable tokens at each position, in its plain softmax, in nats.
+
+    Attributes:
+      ids: the most probable first; of equal ones the lowest id.
+      log_probs: theirs.
+      replacement_log_prob: of `TargetEvidence.replacement`, whether it is among them or not.
+    """
+
+    ids: Int32[Array, "*rows positions count"]
+    log_probs: Float32[Array, "*rows positions count"]
+    replacement_log_prob: Float32[Array, "*rows positions"]
 
 
 @jax.tree_util.register_dataclass
@@ -141,6 +160,7 @@ class TargetEvidence:
       runner_up_logit: the second largest raw logit, equal to the first where two tokens tie.
       asked: when sampling, u q(x): the lossless rule took the draft token iff its probability is
         above this. It is -1 in rows that are decoded greedily, and None where all are.
+      top: see `TopTokens`.
     """
 
     argmax: Int32[Array, "rows positions"]
@@ -154,6 +174,7 @@ class TargetEvidence:
     full_entropy: Float32[Array, "rows positions"] | None = None
     runner_up_logit: Float32[Array, "rows positions"] | None = None
     asked: Float32[Array, "rows positions"] | None = None
+    top: TopTokens | None = None
 
     @property
     def gap(self) -> Float32[Array, "rows positions"]:
@@ -309,7 +330,7 @@ def _reduce(
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
     draft_logit = vocab_pick(raw, inputs.draft, -jnp.inf, axis_names).astype(jnp.float32)
-    entropy = full_entropy = runner_up_logit = None
+    entropy = full_entropy = runner_up_logit = top = None
     if needs.entropy is not None:
         entropy = _entropy(centred, log_mass, needs.entropy, vocab_size, axis_names)
     if needs.full_entropy:
@@ -318,6 +339,10 @@ def _reduce(
         # A second maximum is one pass; a top-2 would sort.
         is_best = token_ids(logits.shape[-1], axis_names) == argmax[..., None]
         runner_up_logit = vocab_max(jnp.where(is_best, -jnp.inf, logits), axis_names)
+    if needs.top:
+        best, tokens = vocab_top(centred, needs.top, axis_names)
+        choice = argmax_logit - largest - log_mass
+        top = TopTokens(tokens, best - log_mass[..., None], choice)
     greedy = TargetEvidence(
         argmax=argmax,
         argmax_logit=argmax_logit,
@@ -329,6 +354,7 @@ def _reduce(
         entropy=entropy,
         full_entropy=full_entropy,
         runner_up_logit=runner_up_logit,
+        top=top,
     )
     return greedy if inputs.sampling is None else _rejection_sample(inputs, greedy, axis_names)
 
@@ -342,7 +368,7 @@ def _entropy(
 ) -> Float32[Array, "rows positions"]:
     """The entropy asked for, given the logits' log-sum-exp."""
     if entropy.measure == "top_k":
-        best = vocab_top(logits, entropy.top_k, axis_names)
+        best, _ = vocab_top(logits, entropy.top_k, axis_names)
         return jnp.sum(_surprise(best - log_mass[..., None]), axis=-1)
     nats = vocab_sum(_surprise(logits - log_mass[..., None]), axis_names)
     return nats / math.log(vocab_size) if entropy.measure == "normalized" else nats
@@ -387,10 +413,16 @@ def _rejection_sample(
     has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
     is_row_greedy = is_greedy(sampling, 2)
+    replacement = gumbel_argmax(weights, noise.gumbel, inputs.logits, is_row_greedy, axis_names)
+    top = greedy.top
+    if top is not None:
+        drawn = vocab_pick(inputs.logits, replacement, -jnp.inf, axis_names).astype(jnp.float32)
+        top = dataclasses.replace(top, replacement_log_prob=drawn - greedy.log_sum_exp)
     return dataclasses.replace(
         greedy,
         draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),
         accepted=jnp.where(is_row_greedy, greedy.accepted, accepted),
-        replacement=gumbel_argmax(weights, noise.gumbel, inputs.logits, is_row_greedy, axis_names),
+        replacement=replacement,
         asked=jnp.where(is_row_greedy, -1, asked),
+        top=top,
     )

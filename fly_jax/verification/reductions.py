@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 from fly_jax.sharding.rules import Layout
 
 AxisNames = tuple[str, ...]
+Top = tuple[Float[Array, "*lead count"], Int[Array, "*lead count"]]
 
 # Beyond so many largest values, finding them one after the other costs a TPU more than a sort.
 _MOST_PASSES = 8
@@ -58,19 +59,26 @@ def vocab_argmax(
     return jax.lax.pmin(jnp.where(holds_best, here, jnp.iinfo(jnp.int32).max), axis_names)
 
 
-def vocab_top(
-    values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()
-) -> Float[Array, "*lead count"]:
-    """The `count` largest values, in descending order; all of them in a smaller vocabulary."""
-    best = _largest(values, min(count, values.shape[-1]))
+def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()) -> Top:
+    """The `count` largest values, in descending order; all of them in a smaller vocabulary.
+
+    Returns:
+      The values and their tokens; of equal values the lowest id comes first.
+    """
+    best, tokens = _largest(values, min(count, values.shape[-1]))
     if not axis_names:
-        return best
-    best = jax.lax.all_gather(best, axis_names, axis=best.ndim - 1, tiled=True)
-    return jax.lax.top_k(best, min(count, best.shape[-1]))[0]
+        return best, tokens
+    tokens += token_ids(values.shape[-1], axis_names)[0]
+    gathered = functools.partial(
+        jax.lax.all_gather, axis_name=axis_names, axis=best.ndim - 1, tiled=True
+    )
+    everywhere = gathered(best)
+    best, at = jax.lax.top_k(everywhere, min(count, everywhere.shape[-1]))
+    return best, jnp.take_along_axis(gathered(tokens), at, axis=-1)
 
 
-def _largest(values: Float[Array, "*lead local"], count: int) -> Float[Array, "*lead count"]:
-    """The largest values of a shard, in descending order."""
+def _largest(values: Float[Array, "*lead local"], count: int) -> Top:
+    """The largest values of a shard, and where they are in it."""
     if count > _MOST_PASSES:
         return _picked(values, count)
     # A TPU sorts the vocabulary to pick, and a CPU takes ten times as long for passes over it.
@@ -79,21 +87,23 @@ def _largest(values: Float[Array, "*lead local"], count: int) -> Float[Array, "*
         tpu=functools.partial(one_by_one, count=count),
         default=functools.partial(_picked, count=count),
     )
-    return cast(Array, found)
+    return cast(Top, found)
 
 
-def _picked(values: Float[Array, "*lead local"], count: int) -> Float[Array, "*lead count"]:
-    return jax.lax.top_k(values, count)[0]
+def _picked(values: Float[Array, "*lead local"], count: int) -> Top:
+    best, at = jax.lax.top_k(values, count)
+    return best, at
 
 
-def one_by_one(values: Float[Array, "*lead local"], count: int) -> Float[Array, "*lead count"]:
+def one_by_one(values: Float[Array, "*lead local"], count: int) -> Top:
     """The largest values, in descending order, by a pass over all of them for each."""
-    found = []
+    found, where = [], []
     for _ in range(count):
         found.append(jnp.max(values, axis=-1))
-        at = jnp.argmax(values, axis=-1)
-        values = jnp.where(token_ids(values.shape[-1]) == at[..., None], -jnp.inf, values)
-    return jnp.stack(found, axis=-1)
+        where.append(jnp.argmax(values, axis=-1).astype(jnp.int32))
+        is_it = token_ids(values.shape[-1]) == where[-1][..., None]
+        values = jnp.where(is_it, -jnp.inf, values)
+    return jnp.stack(found, axis=-1), jnp.stack(where, axis=-1)
 
 
 def vocab_pick(

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
-from random_pairs import CONFIG, EOS, placed, random_draft, random_target
+from random_pairs import (
+    CONFIG,
+    EOS,
+    greedy,
+    logits_after,
+    placed,
+    random_draft,
+    random_target,
+)
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -26,11 +34,11 @@ from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, Why
 from fly_jax.verification.sampling import Sampling
 
 LONG = dataclasses.replace(CONFIG, max_context=600)
-ROUND = RoundSpec(Fly(0.2, 2), 4, None, EOS, rounds_per_dispatch=2)
+ROUND = RoundSpec(Fly(0.2, 2), 4, None, EOS, rounds_per_dispatch=2, max_logprobs=2)
 NUM_SLOTS = 3
 
 
@@ -98,6 +106,7 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
             rule=rules[index % len(rules)],
             sampling=kind.samplings[index % len(kind.samplings)],
             seed=index + 1,
+            logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
         )
         for index in range(number)
     ]
@@ -137,6 +146,36 @@ def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> Tick
     return ticket
 
 
+def check_logprobs(found: Sequence[Ticket]) -> None:
+    """They are those of a pass over the whole text, why ever a token stands there."""
+    whys = set()
+    for ticket in found:
+        one, asked = ticket.generation, ticket.request.logprobs
+        if asked is None:
+            assert one.logprobs == []
+            continue
+        prompt = list(one.prompt_token_ids)
+        if one.num_tokens > 64:  # what the pass is made for
+            continue
+        logits = logits_after(models(None, 1)[0], [*prompt, *one.token_ids])[len(prompt) - 1 : -1]
+        expected = jax.nn.log_softmax(logits)
+        assert [given.token_id for given in one.logprobs] == one.token_ids
+        for given, values in zip(one.logprobs, np.asarray(expected), strict=True):
+            assert given.logprob == pytest.approx(values[given.token_id], abs=1e-4)
+            assert [value for _, value in given.top] == pytest.approx(
+                -np.sort(-values)[:asked], abs=1e-4
+            )
+            assert [value for _, value in given.top] == pytest.approx(
+                [values[token] for token, _ in given.top], abs=1e-4
+            )
+        whys |= {(why, ticket.request.sampling is None) for why in one.why}
+    decided = {Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS}
+    assert {why for why, _ in whys} == decided
+    assert any(why is Why.CORRECTED and not is_greedy for why, is_greedy in whys) == any(
+        ticket.request.sampling is not None for ticket in found
+    )
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_requests_of_all_lengths_equal_those_alone(
     name: str, caplog: pytest.LogCaptureFixture
@@ -157,6 +196,8 @@ def test_requests_of_all_lengths_equal_those_alone(
     decoders: dict[object, Decoder] = {}
     expected = [alone(kind, request, decoders) for request in given]
     assert [account(one) for one in found] == [account(one) for one in expected]
+    if kind.spec.max_logprobs:
+        check_logprobs(found)
     assert engine.slots.num_free == NUM_SLOTS
     assert len({one.generation.finish_reason for one in found}) == 2
     if any(rule.longest_window for rule in (kind.spec.rule, *kind.rules)):
@@ -166,6 +207,29 @@ def test_requests_of_all_lengths_equal_those_alone(
         budget = one.budget
         assert (one.generation.regret is None) == (budget is None)
         assert budget is None or one.generation.regret <= budget  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["rules and sampling", "defer, stop"])
+def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
+    kind = KINDS[name]
+    engine = engine_for(kind)
+    given = [Request([index], 24) for index in range(6)]
+    ended = [one.generation for one in finished(engine, given)]
+    assert {one.finish_reason for one in ended} == {"stop", "length"}
+    endless = [
+        dataclasses.replace(one, ignores_eos=index % 2 == 0) for index, one in enumerate(given)
+    ]
+    for before, ticket in zip(ended, finished(engine, endless), strict=True):
+        one = ticket.generation
+        assert one.token_ids[: len(before.token_ids)] == before.token_ids
+        if ticket.request.ignores_eos:
+            assert (len(one.token_ids), one.finish_reason) == (24, "length")
+        else:
+            assert one.token_ids == before.token_ids
+    if Exact() in kind.rules:
+        exact = [dataclasses.replace(one, rule=Exact()) for one in endless[::2]]
+        found = [one.generation.token_ids for one in finished(engine, exact)]
+        assert found == greedy(models(None, 1)[0], [one.prompt for one in exact], 24)
 
 
 def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
@@ -327,6 +391,7 @@ def test_the_prompt_is_the_one_that_was_handed_in() -> None:
         (Request([1] * 100), "shorten it, or raise max_length"),
         (Request([1], 0), "max_new_tokens is 0"),
         (Request([99]), "outside the model's vocabulary"),
+        (Request([1], logprobs=0), "log-probabilities of 0 tokens.*the engine gives none"),
         (Request([1], rule=Margin()), "asks for the rule Margin, of a kind that the engine"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -18,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout, ShardingRules
-from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
+from fly_jax.verification.evidence import Entropy, Needs, evidence
 from fly_jax.verification.reductions import one_by_one
 from fly_jax.verification.rules import Fly, accept
 from fly_jax.verification.sampling import Sampling, sample
@@ -99,13 +98,17 @@ def test_the_way_of_tpus_finds_the_same_largest_values() -> None:
     """Ties, and vocabularies with fewer possible tokens than are asked for, included."""
     values = np.random.default_rng(0).integers(0, 6, (40, 12)).astype(np.float32)
     values[20:] = np.where(values[20:] < 5, -np.inf, values[20:])
-    found = jax.jit(one_by_one, static_argnames="count")(values, count=4)
+    found, ids = jax.jit(one_by_one, static_argnames="count")(values, count=4)
     np.testing.assert_array_equal(found, -np.sort(-values)[:, :4])
+    possible = np.isfinite(found)
+    lowest = np.argsort(-values, axis=-1, kind="stable")[:, :4]
+    np.testing.assert_array_equal(np.asarray(ids)[possible], lowest[possible])
 
 
 def test_what_was_not_asked_for_is_not_there() -> None:
     seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
-    assert seen.entropy is seen.full_entropy is seen.runner_up_logit is seen.asked is None
+    asked = (seen.entropy, seen.full_entropy, seen.runner_up_logit, seen.asked, seen.top)
+    assert asked == (None,) * 5
 
 
 def test_numbers_are_float32_for_bfloat16_logits() -> None:
@@ -168,6 +171,7 @@ def layout_of(name: str) -> Layout:
 def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     logits = logits_of(0, (SHARDED_ROWS, DRAFTED + 1, WIDE))
+    logits += 0.0  # -0.0 ties with 0.0 where they are compared, and not where they are sorted
     logits[0, 0] = 0.0  # ties between all shards
     logits[0, 1, [70, 1200, 3450]] = 50.0  # ties between some
     draft_logits = logits[:, :-1] + rng.normal(size=(SHARDED_ROWS, DRAFTED, WIDE)).astype("f")
@@ -210,7 +214,8 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
         jax.device_put, device=layout.sharding(("rows", None, "vocab"), logits.shape)
     )
     keywords = {"num_drafted": num_drafted, "key": jax.random.key(4), "sampling": sampling}
-    statics = {"needs": Needs(entropy, full_entropy=more, runner_up=more)}
+    num_top = 5 if more else 0
+    statics = {"needs": Needs(entropy, full_entropy=more, runner_up=more, top=num_top)}
     expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
     lowered = compiled.lower(
         place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics
@@ -218,14 +223,15 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     program = lowered.compile()
     got = program(place(logits), draft, draft_logits=place(draft_logits), **keywords)
 
-    for field in dataclasses.fields(TargetEvidence):
-        one, other = getattr(got, field.name), getattr(expected, field.name)
-        if other is None:
-            assert one is None
-        elif one.dtype == jnp.float32:
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=field.name)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert (expected.top is not None) == more
+    for (path, one), other in zip(
+        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
+    ):
+        if one.dtype == jnp.float32:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=str(path))
         else:
-            np.testing.assert_array_equal(one, other, err_msg=field.name)
+            np.testing.assert_array_equal(one, other, err_msg=str(path))
 
     collectives = collective_operands(program.as_text())
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
@@ -235,7 +241,8 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     # The distributions of target and draft are processed together.
     positions = SHARDED_ROWS * (DRAFTED + 1) * (1 if sampling is None else 2)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.
-    numbers = shards * min(entropy.top_k, WIDE // shards) if entropy.measure == "top_k" else 1
+    largest = max(entropy.top_k, num_top)
+    numbers = shards * min(largest, WIDE // shards) if entropy.measure == "top_k" else 1
     if sampling is not None and sampling.top_k is not None:
         numbers = WIDE // 8 - 1  # the splitters of the shards, twice
     assert all(size <= positions * numbers for _, size in collectives), collectives

@@ -113,6 +113,12 @@ def _flags() -> Flags:
         "a loosened rule that requests may ask for, such as 'fly & margin'; may be given several "
         "times; fly and margin if not given",
     )  # fmt: skip
+    flags.integer(
+        group, "max_logprobs", 0,
+        "most probable tokens at each position that requests may have the log-probabilities of; "
+        "none are computed with 0",
+        lower_bound=0, upper_bound=20,
+    )  # fmt: skip
     flags.integer(group, "max_queue", 256, "requests that may wait for a slot", lower_bound=0)
     flags.integer(group, "max_body", 2 * 2**20, "bytes of a request's body", lower_bound=1)
     flags.number(group, "request_timeout", 600.0, "seconds a request may take")
@@ -208,6 +214,7 @@ def _made(values: FlagValues, choices: Choices, kind: type[_Engine]) -> tuple[Pa
         prefill_chunk=values.prefill_chunk,
         rules=choices.kinds,
         audits=True,
+        max_logprobs=values.max_logprobs,
     )
     return pair, engine
 

@@ -145,7 +145,7 @@ def live_server(folder: Path) -> Iterator[Live]:
     choices = Choices.of(pair.config(**GIVEN))
     engine = Gated.of(
         pair, choices.for_engine, num_slots=SLOTS, max_length=LENGTH,
-        rules=choices.kinds, prefill_chunk=32, audits=True,
+        rules=choices.kinds, prefill_chunk=32, audits=True, max_logprobs=4,
     )  # fmt: skip
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()

@@ -36,8 +36,7 @@ class _Answer:
     """One of the streams, as far as it has come."""
 
     stream: TokenStream
-    text: str = ""
-    num_tokens: int = 0
+    texts: list[str] = dataclasses.field(default_factory=list)
     last: float | None = None
 
 
@@ -108,9 +107,10 @@ class Answering:
             pass
         choices = [
             self._style.answer(
-                answer.text,
+                "".join(answer.texts),
                 index=index,
                 finish_reason=answer.stream.ticket.generation.finish_reason,
+                **self._logprobs(answer, 0),
                 **self._extras(answer, is_last=True),
             )
             for index, answer in enumerate(self._answers)
@@ -134,16 +134,17 @@ class Answering:
         unfinished = len(self._answers)
         async for index, settled in self._settled():
             answer = self._answers[index]
-            tokens = self._tokens(answer, settled)
+            begin = len(answer.texts) - len(settled.texts)
+            tokens = self._tokens(answer, begin)
+            logprobs = self._logprobs(answer, begin)
             is_last = settled.finish_reason is not None
             unfinished -= is_last
-            text = "".join(settled.texts)
-            is_first = answer.num_tokens == len(settled.token_ids)
-            if text or is_last or is_first or tokens:
+            text, is_first = "".join(settled.texts), begin == 0
+            if text or is_last or is_first or tokens or logprobs:
                 figures = {}
                 if not unfinished and not ends_with_usage:
                     figures["metrics"] = self._figures()
-                fields = self._extras(answer, tokens, is_last=is_last)
+                fields = logprobs | self._extras(answer, tokens, is_last=is_last)
                 piece = self._style.piece(
                     text, is_first, index=index, finish_reason=settled.finish_reason, **fields
                 )
@@ -172,13 +173,22 @@ class Answering:
         now = time.perf_counter()
         self._metrics.settled(settled, None if answer.last is None else now - answer.last)
         answer.last = now
-        answer.num_tokens += len(settled.token_ids)
-        if not self._asked.stream:
-            answer.text += "".join(settled.texts)
+        answer.texts += settled.texts
+
+    def _logprobs(self, answer: _Answer, begin: int) -> dict[str, Any]:
+        """The field `logprobs` of the tokens from `begin` on, if it was asked for."""
+        if self._asked.num_logprobs is None:
+            return {}
+        found, texts = answer.stream.ticket.generation.logprobs, answer.texts
+        num_before = sum(map(len, texts[:begin]))
+        of = self._style.logprobs(
+            found[begin : len(texts)], texts[begin:], num_before, self._auditor.tokenizer
+        )
+        return {"logprobs": of}
 
     def _extras(
         self, answer: _Answer, tokens: Sequence[Token] = (), *, is_last: bool
-    ) -> dict[str, ChoiceExtras]:
+    ) -> dict[str, Any]:
         """The field `fly` of a piece, where there is something for it."""
         fields = dict[str, Any]()
         fly = self._asked.fly
@@ -188,15 +198,15 @@ class Answering:
             fields["tokens"] = list(tokens)
         return {"fly": ChoiceExtras(**fields)} if fields else {}
 
-    def _tokens(self, answer: _Answer, settled: Settled) -> list[Token]:
+    def _tokens(self, answer: _Answer, begin: int) -> list[Token]:
         fly = self._asked.fly
         if fly is None or not fly.stream_why:
             return []
-        begin = answer.num_tokens - len(settled.token_ids)
-        reports = answer.stream.ticket.generation.reports[begin : answer.num_tokens]
+        texts = answer.texts
+        reports = answer.stream.ticket.generation.reports[begin : len(texts)]
         return [
             _token(report, text, self._auditor.tokenizer)
-            for report, text in zip(reports, settled.texts, strict=True)
+            for report, text in zip(reports, texts[begin:], strict=True)
         ]
 
     def _usage(self) -> Usage:

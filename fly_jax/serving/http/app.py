@@ -103,6 +103,7 @@ def _about(service: Service) -> APIRouter:
                 "rule": service.choices.config.rule,
                 "rules": service.choices.names,
                 "num_speculative_tokens": engine.spec.num_speculative_tokens,
+                "max_logprobs": engine.spec.max_logprobs,
                 "has_chat_template": service.has_template,
             },
         }

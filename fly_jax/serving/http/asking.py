@@ -102,7 +102,16 @@ class Choices:
         sampling = config.to_sampling()
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         return [
-            Request(prompt, limit, rule, sampling, (seed + index) % 2**32, asked.stops)
+            Request(
+                prompt,
+                limit,
+                rule,
+                sampling,
+                (seed + index) % 2**32,
+                asked.stops,
+                asked.num_logprobs,
+                bool(asked.ignore_eos),
+            )
             for prompt in prompts
             for index in range(asked.n)
         ]

@@ -7,25 +7,11 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
 from fly_jax.parameters import Parameter, parameters_of
+from fly_jax.serving.http.unsupported import check_others
 from fly_jax.verification.rules import RULES, Budget
 
-# Fields of which only these values leave an answer as it is, and others are not supported.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "min_p": (None, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "ignore_eos": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-}
 _MOST_STOPS, _LONGEST_STOP = 16, 256
+_MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
 _MOST_PROMPTS = 1024
 
 
@@ -44,9 +30,14 @@ StopText = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
 
 
 class _Fields(BaseModel):
-    """Fields that are known; any other is refused."""
+    """Fields that are known, and others, of which those that would change the text are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _only_what_is_done(self) -> Self:
+        check_others(self.model_extra or {}, type(self).model_fields)
+        return self
 
 
 def rule_parameters() -> dict[str, Parameter]:
@@ -55,14 +46,16 @@ def rule_parameters() -> dict[str, Parameter]:
     return {one.name: one for part in declaring for one in parameters_of(part)}
 
 
-class _FlyFields(_Fields):
-    """How FLy is to decode a request; numbers not given are the server's.
+class _FlyFields(BaseModel):
+    """How FLy is to decode a request; numbers not given are the server's. No others are taken.
 
     Attributes:
       rule: an expression of the rules that the server has, such as "fly | margin", or exact.
       audit: has every mismatch that was kept or refused in the reply.
       stream_why: has every token in the chunks of a stream, with why it stands there.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     rule: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     audit: bool = False
@@ -104,6 +97,7 @@ class Asked(_Fields):
       stop: texts before which an answer ends.
       stream: sends the answer as server-sent events while it is decoded.
       stream_options: see `StreamOptions`.
+      ignore_eos: goes on to max_tokens, whatever ends of text come.
       fly: see `FlyFields`.
     """
 
@@ -117,26 +111,13 @@ class Asked(_Fields):
     stop: StopText | Annotated[list[StopText], Field(max_length=_MOST_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    fly: FlyFields | None = None
-    user: str | None = Field(None, description="Without effect.")
-    metadata: dict[str, Any] | None = Field(None, description="Without effect.")
-    store: bool | None = Field(None, description="Without effect.")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_p: float | None = None
-    logit_bias: dict[str, float] | None = None
-    logprobs: bool | int | None = None
     ignore_eos: bool | None = None
+    fly: FlyFields | None = None
 
-    @model_validator(mode="after")
-    def _only_what_is_done(self) -> Self:
-        for name in type(self).model_fields.keys() & _NEUTRAL.keys():
-            value = getattr(self, name)
-            # 0 is not False: it asks for log-probabilities without alternatives.
-            if not any(value == one and type(value) is type(one) for one in _NEUTRAL[name]):
-                raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
-        return self
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives at each position; None for no log-probabilities."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -149,6 +130,8 @@ class CompletionRequest(Asked):
 
     Attributes:
       prompt: a text, its tokens, or several of either.
+      logprobs: gives the log-probability of each token, and so many of the most probable ones.
+      best_of: n, or not given.
     """
 
     prompt: (
@@ -157,15 +140,19 @@ class CompletionRequest(Asked):
         | Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MOST_PROMPTS)]
     )
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TEXT_LOGPROBS, strict=True)] | None = None
     best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of is {self.best_of}, which is not done here; give n")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Asked`."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -196,12 +183,10 @@ class Message(_Fields):
     Attributes:
       role: such as system, user or assistant; the model's template knows which there are.
       content: its text.
-      name: without effect.
     """
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Text | list[TextPart]
-    name: str | None = None
 
     @property
     def as_template(self) -> dict[str, str]:
@@ -217,17 +202,30 @@ class ChatRequest(Asked):
     Attributes:
       messages: the conversation so far.
       max_completion_tokens: another name of max_tokens.
+      logprobs: gives the log-probability of each token.
+      top_logprobs: gives with it so many of the most probable ones.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_CHAT_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         return self
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(
+                f"top_logprobs is {self.top_logprobs} without logprobs; give logprobs=true with it"
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `Asked`."""
+        return (self.top_logprobs or 0) if self.logprobs else None

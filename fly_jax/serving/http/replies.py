@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
+from fly_jax.decoding.reports import TokenLogprobs
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.serving.http.logprobs import (
+    ChatLogprobs,
+    TextLogprobs,
+    chat_logprobs,
+    text_logprobs,
+)
 from fly_jax.serving.http.speculative import SpeculativeDecoding
 
 FinishReason = Literal["stop", "length"]
@@ -149,13 +157,11 @@ class Choice(BaseModel):
     Attributes:
       index: prompts in their order, the n answers of each together.
       finish_reason: None while it goes on.
-      logprobs: none are given.
       fly: see `ChoiceExtras`.
     """
 
     index: int
     finish_reason: FinishReason | None
-    logprobs: None = None
     fly: ChoiceExtras | None = None
 
 
@@ -163,6 +169,7 @@ class TextChoice(Choice):
     """An answer of /v1/completions, or a piece of one."""
 
     text: str
+    logprobs: TextLogprobs | None = None
 
 
 class ChatMessage(BaseModel):
@@ -176,12 +183,14 @@ class ChatChoice(Choice):
     """An answer of /v1/chat/completions."""
 
     message: ChatMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatPiece(Choice):
     """A piece of such an answer."""
 
     delta: ChatMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class Reply(BaseModel):
@@ -239,6 +248,12 @@ class TextStyle:
         """A piece."""
         return TextChoice(text=text, **fields)
 
+    def logprobs(
+        self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
+    ) -> TextLogprobs:
+        """See `text_logprobs`."""
+        return text_logprobs(found, texts, begin, tokenizer)
+
 
 class ChatStyle:
     """How /v1/chat/completions puts an answer."""
@@ -259,6 +274,12 @@ class ChatStyle:
         if is_first:
             said.role = "assistant"
         return ChatPiece(delta=said, **fields)
+
+    def logprobs(
+        self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
+    ) -> ChatLogprobs:
+        """See `chat_logprobs`; texts and where they begin are not said there."""
+        return chat_logprobs(found, tokenizer)
 
 
 Style = TextStyle | ChatStyle

@@ -1,0 +1,89 @@
+"""Which fields of a request are refused, and which are passed over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fly_jax.serving.http.protocol import Asked, ChatRequest, CompletionRequest
+
+HELLO = [{"role": "user", "content": "Hello"}]
+# Of other servers, and with values that say nothing.
+HARMLESS: dict[str, Any] = {
+    "user": "Ada", "metadata": {"a": "b"}, "store": False, "priority": 3, "request_id": "x",
+    "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0,
+    "echo": False, "suffix": None, "logit_bias": {}, "tools": None, "tool_choice": "auto",
+    "response_format": {"type": "text"}, "skip_special_tokens": True, "best_of": 1,
+    "stop_token_ids": [], "guided_json": None, "logprobs": None,
+}  # fmt: skip
+
+
+def test_what_changes_nothing_is_passed_over() -> None:
+    CompletionRequest.model_validate({"prompt": "a"} | HARMLESS)
+    # As clients keep what they were told.
+    said = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": [], "audio": None}
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    asked = {"role": "user", "name": "Ada", "content": [part]}
+    given = ChatRequest.model_validate({"messages": [asked, said, *HELLO]} | HARMLESS)
+    assert given.messages[0].as_template == HELLO[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"temprature": 1}, "no field 'temprature'; write 'temperature'"),
+        ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"logit_bias": {"3": 1}}, "logit_bias"),
+        ({"skip_special_tokens": False}, "skip_special_tokens is False"),
+        ({"guided_regex": "a+"}, "guided_regex is 'a+'"),
+        ({"response_format": {"type": "json_object"}}, "json_object"),
+        ({"tools": [{}]}, "tools"),
+        ({"echo": True}, "echo is True"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
+    bodies: list[tuple[type[Asked], dict[str, Any]]] = [
+        (CompletionRequest, {"prompt": "a"}),
+        (ChatRequest, {"messages": HELLO}),
+    ]
+    for kind, body in bodies:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate(body | fields)
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (CompletionRequest, {"logprobs": 6}, "less than or equal to 5"),
+        (CompletionRequest, {"logprobs": True}, "valid integer"),
+        (CompletionRequest, {"best_of": 3}, "best_of is 3"),
+        (ChatRequest, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+        (ChatRequest, {"top_logprobs": 2}, "give logprobs=true"),
+        (ChatRequest, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),
+        (ChatRequest, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]},
+         "tool_calls"),
+    ],
+)  # fmt: skip
+def test_what_one_endpoint_refuses(kind: type[Asked], fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"prompt": "a", "messages": HELLO} | fields)
+    assert words in str(caught.value)
+
+
+def test_how_many_alternatives_are_asked_for() -> None:
+    asked = CompletionRequest.model_validate({"prompt": "a"})
+    assert asked.num_logprobs is None
+    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": 0}).num_logprobs == 0
+    for given, number in (
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+    ):
+        assert ChatRequest.model_validate({"messages": HELLO} | given).num_logprobs == number

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.evaluation.audit import Mismatch as AuditedMismatch
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.http.replies import Audit, Mismatch
+from fly_jax.serving.http.replies import Audit
 from fly_jax.serving.request import Ticket
 
 
@@ -37,10 +36,6 @@ class Auditor:
         return Audit(
             rule=self.run.rule,
             entropy_measure=self.run.entropy_measure,
-            rescues=[_shown(one) for one in found if one.is_rescue],
-            refusals=[_shown(one) for one in found if not one.is_rescue],
+            rescues=[one for one in found if one.is_rescue],
+            refusals=[one for one in found if not one.is_rescue],
         )
-
-
-def _shown(one: AuditedMismatch) -> Mismatch:
-    return Mismatch(**{name: getattr(one, name) for name in Mismatch.model_fields})

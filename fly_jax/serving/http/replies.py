@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from fly_jax.decoding.reports import TokenLogprobs
+from fly_jax.evaluation.audit import Mismatch
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.http.logprobs import (
     ChatLogprobs,
@@ -64,38 +65,6 @@ class Metrics(BaseModel):
     mean_itl_ms: float | None
     tokens_per_second: float
     speculative_decoding: SpeculativeDecoding
-
-
-class Mismatch(BaseModel):
-    """A draft token that was not the target's own, and what became of it.
-
-    Attributes:
-      position: in the answer's tokens, from 0.
-      draft_id: the draft token.
-      draft_text: what it spells.
-      choice_id: the target's most probable token.
-      choice_text: what it spells.
-      draft_probability: in the target's plain softmax.
-      choice_probability: in the target's plain softmax.
-      entropy: of the target there.
-      regret: ln(choice_probability / draft_probability), in nats; None if it is infinite.
-      window: of the deferred window: held, completed, failed or None.
-      refused_by: what refused it; None for a rescue.
-      budget_left: of the risk budget, in nats; None without one.
-    """
-
-    position: int
-    draft_id: int
-    draft_text: str
-    choice_id: int
-    choice_text: str
-    draft_probability: float
-    choice_probability: float
-    entropy: float
-    regret: float | None
-    window: str | None
-    refused_by: str | None
-    budget_left: float | None
 
 
 class Audit(BaseModel):

@@ -158,8 +158,10 @@ def live_server(folder: Path) -> Iterator[Live]:
     statuses = set()
 
     def is_ready() -> bool:
-        with contextlib.suppress(httpx.ConnectError):
-            statuses.add(httpx.get(f"{url}/health").status_code)
+        if ended.done():
+            ended.result()  # raises what has ended it
+        with contextlib.suppress(httpx.TransportError):
+            statuses.add(httpx.get(f"{url}/health", timeout=1).status_code)
         return 200 in statuses
 
     until(is_ready)

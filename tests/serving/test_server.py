@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 import re
@@ -27,18 +26,14 @@ from live_server import (
     SLOTS,
     Live,
     live_server,
-    started,
     until,
 )
 from prometheus_client.parser import text_string_to_metric_families
 from random_pairs import logits_after
 
-from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.connection import EventStream
 from fly_jax.serving.http.protocol import CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
-from fly_jax.serving.http.run import ServerFailed, address, bound
-from fly_jax.serving.http.service import Limits, Service
 from fly_jax.verification.rules import Why
 
 CHAT = "/v1/chat/completions"
@@ -424,25 +419,3 @@ def test_the_examples_of_the_page_run(live: Live, capsys: pytest.CaptureFixture[
     block = block.replace("http://localhost:8000", live.url).replace('"none"', repr(KEY))
     exec(compile(block, "serving.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 3
-
-
-@pytest.mark.parametrize("fails", ["warm_up", "step"])
-def test_a_failure_ends_the_server(live: Live, fails: str) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the chip is gone")
-
-    broken: Any = copy.copy(live.engine)
-    broken.waiting = copy.copy(live.engine.waiting)
-    broken.warm_up = lambda _: None
-    setattr(broken, fails, fail)
-    service = Service(NAME, AsyncEngine(broken), live.pair, live.service.choices, Limits())
-    listening = bound("127.0.0.1", 0)
-    url = address(listening)
-    _, _, ended = started(service, listening)
-    if fails == "step":
-        until(lambda: service.state == "ready")
-        reply = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=60)
-        assert reply.status_code == 503
-        assert "the chip is gone" in reply.json()["error"]["message"]
-    with pytest.raises(ServerFailed, match="the chip is gone"):
-        ended.result(30)

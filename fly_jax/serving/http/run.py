@@ -19,7 +19,7 @@ _CLOSING_SECONDS = 5  # for connections whose reply is on its way
 
 
 class ServerFailed(RuntimeError):
-    """The engine has failed; the cause says how."""
+    """The engine or the HTTP server has failed; the cause says how."""
 
 
 class _Server(uvicorn.Server):
@@ -89,7 +89,7 @@ async def serve(
 
     Raises:
       FlyJaxError: somebody else listens there by now.
-      ServerFailed: the engine cannot go on.
+      ServerFailed: the engine or the HTTP server cannot go on.
     """
     host, port = listening.getsockname()[:2]
     try:
@@ -106,11 +106,13 @@ async def serve(
     try:
         if not await _is_warm(service, stop, progress):
             return
+        _check_answers(serving)
         async with service.engine:
             ending = asyncio.create_task(service.engine.ended())
             service.state = "ready"
             told(f"Ready on {address(listening)}: {service.described}.")
-            await asyncio.wait((stopping, ending), return_when=asyncio.FIRST_COMPLETED)
+            tasks = (stopping, ending, serving)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 told(f"Stopping: {service.num_open} requests may go on for {grace_period:g} s.")
                 left = await service.drain(grace_period)
@@ -118,13 +120,14 @@ async def serve(
                     told(f"{left} requests were not done in that time, and were cancelled.")
             else:
                 service.state = "draining"
+                _check_answers(serving)
                 await _failed(ending)
             ending.cancel()
     finally:
         service.state = "draining"
         stopping.cancel()
         server.should_exit = True
-        await serving
+        await asyncio.wait((serving,))
 
 
 class _Stopped(Exception):
@@ -151,6 +154,13 @@ async def _is_warm(
     except Exception as error:
         raise ServerFailed(f"The server could not warm up: {error}") from error
     return not stop.is_set()
+
+
+def _check_answers(serving: asyncio.Task[None]) -> None:
+    """Raises ServerFailed where nobody answers HTTP any more."""
+    if serving.done():
+        error = serving.exception()
+        raise ServerFailed(f"The HTTP server has failed: {error}") from error
 
 
 async def _failed(ending: asyncio.Task[None]) -> None:

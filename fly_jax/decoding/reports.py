@@ -207,8 +207,9 @@ def token_logprobs(
         # A window that has failed puts the choice where the draft token was reported as kept.
         drawn = of_draft if token_id == draft else of_replacement
         own = of_choice if token_id == choice else drawn
-        top = tuple(zip(ids[:num_top], values[:num_top], strict=True))
-        found.append(TokenLogprobs(token_id, own, top))
+        top = tuple(zip(ids, values, strict=True))
+        own = dict(top).get(token_id, own)  # the same but for its last digit
+        found.append(TokenLogprobs(token_id, own, top[:num_top]))
     return found
 
 

@@ -30,6 +30,7 @@ from live_server import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 from random_pairs import logits_after
+from smoke import Smoke
 
 from fly_jax.serving.http.connection import EventStream
 from fly_jax.serving.http.protocol import CompletionRequest
@@ -373,6 +374,13 @@ def test_draining(live: Live) -> None:
         assert draining.result(30) == 1  # which nothing could be decoded of
         assert "stopped before it was done" in next(events)
     live.service.state = "ready"
+
+
+def test_what_any_server_must_do(live: Live) -> None:
+    """The part that is run against servers with real models too."""
+    held: list[str] = []
+    Smoke(live.url, KEY).run(held.append)
+    assert len(held) == 9
 
 
 def test_metrics(live: Live) -> None:

@@ -51,6 +51,8 @@ class Choices:
         own = (config.rule,) if config.is_loosened else ()
         found = []
         for rule in dict.fromkeys((*own, *given)):
+            if rule in LOSSLESS_RULES:  # which can always be asked for
+                continue
             try:
                 config.replace(rule=rule, temperature=None).to_rule()
             except FlyJaxError:

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from fly_jax.verification.data import Count, column
 from fly_jax.verification.rules import Verdict, Why
@@ -55,9 +55,29 @@ def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
     )
 
 
+def row_begun(pace: Pace, row: Int[Array, ""]) -> Pace:
+    """With a guess for a row that begins: what all rows have seen so far, its last one too.
+
+    Where nothing has been seen it is that of `initial_pace`.
+    """
+    guess = initial_pace(1, pace.seconds)
+    names = ("matched", "rescued", "refused", "cut")
+    seen = {name: jnp.sum(getattr(pace, name)) for name in names}
+    total = sum(seen.values())
+    scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    begun = {
+        name: getattr(pace, name)
+        .at[row]
+        .set(jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]))
+        for name in names
+    }
+    return dataclasses.replace(pace, **begun)
+
+
 def observe(pace: Pace, verdict: Verdict, live: Bool[Array, " rows"]) -> Pace:
-    """Counts what became of a round's draft; a row that is not live stays as it is."""
+    """Counts what became of a round's draft; a row without one, or not live, stays as it is."""
     why = verdict.why
+    live &= why[:, 0] != Why.DROPPED
 
     def count(kept: Bool[Array, "rows draft"], before: Float32[Array, " rows"]) -> Array:
         faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)

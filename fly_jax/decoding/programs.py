@@ -14,10 +14,11 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from fly_jax.decoding.deferral import no_windows
-from fly_jax.decoding.depth import initial_pace
+from fly_jax.decoding.depth import initial_pace, row_begun
 from fly_jax.decoding.dispatch import decode_rounds
 from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
 from fly_jax.decoding.spec import RoundSpec, RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.cache import KVCache, empty_cache
@@ -83,6 +84,10 @@ class Programs:
         """The mesh splits the positions of the target's cache, so that all of it is attended."""
         layout = self._shapes.layout
         return layout is not None and bool(layout.rules.cache_length)
+
+    def row_steps(self, rows: int) -> tuple[int, ...]:
+        """How many of a state's rows `run` may be asked for; on a mesh all, which it splits."""
+        return (rows,) if self._shapes.layout is not None else row_steps(rows)
 
     @property
     def spans_processes(self) -> bool:
@@ -189,11 +194,17 @@ class Programs:
 
     def insert(self, state: DecodeState, one: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with another row in a place of its rows."""
-        return _insert(state, one, self._index(row))
+        return _insert(self.structure.learns_pace, state, one, self._index(row))
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with a row that is done."""
         return _release(state, self._index(row))
+
+    def unstopped(self, state: DecodeState) -> DecodeState:
+        """The state with which nothing ends a draft early: to time a round of all K tokens."""
+        if self._drafter is None:
+            return state
+        return dataclasses.replace(state, drafter=self._drafter.without_stop(state.drafter))
 
     def _index(self, row: int) -> Array:
         return self.put(np.asarray(row, np.int32), ())
@@ -215,9 +226,18 @@ class Programs:
             _take_in, self._shapes, piece, attended, self._parameters, self._drafter, state, begin
         )
 
-    def run(self, state: DecodeState, inputs: RuleInputs) -> tuple[DecodeState, RoundOutput]:
-        """One dispatch; the state is donated."""
-        return self._call(_run, self._shapes, self._parameters, self._drafter, state, inputs)
+    def run(
+        self, state: DecodeState, inputs: RuleInputs, num_rows: int | None = None
+    ) -> tuple[DecodeState, RoundOutput]:
+        """One dispatch; the state is donated.
+
+        Args:
+          state: of the rows.
+          inputs: of the same rows.
+          num_rows: decodes the first of them alone, so many; None for all.
+        """
+        given = (self._shapes, num_rows, self._parameters, self._drafter, state, inputs)
+        return self._call(_run, *given)
 
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program; one of abstract models is traced instead."""
@@ -287,6 +307,20 @@ def _before_rounds(
     )
 
 
+def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: int) -> DecodeState:
+    """A state of another number of rows, for its shapes."""
+    zeros = jnp.zeros(number, jnp.int32)
+    rows = Rows(
+        text=jnp.zeros((number, state.tokens.shape[1]), jnp.int32),
+        lengths=zeros,
+        limits=zeros,
+        seeds=zeros.astype(jnp.uint32),
+        budget=None if state.rule.budget is None else zeros.astype(jnp.float32),
+        seconds=None if state.pace is None else state.pace.seconds,
+    )
+    return _begun(shapes, drafter, rows)
+
+
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("one",))
 def _copy_row(
     shapes: _Shapes,
@@ -296,7 +330,7 @@ def _copy_row(
     row: Int[Array, ""],
 ) -> DecodeState:
     def copied(mine: Array, theirs: Array) -> Array:
-        axis = _row_axis(mine, theirs)
+        axis = row_axis(mine, theirs)
         if axis is None:
             return theirs
         if shapes.layout is None or not jnp.issubdtype(theirs.dtype, jnp.floating):
@@ -311,24 +345,20 @@ def _copy_row(
     return dataclasses.replace(one, target=target, drafter=drafting)
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _insert(state: DecodeState, one: DecodeState, row: Int[Array, ""]) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("learns_pace",), donate_argnames=("state",))
+def _insert(
+    learns_pace: bool, state: DecodeState, one: DecodeState, row: Int[Array, ""]
+) -> DecodeState:
     def inserted(theirs: Array, mine: Array) -> Array:
-        axis = _row_axis(mine, theirs)
+        axis = row_axis(mine, theirs)
         if axis is None:
             return mine
         return jax.lax.dynamic_update_slice_in_dim(theirs, mine, row, axis)
 
-    return cast(DecodeState, jax.tree.map(inserted, state, one))
-
-
-def _row_axis(one: Array, many: Array) -> int | None:
-    """The axis in which an array of one row differs from that of many.
-
-    None where it has no rows, or there is one only.
-    """
-    differing = (axis for axis in range(one.ndim) if one.shape[axis] != many.shape[axis])
-    return next(differing, None)
+    found = cast(DecodeState, jax.tree.map(inserted, state, one))
+    if learns_pace and state.pace is not None:
+        found = dataclasses.replace(found, pace=row_begun(state.pace, row))
+    return found
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -396,17 +426,23 @@ def _fed(
     return dataclasses.replace(state, drafter=taken)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("shapes", "num_rows"), donate_argnames=("state",))
 def _run(
     shapes: _Shapes,
+    num_rows: int | None,
     parameters: Parameters,
     drafter: Drafter | None,
     state: DecodeState,
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
-    target = shapes.target(parameters)
-    state, output = decode_rounds(shapes.structure, target, drafter, state, inputs)
-    layout = shapes.layout
+    target, layout = shapes.target(parameters), shapes.layout
+    if num_rows in (None, len(state.length)):
+        state, output = decode_rounds(shapes.structure, target, drafter, state, inputs)
+    else:
+        few = jax.eval_shape(lambda: _like(shapes, drafter, state, num_rows))
+        part, inputs = taken(state, few), inputs_of(inputs, num_rows)
+        part, output = decode_rounds(shapes.structure, target, drafter, part, inputs)
+        state = put_back(state, part)
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
     return state, output

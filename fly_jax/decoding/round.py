@@ -70,7 +70,8 @@ def decode_round(
     state = dataclasses.replace(state, keys=keys)
 
     # 1) Propose.
-    draft, drafter_state = _propose(structure, drafter, state, inputs, draft_keys, live)
+    depth = _depth(structure, state, inputs, live)
+    draft, drafter_state = _propose(structure, drafter, state, inputs, draft_keys, depth)
 
     # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
     seen, new, hidden = _verify(structure, target, drafter, state, inputs, draft, verify_keys)
@@ -111,10 +112,25 @@ def decode_round(
         reports=settled.reports,
         budget=state.rule.budget,
         rolled_back=settled.rolled_back,
+        depth=depth,
         draft_tokens=draft.tokens if structure.reports_evidence else None,
         evidence=seen if structure.reports_evidence else None,
     )
     return state, jax.tree.map(lambda leaf: leaf[None], output)
+
+
+def _depth(
+    structure: RoundStructure, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
+) -> Int[Array, ""] | None:
+    """K of this round, where it is chosen."""
+    if not structure.depths or state.pace is None:
+        return None
+    strict_tail = 0 if structure.deferred_window else inputs.rule.strict_tail
+    chosen = choose_depth(state.pace, live, structure.depths, strict_tail)
+    if state.window is not None:  # which only draft tokens can complete
+        is_open = jnp.any(state.window.is_open & live)
+        chosen = jnp.where(is_open & (structure.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
+    return jnp.asarray(structure.depths, jnp.int32)[chosen]
 
 
 def _propose(
@@ -123,19 +139,15 @@ def _propose(
     state: DecodeState,
     inputs: RuleInputs,
     keys: Key[Array, " rows"] | None,
-    live: Bool[Array, " rows"],
+    depth: Int[Array, ""] | None,
 ) -> tuple[Draft, object]:
     if drafter is None:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
         return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
-    wanted = None
-    if structure.depths and state.pace is not None:
-        strict_tail = 0 if structure.deferred_window else inputs.rule.strict_tail
-        depth = choose_depth(state.pace, live, structure.depths, strict_tail)
-        wanted = jnp.full_like(state.length, jnp.asarray(structure.depths, jnp.int32)[depth])
+    wanted = None if depth is None else jnp.full_like(state.length, depth)
     if drafter.adapts:  # for a finished row nobody is to wait
         all_wanted = structure.num_speculative_tokens if wanted is None else wanted
-        wanted = jnp.where(live, all_wanted, 1)
+        wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
     draft, drafter_state = drafter.propose(
         state.drafter,
         state.tokens,

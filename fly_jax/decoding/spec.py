@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.decoding.config import AUTO_DEPTHS, Boundary, DecodingConfig
+from fly_jax.decoding.config import AUTO_DEPTHS, SERVED_DEPTHS, Boundary, DecodingConfig
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -25,7 +25,8 @@ class RoundSpec:
       rule: which draft tokens are kept.
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
       depths: what K is chosen from, round by round, in ascending order and ending with
-        `num_speculative_tokens`; empty for the same K in all rounds.
+        `num_speculative_tokens`; with 0, rounds without a draft. Empty for the same K in all
+        rounds.
       lookup: what proposes to the last draft model, or to the target where there is none; None
         for nothing.
       eos_token_ids: tokens that end a row.
@@ -106,11 +107,11 @@ class RoundSpec:
     def __post_init__(self) -> None:
         if self.depths and not (
             self.depths == tuple(sorted(set(self.depths)))
-            and self.depths[0] >= 1
+            and self.depths[0] >= 0
             and self.depths[-1] == self.num_speculative_tokens
         ):
             raise FlyJaxError(
-                f"The depths to choose from are {self.depths}; they must be positive, ascend and "
+                f"The depths to choose from are {self.depths}; they must be at least 0, ascend and "
                 f"end with num_speculative_tokens={self.num_speculative_tokens}: correct them."
             )
         if self.num_speculative_tokens < 0 or self.rounds_per_dispatch < 1:
@@ -126,6 +127,19 @@ class RoundSpec:
             )
         if self.boundary == "defer":
             check_deferral(self.rule, self.sampling)
+
+    def served(self) -> RoundSpec:
+        """The same for rows that join and leave: where K is chosen, from `SERVED_DEPTHS`.
+
+        Raises:
+          FlyJaxError: the largest of them leaves no room for the rule's window.
+        """
+        if not self.depths:
+            return self
+        if self.boundary == "reject":
+            self.rule.check(SERVED_DEPTHS[-1])
+        most = SERVED_DEPTHS[-1]
+        return dataclasses.replace(self, depths=SERVED_DEPTHS, num_speculative_tokens=most)
 
     @property
     def deferred_window(self) -> int:
@@ -200,3 +214,8 @@ class RoundStructure:
     reports: bool
     reports_evidence: bool
     deferred_window: int
+
+    @property
+    def learns_pace(self) -> bool:
+        """A row that joins others begins with their rates: where no token depends on them."""
+        return bool(self.depths) and not self.deferred_window

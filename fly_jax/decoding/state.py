@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
@@ -57,6 +58,15 @@ class DecodeState:
         )
         return dataclasses.replace(self, target=target, drafter=drafter)
 
+    def choosing(self, seconds: Float32[Array, " depths"]) -> DecodeState:
+        """The same rows, with the seconds of a round from which the next ones choose K."""
+        assert self.pace is not None
+        return dataclasses.replace(self, pace=dataclasses.replace(self.pace, seconds=seconds))
+
+    def unpaced(self) -> DecodeState:
+        """The same rows, with nothing known of what is accepted."""
+        return dataclasses.replace(self, pace=jax.tree.map(jnp.zeros_like, self.pace))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +109,7 @@ class RoundOutput:
       reports: [rounds, rows, K + 1], of each token; None unless the round is asked for them.
       budget: [rounds, rows], risk budget that is left after the round; None without one.
       rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
+      depth: [rounds], draft tokens that were asked for; None where K is not chosen.
       draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
         its evidence.
       evidence: of [rounds, rows, K + 1], what the rule decided on; None likewise.
@@ -115,6 +126,7 @@ class RoundOutput:
     reports: Reports | None = None
     budget: Float32[Array, "rounds rows"] | None = None
     rolled_back: Bool[Array, "rounds rows"] | None = None
+    depth: Int[Array, " rounds"] | None = None
     draft_tokens: Int[Array, "rounds rows draft"] | None = None
     evidence: TargetEvidence | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
+from fly_jax.serving.request import Request
 from fly_jax.verification.rules import Rule
 
 
@@ -25,11 +26,6 @@ def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: in
 
 def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
     """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
-    if spec.depths:
-        raise FlyJaxError(
-            "num_speculative_tokens is 'auto', which the engine does not take: what FLy keeps "
-            "depends on K, and so a request would depend on its neighbours; give a number."
-        )
     if spec.reports_mismatches or any(rule.uses_memory for rule in (spec.rule, *rules)):
         raise FlyJaxError(
             "A rule looks mismatches up in a memory, which the engine does not take; give "
@@ -64,6 +60,16 @@ def check_logprobs(logprobs: int | None, most: int) -> None:
             f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
             "server)."
         )
+
+
+def check_deferred(request: Request, rule: Rule, size: int) -> None:
+    """Raises FlyJaxError for a request whose windows cannot be deferred."""
+    if request.sampling is not None:
+        raise FlyJaxError(
+            "A request asks for sampling and the engine defers windows, which is for greedy"
+            " decoding; make it with boundary='reject', or leave sampling out."
+        )
+    check_window(rule, size)
 
 
 def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:

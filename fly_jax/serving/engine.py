@@ -28,28 +28,33 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.checks import (
+    check_deferred,
     check_logprobs,
     check_sizes,
     check_spec,
     check_stop,
-    check_window,
 )
+from fly_jax.serving.depth import DepthCosts, rounds_run
+from fly_jax.serving.numbers import RowNumbers
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.slots import Prefix, Slots
-from fly_jax.verification.rules import Exact, Rule, per_row
-from fly_jax.verification.sampling import Sampling, sampling_per_row
+from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
-_GREEDY = Sampling(0.0, top_k=0, top_p=1.0)  # with every step in the program
 
 
 @dataclasses.dataclass(frozen=True)
 class _Dispatch:
-    """Rounds on their way, and who was in which slot when they were dispatched."""
+    """Rounds on their way, who was in which slot when they were dispatched, and by what.
+
+    `is_timed`: they run right after those before them, with nothing in between.
+    """
 
     output: RoundOutput
     occupants: tuple[Ticket | None, ...]
+    attended: int
+    is_timed: bool
 
     @property
     def is_awaited(self) -> bool:
@@ -71,6 +76,7 @@ class Engine:
       waiting: the requests that have no slot yet, the first to come in front.
       num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
       num_prompt_tokens: those of all requests that have got a slot.
+      costs: from what K is chosen; None where it is fixed.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Engine:
         protected_token_ids: Sequence[int] = (),
         cache_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | None = None,
+        load_may_change_text: bool = False,
     ) -> None:
         """Makes the slots.
 
@@ -93,7 +100,9 @@ class Engine:
           target: the model whose text is wanted.
           draft: see `Decoder`.
           spec: of the rounds; its rule is that of requests without one of their own. They are
-            decoded greedily, unless they say otherwise.
+            decoded greedily, unless they say otherwise. With `depths` K is chosen for the batch,
+            round by round, while all requests in it are lossless and greedy; beside another one it
+            is the largest.
           num_slots: requests that are decoded at a time.
           max_length: tokens of a request, its prompt included, at most the target's context; None
             for 2048, or the context if that is less.
@@ -103,21 +112,21 @@ class Engine:
           protected_token_ids: see `Decoder`.
           cache_dtype: see `Decoder`.
           tokenizer: fills `Settled.texts` and finds stop strings; None if nobody asks for text.
+          load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
+            then depends on K, and so on what else is decoded: no rule keeps what it would not keep
+            alone, and draws stay the target's.
 
         Raises:
-          FlyJaxError: no slot or no room; a K that is chosen anew in each round, a rule with a
-            memory, or a sampling of all requests, which the engine does not take; rules whose
-            windows cannot be deferred together; and what `Decoder` refuses.
+          FlyJaxError: no slot or no room; a rule with a memory or a sampling of all requests, which
+            are not taken; rules whose windows cannot be deferred together; what `Decoder` refuses.
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
         check_sizes(num_slots, prefill_chunk, length, context)
         check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
-        self._like = (spec.rule, Exact(), *rules)
-        united = per_row([spec.rule] * num_slots, self._like)
-        self._kind: Any = jax.tree.structure(united)
-        self.spec = dataclasses.replace(spec, rule=united)
+        self._numbers = RowNumbers(spec.rule, rules, num_slots)
+        self.spec = dataclasses.replace(spec, rule=self._numbers.united)
         self._drafter = checked_drafter(target, draft, spec)
         self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
         self.max_length = length
@@ -127,14 +136,18 @@ class Engine:
         self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
         self._reach = Reach(self._programs.structure, steps, self._programs.room)
         self._protected = self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids])
-        self.slots = Slots(num_slots)
+        self._row_steps = self._programs.row_steps(num_slots)
+        self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[Ticket] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
-        self._numbers: tuple[tuple[Ticket | None, ...], RuleInputs] | None = None
+        self.costs = DepthCosts(spec.depths) if spec.depths else None
+        self._load_may_change_text = load_may_change_text
+        self._last_read, self._has_taken_in = 0.0, False
         self._prefill: tuple[Ticket, Iterator[int]] | None = None
         self._pending: _Dispatch | None = None
         ones = np.ones(num_slots, np.int32)
-        self._state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
+        state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
+        self._state = state.unpaced()
 
     @classmethod
     def of(
@@ -148,6 +161,7 @@ class Engine:
         rules: Sequence[Rule] = (),
         audits: bool = False,
         max_logprobs: int = 0,
+        load_may_change_text: bool = False,
         **given: Any,
     ) -> Self:
         """An engine of a pair.
@@ -161,6 +175,7 @@ class Engine:
           rules: see the class.
           audits: fills `Generation.reports`.
           max_logprobs: see `RoundSpec`.
+          load_may_change_text: see the class.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -169,7 +184,7 @@ class Engine:
         config = pair.config(config, **given)
         if not (pair.drafts or pair.drafter or config.prompt_lookup_max):
             config = config.without_draft()
-        spec = pair.spec(config, audits=audits)
+        spec = pair.spec(config, audits=audits).served()
         spec = dataclasses.replace(spec, max_logprobs=max_logprobs)
         return cls(
             pair.target,
@@ -181,6 +196,7 @@ class Engine:
             rules=rules,
             protected_token_ids=pair.protected_token_ids(config.protect),
             tokenizer=pair.tokenizer,
+            load_may_change_text=load_may_change_text,
         )
 
     def submit(self, request: Request) -> Ticket:
@@ -205,12 +221,7 @@ class Engine:
         check_logprobs(request.logprobs, self.spec.max_logprobs)
         rule = self._own if request.rule is None else request.rule
         if self.spec.boundary == "defer":
-            if request.sampling is not None:
-                raise FlyJaxError(
-                    "A request asks for sampling and the engine defers windows, which is for greedy"
-                    " decoding; make it with boundary='reject', or leave sampling out."
-                )
-            check_window(rule, self.spec.deferred_window)
+            check_deferred(request, rule, self.spec.deferred_window)
         elif self.spec.num_speculative_tokens:
             rule.check(self.spec.num_speculative_tokens)
         if not self.takes(rule):
@@ -225,7 +236,7 @@ class Engine:
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of a kind that the engine was made for, whatever its numbers."""
-        return bool(jax.tree.structure(per_row([rule], self._like)) == self._kind)
+        return self._numbers.takes(rule)
 
     def cancel(self, ticket: Ticket) -> None:
         """Stops a request. Its slot is free for the next round; nothing more is read of it."""
@@ -260,7 +271,7 @@ class Engine:
         # 2) Rounds. They run while those before them are read.
         before, self._pending = self._pending, None
         if self.slots.live:
-            self._pending = self._dispatch()
+            self._pending = self._dispatch(follows=before is not None)
 
         # 3) What the rounds before have settled. With the last row nothing else is waited for.
         found = [] if before is None else self._read(before)
@@ -288,11 +299,13 @@ class Engine:
                 "The engine was asked to warm up while it decodes, which would take a slot from a "
                 "request; warm it up before the first one, or when all are done."
             )
-        self.slots.forget(0)
-        one = self._one(Ticket(Request([0]), self._own))
+        for slot in range(self.slots.num_free):
+            self.slots.forget(slot)
+        one = self._one(Ticket(Request([0], self.max_length), self._own))
         one = self._programs.copy_row(one, self._state, 0)
         kinds = [have for have in (self._inputs(), self._inputs(sampled=True)) if have is not None]
-        done, total = itertools.count(1), len(self._steps) * (len(self._sizes) + len(kinds))
+        most = len(self._sizes) + len(kinds) * len(self._row_steps)
+        done, total = itertools.count(1), len(self._steps) * most
         told = told or (lambda _, __: None)
         for size in self._sizes:
             for attended in self._steps:
@@ -301,11 +314,13 @@ class Engine:
                 told(next(done), total)
         state = self._programs.insert(self._state, one, 0)
         state = self._programs.release(state, 0)
-        for attended in self._steps:
+        for attended, rows in itertools.product(self._steps, self._row_steps):
             for inputs in kinds:
-                state = self._programs.run(state.attending(attended), inputs)[0]
+                state = self._programs.run(state.attending(attended), inputs, rows)[0]
                 told(next(done), total)
-        self._state = jax.block_until_ready(state.attending(None))
+            if self.costs is not None:
+                state = self.costs.measure(self._programs, state, kinds[0], one, rows)
+        self._state = jax.block_until_ready(state.attending(None).unpaced())
 
     def _forget_rounds(self) -> None:
         """Those on their way, if all that were in them are finished."""
@@ -324,6 +339,7 @@ class Engine:
             if size is None:
                 self._prefill = None
             num_run += size or 0
+            self._has_taken_in = True
 
     def _admit(self, ticket: Ticket) -> Iterator[int]:
         """Takes a prompt in and puts it into a slot, yielding the size of every piece."""
@@ -372,7 +388,8 @@ class Engine:
         budgets = None
         if self.spec.rule.budget is not None:
             budgets = np.full(len(text), math.inf if budget is None else budget, np.float32)
-        seconds = np.zeros(0, np.float32) if self.spec.deferred_window else None
+        needs_pace = self.spec.depths or self.spec.deferred_window
+        seconds = np.zeros(len(self.spec.depths), np.float32) if needs_pace else None
         rows = self._programs.put_rows(
             text, lengths, limits, seeds.astype(np.uint32), budgets, seconds
         )
@@ -383,41 +400,39 @@ class Engine:
         request = ticket.request
         return min(len(request.prompt) + request.max_new_tokens, self.max_length)
 
-    def _dispatch(self) -> _Dispatch:
-        live = self.slots.live
+    def _dispatch(self, *, follows: bool) -> _Dispatch:
+        live, rows = self.slots.live, self.slots.reach
         known = ((one.generation.num_tokens, self._limit(one)) for _, one in live)
         samples = any(one.request.sampling is not None for _, one in live)
-        state = self._state.attending(self._reach.next_dispatch(known))
+        attended = self._reach.next_dispatch(known)
+        state = self._state.attending(attended)
+        if self.costs is not None:
+            may_vary = self._load_may_change_text or all(one.is_settled for _, one in live)
+            seconds = self.costs.next((rows, attended), may_vary=may_vary)
+            state = state.choosing(self._programs.put(seconds, (None,)))
         inputs = self._inputs(sampled=samples)
         assert inputs is not None
-        state, output = self._programs.run(state, inputs)
+        state, output = self._programs.run(state, inputs, rows)
         self._state = state.attending(None)
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
-        return _Dispatch(output, tuple(self.slots.occupants))
+        is_timed, self._has_taken_in = follows and not self._has_taken_in, False
+        return _Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed)
 
     def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
         """The numbers of all slots; None where nothing is ever drawn."""
         if sampled and self.spec.boundary == "defer":
             return None
-        occupants = tuple(self.slots.occupants)
-        if self._numbers is None or self._numbers[0] != occupants:
-            rules = [self._own if one is None else one.rule for one in occupants]
-            samplings = [_GREEDY if one is None else one.sampling for one in occupants]
-            ends = [one is None or not one.request.ignores_eos for one in occupants]
-            inputs = RuleInputs(
-                rule=self._programs.put_numbers(per_row(rules, self._like)),
-                sampling=self._programs.put_numbers(sampling_per_row(samplings)),
-                protected=self._protected,
-                ends=self._programs.put_numbers(np.array(ends)),
-            )
-            self._numbers = (occupants, inputs)
-        inputs = self._numbers[1]
-        return inputs if sampled else dataclasses.replace(inputs, sampling=None)
+        programs, occupants = self._programs, self.slots.occupants
+        return self._numbers.inputs(programs, occupants, self._protected, sampled=sampled)
 
     def _read(self, dispatch: _Dispatch) -> list[tuple[Ticket, Settled]]:
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
+        taken, self._last_read = now - self._last_read, now
+        if self.costs is not None:
+            program = (len(dispatch.occupants), dispatch.attended)
+            self.costs.observe(program, rounds_run(output), taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
             for slot, ticket in enumerate(dispatch.occupants):

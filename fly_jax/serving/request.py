@@ -11,7 +11,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.spelling import Spelling
-from fly_jax.verification.rules import Rule
+from fly_jax.verification.rules import Exact, Rule
 from fly_jax.verification.sampling import Sampling
 
 
@@ -77,6 +77,11 @@ class Ticket:
     def is_finished(self) -> bool:
         """Its last token has been read, or it was cancelled."""
         return self.finished is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Its tokens are the target's own greedy ones, whatever is drafted."""
+        return isinstance(self.rule, Exact) and self.request.sampling is None
 
     @property
     def budget(self) -> float | None:

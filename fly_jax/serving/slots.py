@@ -28,14 +28,16 @@ class Prefix:
 class Slots:
     """The rows of the engine's state."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, steps: Sequence[int]) -> None:
         """All are free, and hold nothing.
 
         Args:
-          number: of slots.
+          steps: how many slots, from the first on, rounds may be made for; the last is all.
         """
+        number = steps[-1]
         self.occupants: list[Ticket | None] = [None] * number
         self._last: list[Ticket | None] = [None] * number
+        self._steps = steps
         # Slots that are free, the one that was freed first in front.
         self._free = list(range(number))
 
@@ -43,6 +45,12 @@ class Slots:
     def live(self) -> list[tuple[int, Ticket]]:
         """The slots in use, with who is in them."""
         return [(slot, one) for slot, one in enumerate(self.occupants) if one is not None]
+
+    @property
+    def reach(self) -> int:
+        """For how many slots the next rounds have to be made; 0 for none."""
+        used = max((slot + 1 for slot, _ in self.live), default=0)
+        return next(step for step in (0, *self._steps) if step >= used)
 
     @property
     def num_free(self) -> int:
@@ -60,10 +68,14 @@ class Slots:
         return best if best.length >= _LEAST_SHARED else Prefix(0, 0)
 
     def take(self, ticket: Ticket, prefix: Prefix) -> int:
-        """Gives a request a free slot: the one whose text it goes on with, or the stalest."""
-        slot = self._free[0]
+        """Gives a request a free slot: the one whose text it goes on with, or the stalest.
+
+        It is one of the first, as far as these are free: so rounds are made for few.
+        """
+        few = next(step for step in self._steps if step > min(self._free))
+        slot = next(slot for slot in self._free if slot < few)
         held = self._last[prefix.slot]
-        if prefix.slot in self._free and held is not None:
+        if prefix.slot in self._free and prefix.slot < few and held is not None:
             text = _text(held)
             # Nothing of what it holds is lost that could be relied on.
             goes_on = prefix.length > 0 and prefix.length == num_shared(text, (*text, 0))

@@ -124,7 +124,7 @@ def test_every_depth_is_measured() -> None:
     assert np.all(seconds > 0)
 
 
-@pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (0, 6), (2, 4)])
+@pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (-1, 6), (2, 4)])
 def test_wrong_depths(depths: tuple[int, ...]) -> None:
     with pytest.raises(FlyJaxError, match="depths"):
         RoundSpec(Exact(), 6, depths=depths)

@@ -51,6 +51,7 @@ class Kind:
     rules: tuple[Rule, ...] = ()
     samplings: tuple[Sampling | None, ...] = (None,)
     mesh: str | None = None
+    num_slots: int = NUM_SLOTS
 
 
 KINDS = {
@@ -63,7 +64,8 @@ KINDS = {
         dataclasses.replace(ROUND, lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2
     ),
     "defer, stop": Kind(
-        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer", draft_stop=EntropyStop())
+        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer", draft_stop=EntropyStop()),
+        num_slots=4,  # and rounds for one of them
     ),
     "lookup alone": Kind(RoundSpec(Exact(), 4, Lookup(), EOS, audits=True), num_drafts=0),
     "autoregressive": Kind(RoundSpec(Exact(), 0, None, EOS), num_drafts=0),
@@ -80,13 +82,13 @@ def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
     return tuple(found[: 1 + num_drafts])
 
 
-def engine_for(kind: Kind, *, num_slots: int = NUM_SLOTS, max_length: int = 100) -> Engine:
+def engine_for(kind: Kind, *, num_slots: int | None = None, max_length: int = 100) -> Engine:
     target, *drafts = models(kind.mesh, kind.num_drafts)
     return Engine(
         target,
         drafts,
         kind.spec,
-        num_slots=num_slots,
+        num_slots=kind.num_slots if num_slots is None else num_slots,
         max_length=max_length,
         prefill_chunk=32,
         rules=kind.rules,
@@ -194,7 +196,7 @@ def test_requests_of_all_lengths_equal_those_alone(
     assert [account(one) for one in found] == [account(one) for one in expected]
     if kind.spec.max_logprobs:
         check_logprobs(found)
-    assert engine.slots.num_free == NUM_SLOTS
+    assert engine.slots.num_free == kind.num_slots
     assert len({one.generation.finish_reason for one in found}) == 2
     if any(rule.longest_window for rule in (kind.spec.rule, *kind.rules)):
         assert sum(one.generation.num_rescued_tokens for one in found) > 0
@@ -275,7 +277,7 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
     assert engine.slots.num_free >= 1
     told = [ticket for _ in range(200) for ticket, _ in engine.step()]
     assert engine.is_idle
-    assert engine.slots.num_free == NUM_SLOTS
+    assert engine.slots.num_free == kind.num_slots
     for index, ticket in enumerate(tickets):
         assert ticket.is_finished
         if index in (0, 5):
@@ -421,7 +423,6 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Kind(dataclasses.replace(ROUND, depths=(2, 4))), "give a number"),
         (Kind(dataclasses.replace(ROUND, rule=Csd())), "memory"),
         (Kind(ROUND, rules=(Csd(),)), "memory"),
         (Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), "each request has its own"),

@@ -30,6 +30,8 @@ _CATCH_UP = 2
 # A model below another also lacks the tokens that those above it have added since they last asked:
 # as a rule one of the target's and one of the draft model's. What is missing beyond is fed first.
 _CATCH_UP_BELOW = 4
+# One that is left out of whole rounds lacks as many tokens as these have given.
+_CATCH_UP_AFTER = 16
 
 _Carry = TypeVar("_Carry")
 
@@ -87,6 +89,7 @@ class DraftModel(Drafter):
       size: see `Drafter`.
       stop: ends a row's drafting early, the token in doubt being its last one; None for never.
       lags: it lies below another drafter, and so is asked only now and then.
+      rests: there may be rounds in which it is not asked at all.
     """
 
     parameters: Parameters
@@ -98,6 +101,7 @@ class DraftModel(Drafter):
         default=None, kw_only=True, metadata={"static": True}
     )
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+    rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
     @property
     def may_fall_short(self) -> bool:  # type: ignore[override]
@@ -145,7 +149,9 @@ class DraftModel(Drafter):
         """Runs the piece through all models."""
         at = jnp.broadcast_to(start, tokens.shape[:1])
         cache = self._model.fed(tokens, state.cache.with_length(at))[1]
-        cache = cache.with_length(at + tokens.shape[1])
+        # A row of which it has rested may lack tokens before these: then it still does.
+        held = state.cache.length
+        cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
         below = state.below
         if self.below is not None:
             below = self.below.prefill(below, tokens, start, hidden)
@@ -175,8 +181,10 @@ class DraftModel(Drafter):
         """Moves the threshold of `stop`."""
         if self.stop is None or state.threshold is None:
             return state
-        adapted = self.stop.after(state.threshold, verdict.num_accepted, draft.num_drafted)
-        return dataclasses.replace(state, threshold=jnp.where(live, adapted, state.threshold))
+        learns = live & (draft.num_drafted > 0)
+        drafted = jnp.maximum(draft.num_drafted, 1)
+        adapted = self.stop.after(state.threshold, verdict.num_accepted, drafted)
+        return dataclasses.replace(state, threshold=jnp.where(learns, adapted, state.threshold))
 
     def propose(
         self,
@@ -246,22 +254,25 @@ class _Run:
 
     def first_token(self, progress: _Progress) -> _Progress:
         """Feeds what the model has not seen yet, and drafts one token."""
-        if not self.drafter.lags:
+        lags, rests = self.drafter.lags, self.drafter.rests
+        if not (lags or rests):
             return self._catch_up(progress, _CATCH_UP)
-        start = jnp.maximum(self.length - _CATCH_UP_BELOW, 0)
+        width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, _CATCH_UP_AFTER)
+        start = jnp.maximum(self.length - width, 0)
+        latest = jnp.maximum(self.length - most, 0)
         is_asked = jnp.any(progress.wanted > 0)
 
         def feed(progress: _Progress) -> _Progress:
-            at = jnp.minimum(progress.cache.length, start)
-            tokens = slice_rows(progress.text, at, _CATCH_UP_BELOW)
+            at = jnp.minimum(progress.cache.length, latest)
+            tokens = slice_rows(progress.text, at, most)
             cache = self.model.fed(tokens, progress.cache.with_length(at))[1]
-            cache = cache.with_length(at + _CATCH_UP_BELOW)
+            cache = cache.with_length(at + most)
             return dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + 1)
 
         progress = jax.lax.while_loop(
             lambda progress: is_asked & jnp.any(progress.cache.length < start), feed, progress
         )
-        return _once(is_asked, lambda one: self._catch_up(one, _CATCH_UP_BELOW), progress)
+        return _once(is_asked, lambda one: self._catch_up(one, width), progress)
 
     def advance(self, progress: _Progress) -> _Progress:
         """Drafts one token, and those from below that the model agrees with."""

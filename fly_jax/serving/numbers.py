@@ -1,0 +1,74 @@
+"""The numbers of the requests in the slots, as one program takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.state import RuleInputs
+from fly_jax.serving.request import Ticket
+from fly_jax.verification.rules import Exact, Rule, per_row
+from fly_jax.verification.sampling import Sampling, sampling_per_row
+
+_GREEDY = Sampling(0.0, top_k=0, top_p=1.0)  # with every step in the program
+
+
+class RowNumbers:
+    """Rule, sampling and ends of each slot; put on the devices when the slots change hands.
+
+    Attributes:
+      united: a rule of all slots in which every kind has its place.
+    """
+
+    def __init__(self, own: Rule, rules: Sequence[Rule], num_slots: int) -> None:
+        """Nobody is in a slot.
+
+        Args:
+          own: rule of requests without one.
+          rules: a rule of every other kind but the lossless one.
+          num_slots: rows of the program.
+        """
+        self._own, self._like = own, (own, Exact(), *rules)
+        self.united: Any = per_row([own] * num_slots, self._like)
+        self._last: tuple[tuple[Ticket | None, ...], RuleInputs] | None = None
+
+    def takes(self, rule: Rule) -> bool:
+        """Whether a rule is of one of the kinds."""
+        kind: Any = jax.tree.structure(self.united)
+        return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
+
+    def inputs(
+        self,
+        programs: Programs,
+        occupants: Sequence[Ticket | None],
+        protected: jax.Array,
+        *,
+        sampled: bool,
+    ) -> RuleInputs:
+        """What the round reads of these requests.
+
+        Args:
+          programs: for which they are put on the devices.
+          occupants: of all slots.
+          protected: see `RuleInputs`.
+          sampled: whether some are drawn.
+        """
+        who = tuple(occupants)
+        if self._last is None or self._last[0] != who:
+            rules = [self._own if one is None else one.rule for one in who]
+            samplings = [_GREEDY if one is None else one.sampling for one in who]
+            ends = [one is None or not one.request.ignores_eos for one in who]
+            inputs = RuleInputs(
+                rule=programs.put_numbers(per_row(rules, self._like)),
+                sampling=programs.put_numbers(sampling_per_row(samplings)),
+                protected=protected,
+                ends=programs.put_numbers(np.array(ends)),
+            )
+            self._last = (who, inputs)
+        inputs = self._last[1]
+        return inputs if sampled else dataclasses.replace(inputs, sampling=None)

@@ -19,11 +19,13 @@ from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
 # A round measured by the host counts so much against those before it, and at most so many times.
-_WEIGHT, _MOST = 0.1, 2.0
+_WEIGHT, _MOST = 0.2, 2.0
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # Rounds without a draft before one is tried again; twice as many each time that it does not pay.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 1024
+# Dispatches of such a try: in the first one a draft model takes in what it has missed.
+_TRIES = 2
 
 # How often a round of each depth is timed before the first request; the fastest counts.
 _TIMINGS = 3
@@ -52,7 +54,7 @@ class DepthCosts:
         self._seconds: dict[Program, np.ndarray] = {}
         # Rounds in a row without a draft, and with one.
         self._num_plain = self._num_drafted = 0
-        self._wait = _FIRST_WAIT
+        self._wait, self._tries = _FIRST_WAIT, 0
 
     def learn(self, program: Program, seconds: Sequence[float]) -> None:
         """Takes what a round of each depth takes."""
@@ -103,7 +105,10 @@ class DepthCosts:
         if known is None or not may_vary:
             return _only(self.depths[-1], self.depths)
         if self._num_plain >= self._wait:  # how much is accepted is seen only where there is some
-            self._num_plain, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+            self._tries, self._num_plain = _TRIES, 0
+            self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        if self._tries:
+            self._tries -= 1
             return _only(self.depths[1], self.depths)
         stays = np.equal(self.depths, self.current)
         return np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
@@ -113,9 +118,10 @@ class DepthCosts:
 
         Args:
           program: that ran.
-          rounds: K of each of its rounds.
+          rounds: K of each of its rounds, as far as they had something to do.
           seconds: that it took; None where something else ran meanwhile.
         """
+        is_same = set(rounds) == {self.current}
         self.num_rounds.update(rounds)
         for self.current in rounds:
             is_plain = self.current == 0
@@ -124,8 +130,8 @@ class DepthCosts:
         if self._num_drafted >= _FIRST_WAIT:
             self._wait = _FIRST_WAIT
         known = self._seconds.get(program)
-        if known is not None and seconds is not None and len(set(rounds)) == 1:
-            at = self.depths.index(rounds[0])
+        if known is not None and seconds is not None and is_same:
+            at = self.depths.index(self.current)
             known[at] += _WEIGHT * (min(seconds / len(rounds), _MOST * known[at]) - known[at])
 
 

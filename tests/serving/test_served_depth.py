@@ -1,0 +1,185 @@
+"""K changes between rounds as costs and acceptance say, and who must not notice does not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
+
+from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.depth import Pace, choose_depth
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.serving.depth import DepthCosts
+from fly_jax.serving.engine import Engine
+from fly_jax.serving.request import Request, Ticket
+from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.sampling import Sampling
+
+DEPTHS = (0, 2, 4)
+SPEC = RoundSpec(Exact(), 4, None, EOS, depths=DEPTHS)
+FLY = Fly(0.2, 2)
+LIMIT = 24
+
+
+def engine(*, load_may_change_text: bool = False) -> Engine:
+    """All of them have the same programs."""
+    return Engine(
+        random_target(2),
+        random_draft(2, 0.2),
+        SPEC,
+        num_slots=4,
+        max_length=CONFIG.max_context,
+        prefill_chunk=16,
+        rules=(FLY,),
+        load_may_change_text=load_may_change_text,
+    )
+
+
+class Clock(DepthCosts):
+    """Rounds of so many rows take what `seconds` says, by K, whatever they really take."""
+
+    def __init__(self, seconds: dict[int, list[float]]) -> None:
+        super().__init__(DEPTHS)
+        self.seconds, self.taken = seconds, list[int]()
+        for rows, some in seconds.items():
+            self.learn((rows, 128), some)
+
+    def observe(self, program: tuple[int, int], rounds: Sequence[int], _: float | None) -> None:
+        self.taken += rounds
+        by_depth = self.seconds[program[0]]
+        super().observe(program, rounds, sum(by_depth[DEPTHS.index(one)] for one in rounds))
+
+
+class Schedule(Clock):
+    """K is what is said, for those who let it be chosen."""
+
+    def __init__(self, depths: Iterator[int]) -> None:
+        super().__init__({1: [1.0] * 3, 4: [1.0] * 3})
+        self.said = depths
+
+    def next(self, program: tuple[int, int], *, may_vary: bool) -> np.ndarray:
+        if not may_vary:
+            return super().next(program, may_vary=False)
+        return np.where(np.equal(DEPTHS, next(self.said)), 1, np.inf).astype(np.float32)
+
+
+def decoded(by: Engine, *requests: Request) -> list[Ticket]:
+    tickets = [by.submit(request) for request in requests]
+    while not by.is_idle:
+        by.step()
+    return tickets
+
+
+def test_lossless_requests_do_not_notice() -> None:
+    one = engine()
+    one.costs = costs = Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4)))
+    prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
+    found = decoded(one, *(Request(prompt, LIMIT) for prompt in prompts))
+    for ticket, expected in zip(found, greedy(random_target(2), prompts, LIMIT), strict=True):
+        tokens = ticket.generation.token_ids
+        assert tokens == expected[: len(tokens)]
+        assert len(tokens) == LIMIT or tokens[-1] in EOS
+    assert set(costs.taken) == set(DEPTHS)
+    assert costs.num_rounds[0] == costs.taken.count(0)
+
+
+def test_a_loosened_request_keeps_its_k() -> None:
+    """Also where it goes on with a text of which the draft model has not seen the end."""
+    one = engine()
+    one.costs = costs = Schedule(itertools.repeat(0))
+    (before,) = decoded(one, Request(list(range(30)), LIMIT))
+    assert set(costs.taken) == {0}
+    text = [*range(30), *before.generation.token_ids]
+    asked = Request([*text, 3, 1], LIMIT, rule=FLY)
+    found, beside = decoded(one, asked, Request([6, 7, 8], LIMIT))
+    assert found.num_reused >= 30
+    assert costs.taken[-1] in (0, 4)
+    decoder = Decoder(
+        random_target(2), random_draft(2, 0.2), RoundSpec(FLY, 4, None, EOS), capacity=128
+    )
+    (alone,) = decoder.decode([asked.prompt], LIMIT, seed=0)
+    assert found.generation.token_ids == alone.token_ids
+    assert found.generation.why == alone.why
+    assert found.generation.num_rounds == alone.num_rounds
+    expected = greedy(random_target(2), [[6, 7, 8]], LIMIT)[0]
+    assert beside.generation.token_ids == expected[: len(beside.generation.token_ids)]
+
+
+@pytest.mark.parametrize(
+    ("load_may_change_text", "request_"),
+    [
+        (False, Request([1, 2, 3], LIMIT)),
+        (True, Request([1, 2, 3], LIMIT, rule=FLY)),
+    ],
+)
+def test_drafting_stops_where_it_does_not_pay_and_begins_again(
+    load_may_change_text: bool, request_: Request
+) -> None:
+    one = engine(load_may_change_text=load_may_change_text)
+    one.costs = costs = Clock({1: [1.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
+    shares = []
+    for number in (1, 8, 1):
+        costs.taken.clear()
+        decoded(one, *[request_] * number)
+        shares.append(costs.taken.count(0) / len(costs.taken))
+    assert shares[0] == 0
+    assert shares[1] > 0.5
+    assert shares[2] == 0
+
+
+def test_without_leave_neither_loosened_nor_drawn_requests_are_drafted_less_for() -> None:
+    for request in (
+        Request([1, 2, 3], LIMIT, rule=FLY),
+        Request([1, 2, 3], LIMIT, sampling=Sampling(0.5)),
+    ):
+        assert not Ticket(request, request.rule or Exact()).is_settled
+
+
+def test_it_looks_again_ever_more_seldom() -> None:
+    costs = DepthCosts(DEPTHS)
+    program = (2, 128)
+    forced = [np.inf, 1, np.inf]
+    assert costs.next(program, may_vary=True).tolist() == [np.inf, np.inf, 1], "nothing is known"
+    costs.learn(program, [1.0, 5.0, 9.0])
+    looks = []
+    for number in range(1000):
+        looks_again = costs.next(program, may_vary=True).tolist() == forced
+        looks += [number] * looks_again
+        costs.observe(program, [2 if looks_again else 0], None)
+    assert looks == [64, 65, 194, 195, 452, 453, 966, 967]
+    # Drafting that goes on is what it waited for.
+    costs.observe(program, [4] * 64, None)
+    costs.observe(program, [0] * 64, None)
+    assert costs.next(program, may_vary=True).tolist() == forced
+
+
+def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
+    costs, program = DepthCosts(DEPTHS), (1, 256)
+    costs.learn(program, [1.0, 2.0, 3.0])
+    costs.observe(program, [4, 4], None)
+    pace = Pace(*(jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)), seconds=jnp.ones(3))
+
+    def chosen() -> int:
+        seconds = jnp.asarray(costs.next(program, may_vary=True))
+        now = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, seconds)
+        return DEPTHS[int(choose_depth(now, jnp.array([True]), DEPTHS, 0))]
+
+    # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.
+    assert chosen() == 4
+    costs.learn(program, [1.0, 1.95, 3.0])
+    assert chosen() == 4, "too little better"
+    for _ in range(50):
+        costs.observe(program, [4, 4], 2 * 5.0)
+    assert chosen() == 2
+    costs.observe(program, [2], None)
+    for _ in range(50):
+        costs.observe(program, [2, 2], 2 * 2.9)
+    assert chosen() == 0
+    # Rounds of several depths, or among which something else ran, say nothing of one.
+    costs.observe(program, [0, 4], 1000.0)
+    costs.observe(program, [0], None)
+    assert chosen() == 0

@@ -32,9 +32,13 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
+        return sum(self.labelled(name).values())
+
+    def labelled(self, name: str) -> dict[str, float]:
+        """A metric by its label."""
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.findall(rf"^fly_jax:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, found))
+        found = re.findall(rf"^fly_jax:{name}(?:{{([^}}]*)}})? (\S+)$", text, re.MULTILINE)
+        return {label: float(value) for label, value in found}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 
 Two servers of the embedded pair stand on this machine, one without speculation, and are asked in
 turns, one at a time: the rules exact, fly and the server's own by the field `fly` of each request.
+The other one chooses K for the load, for loosened requests too.
 Clients send the next problem when the last is answered. Beside every speed is the share of problems
 that were answered rightly.
 """
@@ -15,6 +16,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import numpy as np
@@ -28,6 +30,7 @@ from fly_jax.training.problems import Problem, is_correct
 _TURNS = flags.DEFINE_integer("turns", 5, "measurements of each", lower_bound=1)
 _REQUESTS = flags.DEFINE_integer("num_requests", 48, "of each measurement", lower_bound=1)
 _CLIENTS = flags.DEFINE_multi_integer("clients", [1, 4, 16], "at a time", lower_bound=1)
+_ROUNDS = "spec_decode_num_rounds_total"
 _KINDS = ("autoregressive", "exact", "fly", "recommended")
 
 
@@ -48,11 +51,13 @@ async def _asked(at: Server, kind: str, worded: Sequence[Problem], clients: int)
     return answers
 
 
-def _measured(at: Server, kind: str, worded: Sequence[Problem], clients: int) -> dict[str, float]:
+def _measured(at: Server, kind: str, worded: Sequence[Problem], clients: int) -> dict[str, Any]:
+    before = at.labelled(_ROUNDS)
     begin = time.perf_counter()
     answers = asyncio.run(_asked(at, kind, worded, clients))
     seconds = time.perf_counter() - begin
     assert all(one.status == 200 for one in answers)
+    after = at.labelled(_ROUNDS)
     firsts, wholes = [[getattr(one, name) for one in answers] for name in ("first", "seconds")]
     return {
         "tokens_per_second": sum(one.num_tokens for one in answers) / seconds,
@@ -64,17 +69,19 @@ def _measured(at: Server, kind: str, worded: Sequence[Problem], clients: int) ->
         "correct": statistics.mean(
             is_correct(problem, one.text) for problem, one in zip(worded, answers, strict=True)
         ),
+        "rounds": {label: value - before.get(label, 0) for label, value in after.items()},
     }
 
 
 def main(_: list[str]) -> None:
     worded = word_problems("held_out", _REQUESTS.value)
     sizes = (f"--num_slots={max(_CLIENTS.value)}", "--max_length=512")
-    found: dict[str, list[dict[str, float]]] = {
+    found: dict[str, list[dict[str, Any]]] = {
         f"{kind}, {clients} clients": []
         for clients, kind in itertools.product(_CLIENTS.value, _KINDS)
     }
-    with server(*sizes) as speculating, server(*sizes, "--rule=autoregressive") as plain:
+    chosen = ("--num_speculative_tokens=auto", "--load_may_change_text")
+    with server(*sizes, *chosen) as speculating, server(*sizes, "--rule=autoregressive") as plain:
         for turn, clients in itertools.product(range(_TURNS.value + 1), _CLIENTS.value):
             for kind in _KINDS:
                 at = plain if kind == "autoregressive" else speculating
@@ -82,7 +89,8 @@ def main(_: list[str]) -> None:
                 if turn:  # the first one finds nothing in the caches
                     found[f"{kind}, {clients} clients"].append(measured)
     for name, turns in found.items():
-        middle = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        figures = [key for key in turns[0] if key != "rounds"]
+        middle = {key: statistics.median(turn[key] for turn in turns) for key in figures}
         print(
             f"{name}: {middle['tokens_per_second']:.0f} tokens/s, first token after "
             f"{1e3 * middle['first_token_median']:.0f} ms (p95 "

@@ -26,7 +26,7 @@ DraftStop = Literal["never", "entropy"]
 AUTO_DEPTHS = (2, 5, 9, 15, 24)
 # The same for rows that join and leave: where drafting does not pay, nothing is drafted. They are
 # fewer, since an engine compiles many programs before its first request.
-SERVED_DEPTHS = (0, 2, 5, 15)
+SERVED_DEPTHS = (0, 5, 15)
 # Of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 

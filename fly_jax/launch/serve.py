@@ -119,6 +119,11 @@ def _flags() -> Flags:
         "none are computed with 0",
         lower_bound=0, upper_bound=20,
     )  # fmt: skip
+    flags.boolean(
+        group, "load_may_change_text",
+        "with --num_speculative_tokens=auto, K is chosen for loosened and drawn requests too, so "
+        "that what they give depends on what else is decoded",
+    )  # fmt: skip
     flags.integer(group, "max_queue", 256, "requests that may wait for a slot", lower_bound=0)
     flags.integer(group, "max_body", 2 * 2**20, "bytes of a request's body", lower_bound=1)
     flags.number(group, "request_timeout", 600.0, "seconds a request may take")
@@ -149,7 +154,7 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
 
     # All that can be known to be wrong is found before weights are read.
     choices = Choices.of(config, values.rules or None)
-    check_spec(RoundSpec.of(choices.for_engine, num_drafts=1), choices.kinds)
+    check_spec(RoundSpec.of(choices.for_engine, num_drafts=1).served(), choices.kinds)
     if process_id() != 0:
         with joint_errors():
             pass  # what only process 0 looks at
@@ -215,6 +220,7 @@ def _made(values: FlagValues, choices: Choices, kind: type[_Engine]) -> tuple[Pa
         rules=choices.kinds,
         audits=True,
         max_logprobs=values.max_logprobs,
+        load_may_change_text=values.load_may_change_text,
     )
     return pair, engine
 

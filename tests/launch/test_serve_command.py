@@ -28,7 +28,7 @@ SHORT = "--max_length=50"  # few programs are compiled
         (["--max_length=97"], "at most 96, the target's context"),
         (["--rules=nonsense"], "there is no rule 'nonsense'"),
         (["--rules=csd"], "memory"),
-        (["--num_speculative_tokens=auto"], "give a number"),
+        (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], "window_size=20"),
         (["--window_size=9", "--rules=fly"], "window_size=9"),
         (["--request_timeout=0"], "--request_timeout is 0.0"),
         (["--api_key= "], "is empty"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,6 +43,7 @@ class Metrics:
           engine: what is measured.
         """
         self._engine, self._registry = engine, CollectorRegistry()
+        self._counted = collections.Counter[int]()  # rounds that `text` has been told of
         k = engine.spec.num_speculative_tokens
         self._gauge("num_requests_running", "Requests in a slot").set_function(
             lambda: len(engine.slots.live)
@@ -54,7 +57,10 @@ class Metrics:
         self._gauge("slot_usage_perc", "Slots in use; 1 is all").set_function(
             lambda: len(engine.slots.live) / len(engine.slots.occupants)
         )
-        self._gauge("num_spec_tokens", "Draft tokens of a round (K)").set(k)
+        self._gauge("num_spec_tokens", "Draft tokens of a round (K), or the most").set(k)
+        self._gauge("spec_decode_depth", "K of the last round").set_function(
+            lambda: k if engine.costs is None else engine.costs.current
+        )
         self._gauge("compilations", "Programs compiled since the process began").set_function(
             lambda: _num_compilations
         )
@@ -73,6 +79,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens kept, by position", "position"
         )
         self._rescued = counter("spec_decode_num_rescued_tokens", "Mismatches kept")
+        self._rounds = counter("spec_decode_num_rounds", "Rounds, where K is chosen, by K", "depth")
         self._revoked = counter("spec_decode_num_revoked_windows", "Deferred windows that failed")
         self._refused = counter("spec_decode_num_refused_tokens", "Mismatches refused", "by")
         self._first = histogram("time_to_first_token_seconds", "From arrival to the first token")
@@ -133,4 +140,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them, in Prometheus' text format."""
+        if self._engine.costs is not None:
+            for depth, number in list(self._engine.costs.num_rounds.items()):
+                rounds = self._rounds.labels(str(depth))
+                rounds.inc(number - self._counted[depth])
+                self._counted[depth] = number
         return generate_latest(self._registry)

@@ -122,9 +122,12 @@ def expected_tokens(pace: Pace, depth: int, strict_tail: Count) -> Float32[Array
 
 def choose_depth(
     pace: Pace, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
-) -> Int32[Array, ""]:
-    """Index of the depth from which all live rows together expect most tokens a second."""
+) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
+    """Index of the depth from which all live rows together expect most tokens a second.
+
+    With it come the tokens that they expect from each.
+    """
     totals = jnp.stack(
         [jnp.sum(jnp.where(live, expected_tokens(pace, k, strict_tail), 0)) for k in depths]
     )
-    return jnp.argmax(totals / pace.seconds).astype(jnp.int32)
+    return jnp.argmax(totals / pace.seconds).astype(jnp.int32), totals

@@ -24,6 +24,9 @@ def decode_rounds(
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
+    Where rows join and leave, the dispatch ends with the first one that is done: another is to
+    have its place.
+
     A single round runs without a loop around it. Within one, the TPU compiler gives matrices that
     are split finely another order in memory than they arrive in, and copies them whole: a 405B
     target would not fit (docs/planner.md). The price is the round that the host has dispatched
@@ -54,7 +57,11 @@ def decode_rounds(
 
     def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
         index, state, _ = carry
-        return (index < structure.rounds_per_dispatch) & ~jnp.all(state.finished)
+        goes_on = (index < structure.rounds_per_dispatch) & ~jnp.all(state.finished)
+        if structure.rows_leave:
+            goes_on &= jnp.all(state.finished == begun)
+        return goes_on
 
+    begun = state.finished
     _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
     return state, outputs

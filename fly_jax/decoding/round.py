@@ -70,7 +70,7 @@ def decode_round(
     state = dataclasses.replace(state, keys=keys)
 
     # 1) Propose.
-    depth = _depth(structure, state, inputs, live)
+    depth, expected = _depth(structure, state, inputs, live)
     draft, drafter_state = _propose(structure, drafter, state, inputs, draft_keys, depth)
 
     # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
@@ -113,6 +113,7 @@ def decode_round(
         budget=state.rule.budget,
         rolled_back=settled.rolled_back,
         depth=depth,
+        expected=expected,
         draft_tokens=draft.tokens if structure.reports_evidence else None,
         evidence=seen if structure.reports_evidence else None,
     )
@@ -121,16 +122,16 @@ def decode_round(
 
 def _depth(
     structure: RoundStructure, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
-) -> Int[Array, ""] | None:
-    """K of this round, where it is chosen."""
+) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
+    """K of this round, where it is chosen, and the tokens that are expected of it."""
     if not structure.depths or state.pace is None:
-        return None
+        return None, None
     strict_tail = 0 if structure.deferred_window else inputs.rule.strict_tail
-    chosen = choose_depth(state.pace, live, structure.depths, strict_tail)
+    chosen, expected = choose_depth(state.pace, live, structure.depths, strict_tail)
     if state.window is not None:  # which only draft tokens can complete
         is_open = jnp.any(state.window.is_open & live)
         chosen = jnp.where(is_open & (structure.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
-    return jnp.asarray(structure.depths, jnp.int32)[chosen]
+    return jnp.asarray(structure.depths, jnp.int32)[chosen], expected[chosen]
 
 
 def _propose(

@@ -44,6 +44,7 @@ class RoundSpec:
         the one before it, at most.
       draft_stop: ends a row's drafting before K; None for never.
       sampling: how target and draft are drawn from; None for greedy decoding.
+      rows_leave: a row that is done makes room for another, so that a dispatch ends with it.
     """
 
     rule: Rule
@@ -60,6 +61,7 @@ class RoundSpec:
     level_speculative_tokens: tuple[int, ...] = ()
     draft_stop: EntropyStop | None = None
     sampling: Sampling | None = None
+    rows_leave: bool = False
 
     @classmethod
     def of(
@@ -186,6 +188,7 @@ class RoundSpec:
             reports=self.reports,
             reports_evidence=self.reports_evidence,
             deferred_window=self.deferred_window,
+            rows_leave=self.rows_leave,
         )
 
 
@@ -203,6 +206,7 @@ class RoundStructure:
       reports: fills `RoundOutput.reports`.
       reports_evidence: fills `RoundOutput.evidence`.
       deferred_window: size of the windows that may stay open; 0 if none may.
+      rows_leave: a dispatch ends when a row does.
     """
 
     num_speculative_tokens: int
@@ -214,6 +218,7 @@ class RoundStructure:
     reports: bool
     reports_evidence: bool
     deferred_window: int
+    rows_leave: bool
 
     @property
     def learns_pace(self) -> bool:

@@ -110,6 +110,7 @@ class RoundOutput:
       budget: [rounds, rows], risk budget that is left after the round; None without one.
       rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
       depth: [rounds], draft tokens that were asked for; None where K is not chosen.
+      expected: [rounds], tokens that were expected of all live rows, from their rates; likewise.
       draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
         its evidence.
       evidence: of [rounds, rows, K + 1], what the rule decided on; None likewise.
@@ -127,6 +128,7 @@ class RoundOutput:
     budget: Float32[Array, "rounds rows"] | None = None
     rolled_back: Bool[Array, "rounds rows"] | None = None
     depth: Int[Array, " rounds"] | None = None
+    expected: Float32[Array, " rounds"] | None = None
     draft_tokens: Int[Array, "rounds rows draft"] | None = None
     evidence: TargetEvidence | None = None
 

@@ -8,9 +8,11 @@ are kept, one dispatch old.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
-# A round measured by the host counts so much against those before it, and at most so many times.
+# What a dispatch shows counts so much against those before it, and at most so many times as much.
 _WEIGHT, _MOST = 0.2, 2.0
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
@@ -33,8 +35,26 @@ _TIMINGS = 3
 Program = tuple[int, int]
 
 
+class Round(NamedTuple):
+    """What a round has done.
+
+    Attributes:
+      depth: its K.
+      tokens: that settled.
+      expected: tokens, had every slot with somebody in it been live, and given what its rates say.
+    """
+
+    depth: int
+    tokens: int
+    expected: float
+
+
 class DepthCosts:
     """Seconds of a round of each depth, by the program: its rows, and how far it attends.
+
+    Beside them is what rounds give of what is expected of them. That is less than all: texts end
+    within a block, their slots wait for the next dispatch, and mismatches come in clusters; the
+    deeper is drafted, the more is lost.
 
     Attributes:
       depths: what K is chosen from, in ascending order.
@@ -52,13 +72,17 @@ class DepthCosts:
         self.current = self.depths[-1]
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}
+        self._given: dict[Program, np.ndarray] = {}
         # Rounds in a row without a draft, and with one.
         self._num_plain = self._num_drafted = 0
         self._wait, self._tries = _FIRST_WAIT, 0
+        self._tried = itertools.cycle(self.depths[1:])
+        self._trial = self.depths[-1]
 
     def learn(self, program: Program, seconds: Sequence[float]) -> None:
         """Takes what a round of each depth takes."""
         self._seconds[program] = np.asarray(seconds, np.float32)
+        self._given[program] = np.ones(len(seconds), np.float32)
 
     def measure(
         self,
@@ -87,7 +111,7 @@ class DepthCosts:
             state = jax.block_until_ready(state.attending(attended).choosing(only))
             begin = time.perf_counter()
             state, output = programs.run(state, inputs, rows)
-            num_rounds = len(rounds_run(jax.device_get(output)))
+            num_rounds = len(rounds_run(jax.device_get(output), rows))
             found[depth] = min(found[depth], (time.perf_counter() - begin) / num_rounds)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
@@ -105,43 +129,63 @@ class DepthCosts:
         if known is None or not may_vary:
             return _only(self.depths[-1], self.depths)
         if self._num_plain >= self._wait:  # how much is accepted is seen only where there is some
-            self._tries, self._num_plain = _TRIES, 0
+            self._tries, self._num_plain, self._trial = _TRIES, 0, next(self._tried)
             self._wait = min(2 * self._wait, _LONGEST_WAIT)
         if self._tries:
             self._tries -= 1
-            return _only(self.depths[1], self.depths)
+            return _only(self._trial, self.depths)
+        known = known / self._given[program]
         stays = np.equal(self.depths, self.current)
         return np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
 
-    def observe(self, program: Program, rounds: Sequence[int], seconds: float | None) -> None:
+    def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Takes what a dispatch has done.
 
         Args:
           program: that ran.
-          rounds: K of each of its rounds, as far as they had something to do.
+          rounds: of the dispatch, as far as they had something to do.
           seconds: that it took; None where something else ran meanwhile.
         """
-        is_same = set(rounds) == {self.current}
-        self.num_rounds.update(rounds)
-        for self.current in rounds:
-            is_plain = self.current == 0
-            self._num_plain = (self._num_plain + 1) * is_plain
-            self._num_drafted = (self._num_drafted + 1) * (not is_plain)
+        before, depths = self.current, {one.depth for one in rounds}
+        for one in rounds:
+            self.num_rounds[one.depth] += 1
+            self.current = one.depth
+            self._num_plain = self._num_plain + 1 if one.depth == 0 else 0
+            self._num_drafted = self._num_drafted + 1 if one.depth else 0
         if self._num_drafted >= _FIRST_WAIT:
             self._wait = _FIRST_WAIT
-        known = self._seconds.get(program)
-        if known is not None and seconds is not None and is_same:
-            at = self.depths.index(self.current)
-            known[at] += _WEIGHT * (min(seconds / len(rounds), _MOST * known[at]) - known[at])
+        if program not in self._seconds or len(depths) != 1:
+            return
+        at = self.depths.index(self.current)
+        given = sum(one.tokens for one in rounds) / sum(one.expected for one in rounds)
+        _move(self._given[program], at, given)
+        if seconds is not None and before == self.current:
+            _move(self._seconds[program], at, seconds / len(rounds))
 
 
-def rounds_run(output: RoundOutput) -> list[int]:
-    """K of each round of a dispatch, where it is chosen, without those that had nothing to do."""
+def rounds_run(output: RoundOutput, num_seats: int) -> list[Round]:
+    """The rounds of a dispatch, where K is chosen, without those that had nothing to do.
+
+    Args:
+      output: on the host.
+      num_seats: slots that somebody was in.
+    """
     assert output.depth is not None
-    has_run = np.any((output.count > 0) | (output.num_drafted > 0), axis=1)
-    return [int(depth) for depth in output.depth[has_run]]
+    assert output.expected is not None
+    num_live = np.sum((output.count > 0) | (output.num_drafted > 0), axis=1)
+    tokens = np.sum(output.count, axis=1)
+    return [
+        Round(int(output.depth[at]), int(tokens[at]), float(output.expected[at] / live * num_seats))
+        for at, live in enumerate(num_live)
+        if live
+    ]
 
 
 def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
     """[depths], seconds with which this one is chosen whatever is accepted."""
     return np.where(np.equal(depths, depth), 1, np.inf).astype(np.float32)
+
+
+def _move(figures: np.ndarray, at: int, seen: float) -> None:
+    """Takes one of some running figures towards what was seen."""
+    figures[at] += _WEIGHT * (min(seen, _MOST * figures[at]) - figures[at])

@@ -126,7 +126,7 @@ class Engine:
         check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
         self._numbers = RowNumbers(spec.rule, rules, num_slots)
-        self.spec = dataclasses.replace(spec, rule=self._numbers.united)
+        self.spec = dataclasses.replace(spec, rule=self._numbers.united, rows_leave=True)
         self._drafter = checked_drafter(target, draft, spec)
         self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
         self.max_length = length
@@ -431,8 +431,10 @@ class Engine:
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
         if self.costs is not None:
+            num_seats = sum(one is not None for one in dispatch.occupants)
             program = (len(dispatch.occupants), dispatch.attended)
-            self.costs.observe(program, rounds_run(output), taken if dispatch.is_timed else None)
+            rounds = rounds_run(output, num_seats)
+            self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
             for slot, ticket in enumerate(dispatch.occupants):

@@ -66,7 +66,7 @@ def test_the_depth_of_most_tokens_a_second(
 ) -> None:
     pace = pace_of(matched, 0.0, refused, 0.0)
     pace = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, jnp.asarray(seconds))
-    assert int(choose_depth(pace, jnp.array([True]), (2, 6, 12), 0)) == chosen
+    assert int(choose_depth(pace, jnp.array([True]), (2, 6, 12), 0)[0]) == chosen
 
 
 def test_finished_rows_have_no_say() -> None:
@@ -78,8 +78,8 @@ def test_finished_rows_have_no_say() -> None:
         ),
         seconds=jnp.asarray([1.0, 1.5]),
     )
-    assert int(choose_depth(both, jnp.array([True, False]), (1, 9), 0)) == 1
-    assert int(choose_depth(both, jnp.array([False, True]), (1, 9), 0)) == 0
+    assert int(choose_depth(both, jnp.array([True, False]), (1, 9), 0)[0]) == 1
+    assert int(choose_depth(both, jnp.array([False, True]), (1, 9), 0)[0]) == 0
 
 
 def test_the_first_guess_is_a_rate_between_0_and_1() -> None:

@@ -13,8 +13,9 @@ from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import Pace, choose_depth
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.serving.depth import DepthCosts
+from fly_jax.serving.depth import DepthCosts, Round
 from fly_jax.serving.engine import Engine
+from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
@@ -48,10 +49,10 @@ class Clock(DepthCosts):
         for rows, some in seconds.items():
             self.learn((rows, 128), some)
 
-    def observe(self, program: tuple[int, int], rounds: Sequence[int], _: float | None) -> None:
-        self.taken += rounds
+    def observe(self, program: tuple[int, int], rounds: Sequence[Round], _: float | None) -> None:
+        self.taken += [one.depth for one in rounds]
         by_depth = self.seconds[program[0]]
-        super().observe(program, rounds, sum(by_depth[DEPTHS.index(one)] for one in rounds))
+        super().observe(program, rounds, sum(by_depth[DEPTHS.index(one.depth)] for one in rounds))
 
 
 class Schedule(Clock):
@@ -84,7 +85,12 @@ def test_lossless_requests_do_not_notice() -> None:
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == LIMIT or tokens[-1] in EOS
     assert set(costs.taken) == set(DEPTHS)
-    assert costs.num_rounds[0] == costs.taken.count(0)
+    metrics = Metrics(one)
+    for text in (metrics.text().decode(), metrics.text().decode()):
+        assert f"\nfly_jax:spec_decode_depth {costs.taken[-1]:.1f}\n" in text
+        for depth in DEPTHS:
+            number = float(costs.taken.count(depth))
+            assert f'\nfly_jax:spec_decode_num_rounds_total{{depth="{depth}"}} {number}\n' in text
 
 
 def test_a_loosened_request_keeps_its_k() -> None:
@@ -120,7 +126,7 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(
     load_may_change_text: bool, request_: Request
 ) -> None:
     one = engine(load_may_change_text=load_may_change_text)
-    one.costs = costs = Clock({1: [1.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
+    one.costs = costs = Clock({1: [9.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
     shares = []
     for number in (1, 8, 1):
         costs.taken.clear()
@@ -142,44 +148,63 @@ def test_without_leave_neither_loosened_nor_drawn_requests_are_drafted_less_for(
 def test_it_looks_again_ever_more_seldom() -> None:
     costs = DepthCosts(DEPTHS)
     program = (2, 128)
-    forced = [np.inf, 1, np.inf]
+    forced = {2: [np.inf, 1, np.inf], 4: [np.inf, np.inf, 1]}
     assert costs.next(program, may_vary=True).tolist() == [np.inf, np.inf, 1], "nothing is known"
     costs.learn(program, [1.0, 5.0, 9.0])
     looks = []
     for number in range(1000):
-        looks_again = costs.next(program, may_vary=True).tolist() == forced
-        looks += [number] * looks_again
-        costs.observe(program, [2 if looks_again else 0], None)
-    assert looks == [64, 65, 194, 195, 452, 453, 966, 967]
+        given = costs.next(program, may_vary=True).tolist()
+        depth = next((depth for depth, only in forced.items() if given == only), 0)
+        looks += [(number, depth)] * (depth > 0)
+        costs.observe(program, rounds(depth), None)
+    assert looks == [
+        *((64, 2), (65, 2), (194, 4), (195, 4), (452, 2), (453, 2), (966, 4), (967, 4))
+    ]
     # Drafting that goes on is what it waited for.
-    costs.observe(program, [4] * 64, None)
-    costs.observe(program, [0] * 64, None)
-    assert costs.next(program, may_vary=True).tolist() == forced
+    costs.observe(program, rounds(*[4] * 64), None)
+    costs.observe(program, rounds(*[0] * 64), None)
+    assert costs.next(program, may_vary=True).tolist() == forced[2]
+
+
+def rounds(*depths: int, given: float = 1.0) -> list[Round]:
+    """They give this share of what is expected of them."""
+    return [Round(depth, round(1000 * given), 1000.0) for depth in depths]
 
 
 def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
     costs, program = DepthCosts(DEPTHS), (1, 256)
     costs.learn(program, [1.0, 2.0, 3.0])
-    costs.observe(program, [4, 4], None)
+    costs.observe(program, rounds(4, 4), None)
     pace = Pace(*(jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)), seconds=jnp.ones(3))
 
     def chosen() -> int:
         seconds = jnp.asarray(costs.next(program, may_vary=True))
         now = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, seconds)
-        return DEPTHS[int(choose_depth(now, jnp.array([True]), DEPTHS, 0))]
+        return DEPTHS[int(choose_depth(now, jnp.array([True]), DEPTHS, 0)[0])]
 
     # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.
     assert chosen() == 4
     costs.learn(program, [1.0, 1.95, 3.0])
     assert chosen() == 4, "too little better"
     for _ in range(50):
-        costs.observe(program, [4, 4], 2 * 5.0)
+        costs.observe(program, rounds(4, 4), 2 * 5.0)
     assert chosen() == 2
-    costs.observe(program, [2], None)
+    costs.observe(program, rounds(2), None)
     for _ in range(50):
-        costs.observe(program, [2, 2], 2 * 2.9)
+        costs.observe(program, rounds(2, 2), 2 * 2.9)
     assert chosen() == 0
     # Rounds of several depths, or among which something else ran, say nothing of one.
-    costs.observe(program, [0, 4], 1000.0)
-    costs.observe(program, [0], None)
+    costs.observe(program, rounds(0, 4), 1000.0)
+    costs.observe(program, rounds(0), None)
     assert chosen() == 0
+
+
+def test_what_is_expected_in_vain_is_expected_no_more() -> None:
+    costs, program = DepthCosts(DEPTHS), (1, 256)
+    costs.learn(program, [1.0, 2.0, 3.0])
+    costs.observe(program, rounds(4), None)
+    for _ in range(50):
+        costs.observe(program, rounds(4, 4, given=0.25), None)
+    np.testing.assert_allclose(
+        costs.next(program, may_vary=True), [1.0, 2.0, 0.95 * 3.0 / 0.25], rtol=0.01
+    )

@@ -411,6 +411,7 @@ def test_metrics(live: Live) -> None:
     finished = sum(value for key, value in grown.items() if "request_success_total" in key)
     assert finished == 2
     assert after["fly_jax:num_slots[]"] == SLOTS
+    assert after["fly_jax:spec_decode_depth[]"] == after["fly_jax:num_spec_tokens[]"]
     first = grown["fly_jax:spec_decode_num_accepted_tokens_per_pos_total[('position', '0')]"]
     assert first == sum(found["acceptance_histogram"][1:])
 

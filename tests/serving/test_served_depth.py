@@ -111,7 +111,7 @@ def test_a_loosened_request_keeps_its_k() -> None:
     assert found.generation.token_ids == alone.token_ids
     assert found.generation.why == alone.why
     assert found.generation.num_rounds == alone.num_rounds
-    expected = greedy(random_target(2), [[6, 7, 8]], LIMIT)[0]
+    expected = greedy(random_target(2), [[6, 7, 8], [6]], LIMIT)[0]  # the program of the test above
     assert beside.generation.token_ids == expected[: len(beside.generation.token_ids)]
 
 

@@ -35,31 +35,15 @@ from fly_jax.serving.checks import (
     check_stop,
 )
 from fly_jax.serving.depth import DepthCosts, rounds_run
+from fly_jax.serving.dispatched import Dispatch
 from fly_jax.serving.numbers import RowNumbers
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.slots import Prefix, Slots
+from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
-
-
-@dataclasses.dataclass(frozen=True)
-class _Dispatch:
-    """Rounds on their way, who was in which slot when they were dispatched, and by what.
-
-    `is_timed`: they run right after those before them, with nothing in between.
-    """
-
-    output: RoundOutput
-    occupants: tuple[Ticket | None, ...]
-    attended: int
-    is_timed: bool
-
-    @property
-    def is_awaited(self) -> bool:
-        """Something of it may still settle."""
-        return any(one is not None and not one.is_finished for one in self.occupants)
 
 
 class Engine:
@@ -144,7 +128,7 @@ class Engine:
         self._load_may_change_text = load_may_change_text
         self._last_read, self._has_taken_in = 0.0, False
         self._prefill: tuple[Ticket, Iterator[int]] | None = None
-        self._pending: _Dispatch | None = None
+        self._pending: Dispatch | None = None
         ones = np.ones(num_slots, np.int32)
         state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
         self._state = state.unpaced()
@@ -400,7 +384,7 @@ class Engine:
         request = ticket.request
         return min(len(request.prompt) + request.max_new_tokens, self.max_length)
 
-    def _dispatch(self, *, follows: bool) -> _Dispatch:
+    def _dispatch(self, *, follows: bool) -> Dispatch:
         live, rows = self.slots.live, self.slots.reach
         known = ((one.generation.num_tokens, self._limit(one)) for _, one in live)
         samples = any(one.request.sampling is not None for _, one in live)
@@ -409,6 +393,8 @@ class Engine:
         if self.costs is not None:
             may_vary = self._load_may_change_text or all(one.is_settled for _, one in live)
             seconds = self.costs.next((rows, attended), may_vary=may_vary)
+            if self._programs.spans_processes:  # which must all choose the same
+                seconds = np.asarray(broadcast(seconds.tolist()), np.float32)
             state = state.choosing(self._programs.put(seconds, (None,)))
         inputs = self._inputs(sampled=samples)
         assert inputs is not None
@@ -417,7 +403,7 @@ class Engine:
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         is_timed, self._has_taken_in = follows and not self._has_taken_in, False
-        return _Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed)
+        return Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed)
 
     def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
         """The numbers of all slots; None where nothing is ever drawn."""
@@ -426,7 +412,7 @@ class Engine:
         programs, occupants = self._programs, self.slots.occupants
         return self._numbers.inputs(programs, occupants, self._protected, sampled=sampled)
 
-    def _read(self, dispatch: _Dispatch) -> list[tuple[Ticket, Settled]]:
+    def _read(self, dispatch: Dispatch) -> list[tuple[Ticket, Settled]]:
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now

@@ -1,0 +1,30 @@
+"""Rounds on their way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fly_jax.decoding.state import RoundOutput
+from fly_jax.serving.request import Ticket
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Rounds that were dispatched, and what is to be known when they are read.
+
+    Attributes:
+      output: of the rounds, perhaps not there yet.
+      occupants: who was in which of the slots that are decoded.
+      attended: positions that attention reads.
+      is_timed: they run right after those before them, with nothing in between.
+    """
+
+    output: RoundOutput
+    occupants: tuple[Ticket | None, ...]
+    attended: int
+    is_timed: bool
+
+    @property
+    def is_awaited(self) -> bool:
+        """Something of it may still settle."""
+        return any(one is not None and not one.is_finished for one in self.occupants)

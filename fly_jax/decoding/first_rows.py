@@ -71,10 +71,10 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     """The numbers of the first rows; what all share stays as it is."""
-    rule, sampling = jax.tree.map(
-        lambda leaf: leaf[:rows] if leaf.ndim else leaf, (inputs.rule, inputs.sampling)
+    rule, sampling, ends = jax.tree.map(
+        lambda leaf: leaf[:rows] if leaf.ndim else leaf, (inputs.rule, inputs.sampling, inputs.ends)
     )
-    return dataclasses.replace(inputs, rule=rule, sampling=sampling)
+    return dataclasses.replace(inputs, rule=rule, sampling=sampling, ends=ends)
 
 
 def _each(function: Any, few: DecodeState, whole: DecodeState) -> DecodeState:

@@ -63,6 +63,8 @@ def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: 
         (CompletionRequest, {"logprobs": 6}, "less than or equal to 5"),
         (CompletionRequest, {"logprobs": True}, "valid integer"),
         (CompletionRequest, {"best_of": 3}, "best_of is 3"),
+        (CompletionRequest, {"max_completion_tokens": 3}, "max_completion_tokens is 3"),
+        (CompletionRequest, {"top_logprobs": 3}, "top_logprobs is 3"),
         (ChatRequest, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
         (ChatRequest, {"top_logprobs": 2}, "give logprobs=true"),
         (ChatRequest, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),

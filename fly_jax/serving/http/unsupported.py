@@ -14,6 +14,7 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
         (
             *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
             *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
+            *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
             *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
             *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
             *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),

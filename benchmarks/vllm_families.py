@@ -33,7 +33,7 @@ _WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the s
 _FILES = flags.DEFINE_list("files", [], "models and output of that way")
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
-_FAMILIES = ("qwen2", "qwen3", "mistral")  # the embedded pair is a Llama: vllm_engine.py
+_FAMILIES = ("qwen3", "mistral")  # the embedded pair is a Llama: vllm_engine.py
 _K, _VOCAB = 15, 96
 _EXACT = {"rule": "exact"}
 # additional_config["fly_jax"], and the ranks of data parallel attention.

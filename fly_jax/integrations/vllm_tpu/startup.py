@@ -130,6 +130,11 @@ def _check_draft(vllm_config: Any) -> None:
             f"The draft model {draft.model} is a {name}, with which the engine cannot draft on "
             f"TPU; give one of {', '.join(DRAFTS)}, without a sliding window."
         )
+    if name == "Qwen2ForCausalLM" and not draft.hf_config.tie_word_embeddings:
+        raise FlyJaxError(
+            f"The draft model {draft.model} is a Qwen 2 with an unembedding of its own, which the "
+            "engine's loader cannot load in JAX; give one with tied embeddings, or a Qwen 3."
+        )
     target = vllm_config.model_config
     if vllm_config.parallel_config.pipeline_parallel_size > 1 or target.use_mla:
         raise FlyJaxError(

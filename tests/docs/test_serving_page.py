@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 
 from fly_jax.launch import serve
+from fly_jax.serving.depth import DepthCosts
 from fly_jax.serving.engine import Engine
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.http.page import HEADERS, page
@@ -28,7 +29,7 @@ _NAME = re.compile(r"fly_jax:\w+")
 def metrics() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
     spec = types.SimpleNamespace(num_speculative_tokens=2)
-    engine = types.SimpleNamespace(spec=spec, slots=Slots(1), waiting=())
+    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), waiting=(), costs=DepthCosts((0, 1)))
     text = Metrics(cast(Engine, engine)).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20

@@ -29,7 +29,8 @@ _NAME = re.compile(r"fly_jax:\w+")
 def metrics() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
     spec = types.SimpleNamespace(num_speculative_tokens=2)
-    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), waiting=(), costs=DepthCosts((0, 1)))
+    costs = DepthCosts((0, 2))
+    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), waiting=(), costs=costs)
     text = Metrics(cast(Engine, engine)).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20

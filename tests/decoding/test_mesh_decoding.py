@@ -151,7 +151,7 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     models = decoder._programs
     hlo = (
         programs._run.lower(
-            models._shapes, models._parameters, models._drafter, state, decoder._inputs
+            models._shapes, None, models._parameters, models._drafter, state, decoder._inputs
         )
         .compile()
         .as_text()

@@ -56,7 +56,7 @@ def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
     run = programs._run
 
     def spy(*arguments: object) -> object:
-        state = arguments[3]
+        state = arguments[4]
         attended.append(state.target.attended)  # type: ignore[attr-defined]
         return run(*arguments)
 

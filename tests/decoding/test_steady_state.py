@@ -155,7 +155,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     run = programs._run
 
     def spy(*arguments: object) -> object:
-        states.append(arguments[3])
+        states.append(arguments[4])
         return run(*arguments)
 
     monkeypatch.setattr(programs, "_run", spy)

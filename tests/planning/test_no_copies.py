@@ -70,7 +70,7 @@ def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> Non
     sharding = None if layout is None else layout.sharding((), ())
     at = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     of = decoders[0]._programs
-    inserted = programs._insert.lower(many, one, at).compile().as_text()
+    inserted = programs._insert.lower(False, many, one, at).compile().as_text()
     released = programs._release.lower(many, at).compile().as_text()
     assert not copied(inserted, models, rows, 256)
     assert not copied(released, models, rows, 256)

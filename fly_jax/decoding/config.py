@@ -27,6 +27,8 @@ AUTO_DEPTHS = (2, 5, 9, 15, 24)
 # The same for rows that join and leave: where drafting does not pay, nothing is drafted. They are
 # fewer, since an engine compiles many programs before its first request.
 SERVED_DEPTHS = (0, 5, 15)
+# What `re.compile` raises for what is no regular expression.
+PATTERN_ERRORS = (re.error, OverflowError, RecursionError)
 # Of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
@@ -322,7 +324,7 @@ def check_patterns(patterns: Iterable[str]) -> None:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
+        except PATTERN_ERRORS as error:
             reason = " ".join(str(error).split())
             raise FlyJaxError(
                 f"protect is {pattern!r}, which is no regular expression ({reason}); correct it, "

@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import DecodingConfig, check_patterns, default_config
+from fly_jax.decoding.config import (
+    PATTERN_ERRORS,
+    DecodingConfig,
+    check_patterns,
+    default_config,
+)
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
@@ -154,8 +159,12 @@ class Pair:
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
         """Tokens that are never rescued; see `decoder`."""
-        check_patterns(protect)
-        return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
+        try:
+            matching = self.tokenizer.matching(protect)
+        except PATTERN_ERRORS:
+            check_patterns(protect)  # says which one it is, and what is wrong with it
+            raise
+        return (*self.tokenizer.control_token_ids, *matching)
 
 
 Dtype = Literal["float32", "bfloat16", "int8"]

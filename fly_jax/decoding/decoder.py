@@ -25,6 +25,7 @@ from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.kept import Kept
+from fly_jax.decoding.memory_keys import MemoryKeys, check_memory
 from fly_jax.decoding.programs import Programs, prefill_piece
 from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
@@ -79,11 +80,7 @@ class Decoder:
         """
         self.spec = spec
         self.drafter = checked_drafter(target, draft, spec)
-        if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
-            raise FlyJaxError(
-                "This rule looks mismatches up in a memory, or is to teach one, and none was "
-                "given; pass memory=CorrectionMemory(…), empty or filled."
-            )
+        check_memory(spec, memory)
         self.memory = memory
         self.listener: Callable[[RoundOutput], None] | None = None
         self.capacity = capacity
@@ -94,7 +91,7 @@ class Decoder:
             sampling=self._programs.put_numbers(spec.sampling),
             protected=self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids]),
         )
-        self._known: tuple[CorrectionMemory, int] | None = None
+        self._keys = MemoryKeys(self._programs)
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
         self._kept: Kept | None = None
         self._compiled: set[tuple[int, ...]] = set()
@@ -232,13 +229,9 @@ class Decoder:
 
     def _refresh(self) -> None:
         """Puts the memory's keys where the next round finds them, if they are others by now."""
-        if self.memory is None or not self.spec.rule.uses_memory:
-            return
-        known = (self.memory, self.memory.version)
-        if known != self._known:
-            keys = self._programs.put(self.memory.keys(), (None, None))
+        if self.memory is not None and self.spec.rule.uses_memory:
+            keys = self._keys.of(self.memory)
             self._inputs = dataclasses.replace(self._inputs, memory=keys)
-            self._known = known
 
     def _measure(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Seconds of a round of each depth, on these prompts; the program is compiled before."""

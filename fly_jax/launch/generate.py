@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,9 +36,11 @@ from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
-    from fly_jax.decoding.decoder import Decoder, Generation
+    from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.pair import Pair
+    from fly_jax.decoding.spec import RoundSpec
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
+    from fly_jax.serving.engine import Engine
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -186,64 +189,89 @@ def _decode(
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
     from fly_jax.launch.view import TextView
+    from fly_jax.serving.request import Request
 
-    config, ids = inputs.config, inputs.ids
-    texts = [prompt.text for prompt in inputs.prompts]
+    config, ids, prompts = inputs.config, inputs.ids, inputs.prompts
     spec = pair.spec(config, audits=values.audit is not None)
-    decoder = pair.decoder(
-        spec,
-        batch_size=min(values.batch_size, len(ids)),
-        protect=config.protect,
-        memory=None if memory is None else memory.copy(),
-    )
+    engine = _engine(values, pair, spec, inputs, memory)
+    requests = [
+        Request(prompt, values.max_new_tokens, sampling=spec.sampling, seed=values.seed + index)
+        for index, prompt in enumerate(ids)
+    ]
     # So that no prompt's speed has the compilation in it.
-    decoder.warm_up(ids, values.max_new_tokens)
-    view = None if values.json else TextView(sys.stdout, pair.tokenizer)
+    engine.warm_up_for(requests)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_learning(values, config, decoder))
+        stack.enter_context(_learning(values, config, engine))
         audit = None
         if values.audit is not None:
             from fly_jax.launch.auditing import auditing
 
-            audit = stack.enter_context(auditing(values, config, pair, decoder, texts, ids))
-        finished: dict[int, Generation] = {}
-        num_printed = 0
-        for batch in decoder.batches(ids):
-            if view is not None:
-                view.begin([_shown(inputs.prompts[index]) for index in batch])
-            for settled, generation in decoder.stream(
-                [ids[index] for index in batch],
-                values.max_new_tokens,
-                seed=[values.seed + index for index in batch],
-            ):
-                done = bool(settled.finish_reason)
-                if done:
-                    finished[batch[settled.row]] = generation
-                if view is not None:
-                    view.push(settled.row, settled.token_ids, settled.why, done=done)
-                    continue
-                while num_printed in finished:  # in order, each as soon as those before it are done
-                    one = finished[num_printed]
-                    print(
-                        json.dumps(_record(pair, config, inputs.prompts[num_printed], one)),
-                        flush=True,
-                    )
-                    num_printed += 1
+            texts = [prompt.text for prompt in prompts]
+            audit = stack.enter_context(auditing(values, config, pair, spec, texts, ids))
+        tickets = [engine.submit(request) for request in requests]
+
+        def ended(index: int) -> None:
+            """Of a prompt and all before it everything is there."""
+            generation = tickets[index].generation
+            if values.json:
+                record = _record(pair, config, prompts[index], generation)
+                print(json.dumps(record), flush=True)
+            else:
+                say(_summary(index + 1, len(ids), generation))
             if audit is not None:
-                audit.add(batch, {row: finished[index] for row, index in enumerate(batch)})
+                audit.add(index, generation)
+
+        view = None
+        if not values.json:
+            view = TextView(sys.stdout, pair.tokenizer)
+            view.begin([_shown(prompt) for prompt in prompts], ended)
+        rows = {ticket: row for row, ticket in enumerate(tickets)}
+        num_ended = 0
+        for ticket, settled in engine.run(()):
             if view is not None:
-                for index in batch:
-                    say(_summary(index + 1, len(ids), finished[index]))
+                done = settled.finish_reason is not None
+                view.push(rows[ticket], settled.token_ids, settled.why, done=done)
+                continue
+            while num_ended < len(tickets) and tickets[num_ended].is_finished:
+                ended(num_ended)
+                num_ended += 1
+
+
+def _engine(
+    values: FlagValues,
+    pair: Pair,
+    spec: RoundSpec,
+    inputs: Inputs,
+    memory: CorrectionMemory | None,
+) -> Engine:
+    """An engine as large as these prompts need."""
+    from fly_jax.decoding.programs import prefill_piece
+    from fly_jax.serving.engine import Engine
+
+    longest = max(map(len, inputs.ids))
+    return Engine(
+        pair.target,
+        pair.proposing(spec),
+        dataclasses.replace(spec, sampling=None),
+        num_slots=min(values.batch_size, len(inputs.ids)),
+        max_length=min(longest + values.max_new_tokens, inputs.models.max_context),
+        # Nobody waits for a reply between two pieces of a prompt.
+        prefill_chunk=min(prefill_piece(1), 1 << (longest - 1).bit_length()),
+        protected_token_ids=pair.protected_token_ids(inputs.config.protect),
+        load_may_change_text=True,
+        memory=None if memory is None else memory.copy(),
+        may_narrow=False,
+    )
 
 
 @contextlib.contextmanager
-def _learning(values: FlagValues, config: DecodingConfig, decoder: Decoder) -> Iterator[None]:
+def _learning(values: FlagValues, config: DecodingConfig, engine: Engine) -> Iterator[None]:
     """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
     try:
         yield
     finally:
-        if values.update_memory and decoder.memory and config.memory and process_id() == 0:
-            decoder.memory.save(Path(config.memory))
+        if values.update_memory and engine.memory and config.memory and process_id() == 0:
+            engine.memory.save(Path(config.memory))
 
 
 def _shown(prompt: Prompt) -> str:

@@ -135,7 +135,7 @@ def _flags() -> Flags:
         "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
     )  # fmt: skip
     add_model_flags(flags)
-    # The engine takes no memory of corrections.
+    # The server takes no memory of corrections.
     add_decoding_flags(flags, without=("memory", "csd_min_count", "csd_online"))
     add_process_flags(flags)
     flags.boolean("Output", "help", "show this")
@@ -154,7 +154,13 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
 
     # All that can be known to be wrong is found before weights are read.
     choices = Choices.of(config, values.rules or None)
-    check_spec(RoundSpec.of(choices.for_engine, num_drafts=1).served(), choices.kinds)
+    spec = RoundSpec.of(choices.for_engine, num_drafts=1).served()
+    check_spec(spec, choices.kinds)
+    if any(rule.uses_memory for rule in (spec.rule, *choices.kinds)):
+        raise FlyJaxError(
+            "A rule looks mismatches up in a memory, which the server does not take; give another "
+            "rule, or decode with generate, or with Engine(..., memory=...)."
+        )
     if process_id() != 0:
         with joint_errors():
             pass  # what only process 0 looks at

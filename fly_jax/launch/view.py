@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fly_jax.evaluation.colours import WORDS
@@ -58,13 +58,19 @@ class TextView:
         self._out, self._tokenizer = out, tokenizer
         self._terminal, self._colour = out.isatty(), wants_colour(out)
         self._rows: list[_Row] = []
+        self._ended: Callable[[int], None] | None = None
         self._current = 0
         if self._colour:
             self._write(legend() + "\n\n")
 
-    def begin(self, prompts: Sequence[str]) -> None:
-        """Starts a batch."""
-        self._rows = []
+    def begin(self, prompts: Sequence[str], ended: Callable[[int], None] | None = None) -> None:
+        """Starts a batch.
+
+        Args:
+          prompts: what stands before each row's text.
+          ended: is told of each row when all of its text has been written.
+        """
+        self._rows, self._ended = [], ended
         for prompt in prompts:
             stream = TextStream(self._tokenizer, continues=True)
             self._rows.append(_Row(self._shown(prompt, _DIM), stream))
@@ -90,6 +96,8 @@ class TextView:
             row.waiting = ""
             if not row.done:
                 return
+            if self._ended is not None:
+                self._ended(self._current)
             self._current += 1
             if self._current < len(self._rows):
                 self._write(self._rows[self._current].heading)

@@ -24,13 +24,21 @@ def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: in
         )
 
 
+def check_room(length: int, max_new_tokens: int, max_length: int) -> None:
+    """Raises FlyJaxError for a prompt that leaves no room, or no new token asked for."""
+    if length >= max_length:
+        raise FlyJaxError(
+            f"The prompt has {length} tokens and the engine was made for {max_length} with the "
+            "answer; shorten it, or raise max_length."
+        )
+    if max_new_tokens < 1:
+        raise FlyJaxError(
+            f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
+        )
+
+
 def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
     """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
-    if spec.reports_mismatches or any(rule.uses_memory for rule in (spec.rule, *rules)):
-        raise FlyJaxError(
-            "A rule looks mismatches up in a memory, which the engine does not take; give "
-            "another rule, or decode with Decoder."
-        )
     if spec.sampling is not None:
         raise FlyJaxError(
             "A temperature was given for the whole engine, and each request has its own; leave it "

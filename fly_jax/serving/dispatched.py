@@ -25,6 +25,16 @@ class Dispatch:
     is_timed: bool
 
     @property
+    def program(self) -> tuple[int, int]:
+        """What it ran by: slots, and positions."""
+        return len(self.occupants), self.attended
+
+    @property
+    def num_seats(self) -> int:
+        """Slots that somebody was in."""
+        return sum(one is not None for one in self.occupants)
+
+    @property
     def is_awaited(self) -> bool:
         """Something of it may still settle."""
         return any(one is not None and not one.is_finished for one in self.occupants)

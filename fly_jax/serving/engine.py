@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
@@ -19,17 +18,19 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.generation import Settled
+from fly_jax.decoding.memory_keys import MemoryKeys, check_memory
 from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.prompts import check_prompt
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.checks import (
     check_deferred,
     check_logprobs,
+    check_room,
     check_sizes,
     check_spec,
     check_stop,
@@ -39,8 +40,10 @@ from fly_jax.serving.dispatched import Dispatch
 from fly_jax.serving.numbers import RowNumbers
 from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
+from fly_jax.serving.rows import empty_rows, row_of
 from fly_jax.serving.slots import Prefix, Slots
 from fly_jax.sharding.processes import broadcast
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
@@ -60,6 +63,7 @@ class Engine:
       waiting: the requests that have no slot yet, the first to come in front.
       num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
       num_prompt_tokens: those of all requests that have got a slot.
+      memory: see `Decoder`; what it learns depends on what is decoded together.
       costs: from what K is chosen; None where it is fixed.
     """
 
@@ -77,6 +81,8 @@ class Engine:
         cache_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | None = None,
         load_may_change_text: bool = False,
+        memory: CorrectionMemory | None = None,
+        may_narrow: bool = True,
     ) -> None:
         """Makes the slots.
 
@@ -99,10 +105,13 @@ class Engine:
           load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
             alone, and draws stay the target's.
+          memory: see `Decoder`; of all rules that use one.
+          may_narrow: where few slots are in use, rounds are made for these alone: faster, for one
+            more program for each number of them.
 
         Raises:
-          FlyJaxError: no slot or no room; a rule with a memory or a sampling of all requests, which
-            are not taken; rules whose windows cannot be deferred together; what `Decoder` refuses.
+          FlyJaxError: no slot or no room; a sampling of all requests, which is not taken; rules
+            whose windows cannot be deferred together; what `Decoder` refuses.
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
@@ -111,8 +120,11 @@ class Engine:
         self._own, self._tokenizer = spec.rule, tokenizer
         self._numbers = RowNumbers(spec.rule, rules, num_slots)
         self.spec = dataclasses.replace(spec, rule=self._numbers.united, rows_leave=True)
+        check_memory(self.spec, memory)
+        self.memory = memory
         self._drafter = checked_drafter(target, draft, spec)
         self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
+        self._keys = MemoryKeys(self._programs)
         self.max_length = length
         needed = max(length + self._programs.room, prefill_chunk)
         capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
@@ -120,7 +132,7 @@ class Engine:
         self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
         self._reach = Reach(self._programs.structure, steps, self._programs.room)
         self._protected = self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids])
-        self._row_steps = self._programs.row_steps(num_slots)
+        self._row_steps = self._programs.row_steps(num_slots) if may_narrow else (num_slots,)
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[Ticket] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
@@ -129,9 +141,7 @@ class Engine:
         self._last_read, self._has_taken_in = 0.0, False
         self._prefill: tuple[Ticket, Iterator[int]] | None = None
         self._pending: Dispatch | None = None
-        ones = np.ones(num_slots, np.int32)
-        state = self._begun(np.zeros((num_slots, capacity), np.int32), ones, ones, ones)
-        self._state = state.unpaced()
+        self._state = empty_rows(self._programs, self.spec, num_slots, capacity)
 
     @classmethod
     def of(
@@ -146,6 +156,7 @@ class Engine:
         audits: bool = False,
         max_logprobs: int = 0,
         load_may_change_text: bool = False,
+        memory: CorrectionMemory | None = None,
         **given: Any,
     ) -> Self:
         """An engine of a pair.
@@ -160,6 +171,7 @@ class Engine:
           audits: fills `Generation.reports`.
           max_logprobs: see `RoundSpec`.
           load_may_change_text: see the class.
+          memory: see the class.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -181,6 +193,7 @@ class Engine:
             protected_token_ids=pair.protected_token_ids(config.protect),
             tokenizer=pair.tokenizer,
             load_may_change_text=load_may_change_text,
+            memory=memory,
         )
 
     def submit(self, request: Request) -> Ticket:
@@ -192,15 +205,7 @@ class Engine:
             or a rule of a kind that it was not made for or that could rescue nothing with its K.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
-        if len(prompt) >= self.max_length:
-            raise FlyJaxError(
-                f"The prompt has {len(prompt)} tokens and the engine was made for "
-                f"{self.max_length} with the answer; shorten it, or raise max_length."
-            )
-        if request.max_new_tokens < 1:
-            raise FlyJaxError(
-                f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
-            )
+        check_room(len(prompt), request.max_new_tokens, self.max_length)
         check_stop(request.stop, self._tokenizer is not None)
         check_logprobs(request.logprobs, self.spec.max_logprobs)
         rule = self._own if request.rule is None else request.rule
@@ -278,6 +283,29 @@ class Engine:
         Raises:
           FlyJaxError: requests wait or are being decoded.
         """
+        taken = itertools.product(self._sizes, self._steps)
+        self._compile(taken, self._steps, {False, True}, told or (lambda _, __: None))
+
+    def warm_up_for(self, requests: Sequence[Request]) -> None:
+        """Compiles what these requests need, except behind beginnings that they have in common.
+
+        Raises:
+          FlyJaxError: requests wait or are being decoded.
+        """
+        lengths = [(len(one.prompt), self._limit(one)) for one in requests]
+        planned = (pieces(0, length, self._sizes, self._steps) for length, _ in set(lengths))
+        taken = {(one.size, one.attended) for some in planned for one in some}
+        drawn = {one.sampling is not None for one in requests}
+        self._compile(sorted(taken), self._reach.all(lengths), drawn, lambda _, __: None)
+
+    def _compile(
+        self,
+        taken: Iterable[tuple[int, int]],
+        reaches: Sequence[int],
+        drawn: Iterable[bool],
+        told: Callable[[int, int], None],
+    ) -> None:
+        """Runs programs once: of pieces of prompts, by size and reach, and of rounds."""
         if not self.is_idle:
             raise FlyJaxError(
                 "The engine was asked to warm up while it decodes, which would take a slot from a "
@@ -285,20 +313,20 @@ class Engine:
             )
         for slot in range(self.slots.num_free):
             self.slots.forget(slot)
-        one = self._one(Ticket(Request([0], self.max_length), self._own))
+        one = self._row_of(Ticket(Request([0], self.max_length), self._own))
         one = self._programs.copy_row(one, self._state, 0)
-        kinds = [have for have in (self._inputs(), self._inputs(sampled=True)) if have is not None]
-        most = len(self._sizes) + len(kinds) * len(self._row_steps)
-        done, total = itertools.count(1), len(self._steps) * most
-        told = told or (lambda _, __: None)
-        for size in self._sizes:
-            for attended in self._steps:
-                start = min(attended, self._steps[-1] - size)
-                one = self._programs.take_in(one, size, start, attended)
-                told(next(done), total)
+        found = [self._inputs(sampled=sampled) for sampled in sorted(drawn)]
+        kinds = [inputs for inputs in found if inputs is not None]
+        taken, rounds = list(taken), list(itertools.product(reaches, self._row_steps))
+        done = itertools.count(1)
+        total = len(taken) + len(kinds) * len(rounds)
+        for size, attended in taken:
+            start = min(attended, self._steps[-1] - size)
+            one = self._programs.take_in(one, size, start, attended)
+            told(next(done), total)
         state = self._programs.insert(self._state, one, 0)
         state = self._programs.release(state, 0)
-        for attended, rows in itertools.product(self._steps, self._row_steps):
+        for attended, rows in rounds:
             for inputs in kinds:
                 state = self._programs.run(state.attending(attended), inputs, rows)[0]
                 told(next(done), total)
@@ -328,7 +356,7 @@ class Engine:
     def _admit(self, ticket: Ticket) -> Iterator[int]:
         """Takes a prompt in and puts it into a slot, yielding the size of every piece."""
         prompt, prefix = ticket.request.prompt, Prefix(0, 0)
-        one = self._one(ticket)
+        one = self._row_of(ticket)
         if self._drafter is None or self._drafter.resumes:
             prefix = self.slots.shared(prompt)
         if prefix.length:
@@ -348,45 +376,17 @@ class Engine:
         slot = self.slots.take(ticket, prefix)
         self._state = self._programs.insert(self._state, one, slot)
 
-    def _one(self, ticket: Ticket) -> DecodeState:
-        """A state of one row, of whose prompt nothing has been run."""
-        prompt = ticket.request.prompt
-        text = np.zeros((1, self._steps[-1]), np.int32)
-        text[0, : len(prompt)] = prompt
-        return self._begun(
-            text,
-            np.array([len(prompt)], np.int32),
-            np.array([self._limit(ticket)], np.int32),
-            np.array([ticket.request.seed % 2**32], np.uint32),
-            ticket.budget,
-        )
+    def _row_of(self, ticket: Ticket) -> DecodeState:
+        limit, capacity = self._limit(ticket.request), self._steps[-1]
+        return row_of(self._programs, self.spec, ticket, limit, capacity)
 
-    def _begun(
-        self,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        seeds: np.ndarray,
-        budget: float | None = None,
-    ) -> DecodeState:
-        budgets = None
-        if self.spec.rule.budget is not None:
-            budgets = np.full(len(text), math.inf if budget is None else budget, np.float32)
-        needs_pace = self.spec.depths or self.spec.deferred_window
-        seconds = np.zeros(len(self.spec.depths), np.float32) if needs_pace else None
-        rows = self._programs.put_rows(
-            text, lengths, limits, seeds.astype(np.uint32), budgets, seconds
-        )
-        return self._programs.begin(rows)
-
-    def _limit(self, ticket: Ticket) -> int:
+    def _limit(self, request: Request) -> int:
         """Length at which a request is done."""
-        request = ticket.request
         return min(len(request.prompt) + request.max_new_tokens, self.max_length)
 
     def _dispatch(self, *, follows: bool) -> Dispatch:
         live, rows = self.slots.live, self.slots.reach
-        known = ((one.generation.num_tokens, self._limit(one)) for _, one in live)
+        known = ((one.generation.num_tokens, self._limit(one.request)) for _, one in live)
         samples = any(one.request.sampling is not None for _, one in live)
         attended = self._reach.next_dispatch(known)
         state = self._state.attending(attended)
@@ -410,17 +410,20 @@ class Engine:
         if sampled and self.spec.boundary == "defer":
             return None
         programs, occupants = self._programs, self.slots.occupants
-        return self._numbers.inputs(programs, occupants, self._protected, sampled=sampled)
+        inputs = self._numbers.inputs(programs, occupants, self._protected, sampled=sampled)
+        if self.memory is not None and self.spec.rule.uses_memory:
+            inputs = dataclasses.replace(inputs, memory=self._keys.of(self.memory))
+        return inputs
 
     def _read(self, dispatch: Dispatch) -> list[tuple[Ticket, Settled]]:
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
+        if self.memory is not None and self.spec.reports_mismatches:
+            self.memory.add(corrections(output))
         if self.costs is not None:
-            num_seats = sum(one is not None for one in dispatch.occupants)
-            program = (len(dispatch.occupants), dispatch.attended)
-            rounds = rounds_run(output, num_seats)
-            self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
+            rounds = rounds_run(output, dispatch.num_seats)
+            self.costs.observe(dispatch.program, rounds, taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
             for slot, ticket in enumerate(dispatch.occupants):

@@ -76,13 +76,13 @@ def test_rows_come_one_after_the_other(tokenizer: Tokenizer) -> None:
     out = io.StringIO()
     view = TextView(out, tokenizer)
     one, two, three = (tokenizer.encode(digit, add_bos=False) for digit in "123")
-    view.begin(["a", "b", "c"])
+    view.begin(["a", "b", "c"], lambda row: out.write(f"<{row}>"))
     view.push(1, two, [Why.BONUS])
     assert out.getvalue() == "a"
     view.push(0, one, [Why.BONUS])
     assert out.getvalue() == "a1"
     view.push(2, three, [Why.BONUS], done=True)
     view.push(0, one, [Why.BONUS], done=True)
-    assert out.getvalue() == "a11\n\nb2"
+    assert out.getvalue() == "a11\n\n<0>b2"
     view.push(1, two, [Why.BONUS], done=True)
-    assert out.getvalue() == "a11\n\nb22\n\nc3\n\n"
+    assert out.getvalue() == "a11\n\n<0>b22\n\n<1>c3\n\n<2>"

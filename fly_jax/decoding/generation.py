@@ -41,6 +41,7 @@ class Generation:
       why: why each token stands there.
       finish_reason: "stop" or "length"; in an engine also "cancelled".
       num_rounds: target passes.
+      kept: of each pass over a draft, the draft tokens that settled with it as accepted ones.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
@@ -58,6 +59,7 @@ class Generation:
     why: list[Why] = dataclasses.field(default_factory=list)
     finish_reason: str = "length"
     num_rounds: int = 0
+    kept: list[int] = dataclasses.field(default_factory=list)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_rescued_tokens: int = 0
@@ -104,6 +106,8 @@ class Generation:
         if output.reports is not None and num_logprobs is not None:
             self.logprobs += token_logprobs(tokens, output.reports, at, num_logprobs)
         self.num_rounds += 1
+        if drafted:
+            self.kept.append(int(output.num_accepted[at]))
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += int(output.num_accepted[at])
         self.num_rescued_tokens += int(output.num_rescued[at])

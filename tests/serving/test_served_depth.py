@@ -99,6 +99,7 @@ def test_a_loosened_request_keeps_its_k() -> None:
     one.costs = costs = Schedule(itertools.repeat(0))
     (before,) = decoded(one, Request(list(range(30)), LIMIT))
     assert set(costs.taken) == {0}
+    assert before.generation.kept == []
     text = [*range(30), *before.generation.token_ids]
     asked = Request([*text, 3, 1], LIMIT, rule=FLY)
     found, beside = decoded(one, asked, Request([6, 7, 8], LIMIT))
@@ -110,7 +111,9 @@ def test_a_loosened_request_keeps_its_k() -> None:
     (alone,) = decoder.decode([asked.prompt], LIMIT, seed=0)
     assert found.generation.token_ids == alone.token_ids
     assert found.generation.why == alone.why
-    assert found.generation.num_rounds == alone.num_rounds
+    assert found.generation.kept == alone.kept
+    assert len(alone.kept) == alone.num_rounds
+    assert sum(alone.kept) == alone.num_accepted_tokens
     expected = greedy(random_target(2), [[6, 7, 8], [6]], LIMIT)[0]  # the program of the test above
     assert beside.generation.token_ids == expected[: len(beside.generation.token_ids)]
 

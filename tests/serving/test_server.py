@@ -74,6 +74,8 @@ def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
     assert (alone.num_rescued_tokens > 0) == (rule != "exact")
     assert found["num_spec_tokens"] == 4
     assert sum(found["acceptance_histogram"]) == alone.num_rounds
+    kept = sum(number * rounds for number, rounds in enumerate(found["acceptance_histogram"]))
+    assert kept == alone.num_accepted_tokens
     audit = choice.model_extra["fly"]["audit"]  # type: ignore[index]
     letters = [one.letter for one in alone.why]
     assert [one["position"] for one in audit["rescues"]] == [

@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from fly_jax.decoding.generation import Generation
 from fly_jax.evaluation.audit import refused_by
-from fly_jax.verification.rules import Why
 
 
 class SpeculativeDecoding(BaseModel):
@@ -51,7 +50,8 @@ def speculative_decoding(generations: Sequence[Generation], k: int) -> Speculati
       generations: with reports.
       k: draft tokens of a round.
     """
-    steps = sum(one.num_rounds for one in generations) if k else 0
+    # A deferred window may settle more than K tokens at once.
+    kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
     accepted = sum(one.num_accepted_tokens for one in generations)
     drafted = sum(one.num_draft_tokens for one in generations)
     refused = collections.Counter(
@@ -62,10 +62,10 @@ def speculative_decoding(generations: Sequence[Generation], k: int) -> Speculati
     )
     regrets = [one.regret for one in generations if one.regret is not None]
     return SpeculativeDecoding(
-        mean_acceptance_length=1 + accepted / max(steps, 1),
+        mean_acceptance_length=1 + accepted / max(kept.total(), 1),
         draft_acceptance_rate=accepted / max(drafted, 1),
-        acceptance_histogram=_histogram(generations, k),
-        num_spec_steps=steps,
+        acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
+        num_spec_steps=kept.total(),
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
         num_spec_tokens=k,
@@ -76,21 +76,3 @@ def speculative_decoding(generations: Sequence[Generation], k: int) -> Speculati
         refused_by=dict(refused),
         regret=sum(regrets) if regrets else None,
     )
-
-
-def _histogram(generations: Sequence[Generation], k: int) -> list[int]:
-    """Steps by the draft tokens that they kept: each but a last one ends with the target's token.
-
-    A deferred window that fills a block and goes on in the next counts as kept there, at most K.
-    """
-    counts = [0] * (k + 1) if k else []
-    for one in generations if k else ():
-        kept = 0
-        for why in one.why:
-            if why in (Why.MATCHED, Why.RESCUED):
-                kept += 1
-            else:
-                counts[min(kept, k)] += 1
-                kept = 0
-        counts[min(kept, k)] += kept > 0
-    return counts

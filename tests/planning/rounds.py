@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 from jax.sharding import SingleDeviceSharding
+from jax.stages import Traced
 
 from fly_jax.decoding.capacity import CAPACITY_STEP
 from fly_jax.decoding.decoder import Decoder
@@ -129,7 +130,12 @@ def round_hlo(
     )
     prefill = decoder.trace_prefill(prompt)
     state = abstract_state(decoder, [model.layout for model in models], prefill)
-    sharding = models[0].parameters()["embedding"].sharding
+    return compiled_text(decoder.trace_rounds(state), models[0]), capacity
+
+
+def compiled_text(traced: Traced, target: Llama) -> str:
+    """The optimised program."""
+    sharding = target.parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
     options: dict[str, str | bool] = {}
@@ -137,9 +143,9 @@ def round_hlo(
         options["xla_backend_optimization_level"] = "0"
         if jaxlib.version.__version_info__ < (0, 11):  # which tests/conftest.py switches off
             options["xla_cpu_use_fusion_emitters"] = True
-    hlo = decoder.trace_rounds(state).lower().compile(compiler_options=options).as_text()
+    hlo = traced.lower().compile(compiler_options=options).as_text()
     assert hlo is not None
-    return hlo, capacity
+    return hlo
 
 
 def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[Copy]:

@@ -71,7 +71,10 @@ def check_deferral(rule: Rule, sampling: Sampling | None) -> None:
 
 
 def most_provisional(window_size: int) -> int:
-    """Tokens that may be provisional at once: the mismatch, its window, a bonus for each block."""
+    """Tokens that may be provisional at once: the mismatch, its window, a bonus for each block.
+
+    Where some blocks are empty, a window that would need more is given up.
+    """
     return 2 * window_size + 1
 
 
@@ -258,8 +261,10 @@ def close(
     begin = jnp.where(window.is_open, window.start, length)
     start = jnp.where(is_new, length + new.index, window.start)
     left = jnp.where(is_new, new.remaining, jnp.maximum(window.remaining - num_drafted, 0))
-    # A text must not end on a window that can never be completed.
-    failed = live & (broken | ((left > 0) & ended))
+    # A text must not end on a window that can never be completed. Nor may one stay open while
+    # nothing is drafted, as a lookup alone may do for many rounds: each adds a provisional token.
+    is_full = length + count - start > window.why.shape[1]
+    failed = live & (broken | ((left > 0) & (ended | is_full)))
     is_open = live & (left > 0) & ~failed
     replacement = jnp.where(is_new, replacement, window.replacement)
     end = jnp.where(failed, start + 1, length + count)

@@ -198,6 +198,25 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
                 assert rest.why == row.why[cut:]
 
 
+def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
+    """A lookup finds nothing for many rounds: windows do not outgrow the state."""
+    spec = RoundSpec(Fly(0.0, 2), 4, Lookup(3, 3, num_tokens=4), EOS, boundary="defer")
+    prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
+        decoder = Decoder(random_target(1), None, spec, capacity=CAPACITY, batch_size=8)
+        rows = decoder.generate(prompts, 40)
+    assert sum(row.num_rollbacks for row in rows) > 3
+    for row, prompt in zip(rows, prompts, strict=True):
+        chosen = logits_after(random_target(1), [*prompt, *row.token_ids]).argmax(-1)
+        own = chosen[len(prompt) - 1 : -1].tolist()
+        assert all(
+            token == other or why.letter == "r"
+            for token, other, why in zip(row.token_ids, own, row.why, strict=True)
+        )
+        assert len(row.token_ids) == 40 or row.token_ids[-1] in EOS
+
+
 @pytest.mark.parametrize("noise", NOISES)
 def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
     prompts = [[1, 2, 3], [4, 5], [6] * 9]

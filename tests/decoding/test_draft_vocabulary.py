@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.load import load_llama, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, save_hf
 from fly_jax.models.llama import Llama
 
 PROMPTS = ["Ada has 3 apples", "Boris"]
@@ -125,3 +126,20 @@ def test_a_row_that_the_embedding_does_not_have(
     save_file(tensors, file)
     with pytest.raises(FlyJaxError, match=f"token_rows.* each must be from 0 to {ROWS - 1}"):
         load_llama(tmp_path)
+
+
+def test_the_drafter_that_is_here() -> None:
+    """It loads, is small, and has an idea of what its target answers."""
+    folder = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+    opened, model = open_checkpoint(folder), load_llama(folder)
+    assert sum(one.size for one in jax.tree.leaves(model.parameters())) < 12_000_000
+    assert model.config.draft_vocab_size is not None
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = opened.tokenizer.apply_chat_template(question)
+    answer = opened.tokenizer.encode("The capital of France is Paris.")
+    ids = [*prompt, *answer]
+    visible = jnp.tril(jnp.ones((1, len(ids), len(ids)), bool))
+    hidden = model.hidden_uncached(jnp.asarray([ids]), jnp.arange(len(ids))[None], visible)
+    told = jax.nn.log_softmax(model.logits(hidden)[0, len(prompt) - 1 : -1])
+    loss = -np.mean(np.take_along_axis(np.asarray(told), np.asarray(answer)[:, None], 1))
+    assert loss < math.log(model.config.draft_vocab_size) / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -133,14 +134,20 @@ class RoundOutput:
     evidence: TargetEvidence | None = None
 
 
-def corrections(output: RoundOutput) -> list[tuple[int, int]]:
+def corrections(
+    output: RoundOutput, rows: Sequence[int] | slice = slice(None)
+) -> list[tuple[int, int]]:
     """What exact verification would have corrected: pairs of draft token and target's choice.
 
     Args:
-      output: of greedy decoding, on the host, with `reports`.
+      output: on the host, with `reports`.
+      rows: that are looked at, all of them decoded greedily; a drawn token corrects nothing.
     """
     assert output.reports is not None
-    emitted = np.arange(output.why.shape[2]) < output.count[..., None]
+    wanted = np.zeros(output.count.shape[1], bool)
+    wanted[rows] = True
+    count = np.where(wanted, output.count, 0)
+    emitted = np.arange(output.why.shape[2]) < count[..., None]
     differs = emitted & np.isin(output.why, (Why.RESCUED, Why.CORRECTED))
     drafted, chosen = output.reports.draft[differs], output.reports.choice[differs]
     return list(zip(drafted.tolist(), chosen.tolist(), strict=True))

@@ -38,3 +38,12 @@ class Dispatch:
     def is_awaited(self) -> bool:
         """Something of it may still settle."""
         return any(one is not None and not one.is_finished for one in self.occupants)
+
+    @property
+    def teaching(self) -> list[int]:
+        """Slots from which a memory may learn: of greedy requests whose tokens are handed out."""
+        return [
+            slot
+            for slot, one in enumerate(self.occupants)
+            if one is not None and not one.is_finished and one.request.sampling is None
+        ]

@@ -420,7 +420,7 @@ class Engine:
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
         if self.memory is not None and self.spec.reports_mismatches:
-            self.memory.add(corrections(output))
+            self.memory.add(corrections(output, dispatch.teaching))
         if self.costs is not None:
             rounds = rounds_run(output, dispatch.num_seats)
             self.costs.observe(dispatch.program, rounds, taken if dispatch.is_timed else None)

@@ -264,6 +264,22 @@ def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
         assert account(one) == account(alone(kind, one.request, fresh))
 
 
+def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
+    memory, usual = CorrectionMemory("v"), KINDS["rules and sampling"]
+    learns = dataclasses.replace(usual.spec, reports_mismatches=True)
+    engine = engine_for(dataclasses.replace(usual, spec=learns, memory=memory))
+    one, other = (Request([number] * 4, 24, rule=Exact()) for number in (1, 2))
+    finished(engine, [dataclasses.replace(one, sampling=Sampling(1.0, top_k=5))])
+    assert len(memory) == 0
+    tickets = [engine.submit(one), engine.submit(other)]
+    engine.step()
+    engine.cancel(tickets[0])  # whose rounds are on their way, with the other's
+    tickets += finished(engine, [one])
+    corrected = [ticket.generation.why.count(Why.CORRECTED) for ticket in tickets]
+    assert corrected[0] == 0 < corrected[2]
+    assert sum(count for *_, count in memory.counts()) == sum(corrected)
+
+
 def test_a_conversation_stays_in_its_slot() -> None:
     engine = engine_for(KINDS["autoregressive"], num_slots=2, max_length=300)
     text = list(range(40))

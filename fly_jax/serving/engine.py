@@ -182,6 +182,8 @@ class Engine:
             config = config.without_draft()
         spec = pair.spec(config, audits=audits).served()
         spec = dataclasses.replace(spec, max_logprobs=max_logprobs)
+        if memory is not None:
+            memory.check_vocabulary(pair.tokenizer.digest, "The memory")
         return cls(
             pair.target,
             pair.proposing(spec),

@@ -10,6 +10,8 @@ from tiny_pair import write_pair
 from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
+from fly_jax.serving.engine import Engine
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
@@ -48,6 +50,16 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
         pair.decoder(pair.spec(rule="exact"), protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
         RoundSpec(Exact(), 0, rounds_per_dispatch=0)
+
+
+def test_a_memory_of_other_tokens_is_refused(pair: Pair) -> None:
+    memory, spec = CorrectionMemory("other"), pair.spec(rule="csd")
+    for make in (
+        lambda: pair.decoder(spec, memory=memory),
+        lambda: Engine.of(pair, rule="csd", memory=memory),
+    ):
+        with pytest.raises(FlyJaxError, match="another vocabulary"):
+            make()
 
 
 def test_a_name_that_no_file_system_takes_is_refused(pair: Pair, tmp_path: Path) -> None:

@@ -233,8 +233,9 @@ class Engine:
         """Stops a request. Its slot is free for the next round; nothing more is read of it."""
         if ticket.is_finished:
             return
-        ticket.finished = time.perf_counter()
+        # In this order, since others may look whether it is finished, and then why.
         ticket.generation.finish_reason = "cancelled"
+        ticket.finished = time.perf_counter()
         if ticket in self.waiting:
             self.waiting.remove(ticket)
         if self._prefill is not None and self._prefill[0] is ticket:

@@ -135,7 +135,7 @@ def _about(service: Service) -> APIRouter:
         }
 
     @router.get("/metrics", response_class=PlainTextResponse)
-    def metrics() -> Response:
+    async def metrics() -> Response:  # not in a thread: two at a time would count rounds twice
         """For Prometheus."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 

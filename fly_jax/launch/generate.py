@@ -255,12 +255,11 @@ def _engine(
         dataclasses.replace(spec, sampling=None),
         num_slots=min(values.batch_size, len(inputs.ids)),
         max_length=min(longest + values.max_new_tokens, inputs.models.max_context),
-        # Nobody waits for a reply between two pieces of a prompt.
         prefill_chunk=min(prefill_piece(1), 1 << (longest - 1).bit_length()),
         protected_token_ids=pair.protected_token_ids(inputs.config.protect),
         load_may_change_text=True,
         memory=None if memory is None else memory.copy(),
-        may_narrow=False,
+        offline=True,
     )
 
 

@@ -37,10 +37,10 @@ from fly_jax.serving.checks import (
 )
 from fly_jax.serving.depth import DepthCosts, rounds_run
 from fly_jax.serving.dispatched import Dispatch
+from fly_jax.serving.intake import Intake
 from fly_jax.serving.numbers import RowNumbers
-from fly_jax.serving.prefill import piece_sizes, pieces
 from fly_jax.serving.request import Request, Ticket
-from fly_jax.serving.rows import empty_rows, row_of
+from fly_jax.serving.rows import empty_rows
 from fly_jax.serving.slots import Prefix, Slots
 from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -82,7 +82,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         load_may_change_text: bool = False,
         memory: CorrectionMemory | None = None,
-        may_narrow: bool = True,
+        offline: bool = False,
     ) -> None:
         """Makes the slots.
 
@@ -106,8 +106,8 @@ class Engine:
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
             alone, and draws stay the target's.
           memory: see `Decoder`; of all rules that use one.
-          may_narrow: where few slots are in use, rounds are made for these alone: faster, for one
-            more program for each number of them.
+          offline: nobody waits for a reply: free slots are filled between two rounds, however long
+            that takes, and rounds are made for all slots, however few are in use.
 
         Raises:
           FlyJaxError: no slot or no room; a sampling of all requests, which is not taken; rules
@@ -122,24 +122,26 @@ class Engine:
         self.spec = dataclasses.replace(spec, rule=self._numbers.united, rows_leave=True)
         check_memory(self.spec, memory)
         self.memory = memory
-        self._drafter = checked_drafter(target, draft, spec)
-        self._programs = Programs(target, self._drafter, self.spec, cache_dtype)
+        drafter = checked_drafter(target, draft, spec)
+        self._resumes = drafter is None or drafter.resumes
+        self._programs = Programs(target, drafter, self.spec, cache_dtype)
         self._keys = MemoryKeys(self._programs)
         self.max_length = length
         needed = max(length + self._programs.room, prefill_chunk)
         capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
         steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
-        self._steps, self._sizes = steps, piece_sizes(prefill_chunk)
+        self._steps = steps
+        self._intake = Intake(self._programs, self.spec, steps, prefill_chunk, length)
         self._reach = Reach(self._programs.structure, steps, self._programs.room)
         self._protected = self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids])
-        self._row_steps = self._programs.row_steps(num_slots) if may_narrow else (num_slots,)
+        self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[Ticket] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.costs = DepthCosts(spec.depths) if spec.depths else None
         self._load_may_change_text = load_may_change_text
         self._last_read, self._has_taken_in = 0.0, False
-        self._prefill: tuple[Ticket, Iterator[int]] | None = None
+        self._offline = offline
         self._pending: Dispatch | None = None
         self._state = empty_rows(self._programs, self.spec, num_slots, capacity)
 
@@ -238,8 +240,8 @@ class Engine:
         ticket.finished = time.perf_counter()
         if ticket in self.waiting:
             self.waiting.remove(ticket)
-        if self._prefill is not None and self._prefill[0] is ticket:
-            self._prefill = None
+        if self._intake.ticket is ticket:
+            self._intake.drop()
         self._forget_rounds()
         for slot, occupant in self.slots.live:
             if occupant is ticket:
@@ -247,9 +249,14 @@ class Engine:
                 self._state = self._programs.release(self._state, slot)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self.waiting) + (self._intake.ticket is not None)
+
+    @property
     def is_idle(self) -> bool:
         """Nothing waits and nothing is on its way."""
-        return not (self.waiting or self.slots.live or self._prefill or self._pending)
+        return not (self.num_waiting or self.slots.live or self._pending)
 
     def step(self) -> list[tuple[Ticket, Settled]]:
         """Takes in prompts, dispatches rounds, and reads those that were dispatched before.
@@ -257,6 +264,13 @@ class Engine:
         Returns:
           What has settled of whom.
         """
+        # 0) Where rounds run one after the other, they end with the first row that is done. If a
+        #    prompt waits for its place they are read at once: running ahead would leave it empty.
+        found = []
+        if self._offline and self.waiting and self.spec.rounds_per_dispatch > 1 and self._pending:
+            pending, self._pending = self._pending, None
+            found = self._read(pending)
+
         # 1) Prompts, in pieces: so much of them that the rows in the slots wait for a round or two.
         self._take_in()
 
@@ -266,7 +280,7 @@ class Engine:
             self._pending = self._dispatch(follows=before is not None)
 
         # 3) What the rounds before have settled. With the last row nothing else is waited for.
-        found = [] if before is None else self._read(before)
+        found += [] if before is None else self._read(before)
         self._forget_rounds()
         return found
 
@@ -286,20 +300,22 @@ class Engine:
         Raises:
           FlyJaxError: requests wait or are being decoded.
         """
-        taken = itertools.product(self._sizes, self._steps)
+        taken = itertools.product(self._intake.sizes, self._steps)
         self._compile(taken, self._steps, {False, True}, told or (lambda _, __: None))
 
     def warm_up_for(self, requests: Sequence[Request]) -> None:
-        """Compiles what these requests need, except behind beginnings that they have in common.
+        """Compiles what these requests need.
+
+        One that shares less with what is in the slots than with any other prompt may still compile.
 
         Raises:
           FlyJaxError: requests wait or are being decoded.
         """
-        lengths = [(len(one.prompt), self._limit(one)) for one in requests]
-        planned = (pieces(0, length, self._sizes, self._steps) for length, _ in set(lengths))
-        taken = {(one.size, one.attended) for some in planned for one in some}
+        prompts = [one.prompt for one in requests]
+        taken = self._intake.needed(prompts, shares=self._resumes)
+        lengths = [(len(one.prompt), self._intake.limit(one)) for one in requests]
         drawn = {one.sampling is not None for one in requests}
-        self._compile(sorted(taken), self._reach.all(lengths), drawn, lambda _, __: None)
+        self._compile(taken, self._reach.all(lengths), drawn, lambda _, __: None)
 
     def _compile(
         self,
@@ -316,7 +332,7 @@ class Engine:
             )
         for slot in range(self.slots.num_free):
             self.slots.forget(slot)
-        one = self._row_of(Ticket(Request([0], self.max_length), self._own))
+        one = self._intake.row(Ticket(Request([0], self.max_length), self._own))
         one = self._programs.copy_row(one, self._state, 0)
         found = [self._inputs(sampled=sampled) for sampled in sorted(drawn)]
         kinds = [inputs for inputs in found if inputs is not None]
@@ -343,33 +359,19 @@ class Engine:
             self._pending = None
 
     def _take_in(self) -> None:
-        num_run = 0
-        while num_run < self._sizes[-1] or not self.slots.live:
-            if self._prefill is None:
+        intake, num_run = self._intake, 0
+        while self._offline or num_run < intake.sizes[-1] or not self.slots.live:
+            if intake.ticket is None:
                 if not (self.waiting and self.slots.num_free):
                     return
                 ticket = self.waiting.popleft()
-                self._prefill = (ticket, self._admit(ticket))
-            size = next(self._prefill[1], None)
-            if size is None:
-                self._prefill = None
-            num_run += size or 0
+                shared = self.slots.shared(ticket.request.prompt) if self._resumes else None
+                intake.begin(ticket, shared or Prefix(0, 0), self._state)
+            size, one = intake.run()
+            if one is not None:  # so that it is in the next rounds
+                self._seat(*intake.end(), one)
+            num_run += size
             self._has_taken_in = True
-
-    def _admit(self, ticket: Ticket) -> Iterator[int]:
-        """Takes a prompt in and puts it into a slot, yielding the size of every piece."""
-        prompt, prefix = ticket.request.prompt, Prefix(0, 0)
-        one = self._row_of(ticket)
-        if self._drafter is None or self._drafter.resumes:
-            prefix = self.slots.shared(prompt)
-        if prefix.length:
-            one = self._programs.copy_row(one, self._state, prefix.slot)
-        planned = list(pieces(prefix.length, len(prompt), self._sizes, self._steps))
-        for number, piece in enumerate(planned, 1):
-            one = self._programs.take_in(one, piece.size, piece.start, piece.attended)
-            if number == len(planned):  # so that it is in the next rounds
-                self._seat(ticket, prefix, one.attending(None))
-            yield piece.size
 
     def _seat(self, ticket: Ticket, prefix: Prefix, one: DecodeState) -> None:
         """Puts a prompt that was taken in into a slot."""
@@ -379,17 +381,9 @@ class Engine:
         slot = self.slots.take(ticket, prefix)
         self._state = self._programs.insert(self._state, one, slot)
 
-    def _row_of(self, ticket: Ticket) -> DecodeState:
-        limit, capacity = self._limit(ticket.request), self._steps[-1]
-        return row_of(self._programs, self.spec, ticket, limit, capacity)
-
-    def _limit(self, request: Request) -> int:
-        """Length at which a request is done."""
-        return min(len(request.prompt) + request.max_new_tokens, self.max_length)
-
     def _dispatch(self, *, follows: bool) -> Dispatch:
         live, rows = self.slots.live, self.slots.reach
-        known = ((one.generation.num_tokens, self._limit(one.request)) for _, one in live)
+        known = ((one.generation.num_tokens, self._intake.limit(one.request)) for _, one in live)
         samples = any(one.request.sampling is not None for _, one in live)
         attended = self._reach.next_dispatch(known)
         state = self._state.attending(attended)

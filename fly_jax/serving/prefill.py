@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -47,3 +48,15 @@ def pieces(start: int, end: int, sizes: Sequence[int], steps: Sequence[int]) -> 
         at = min(start, steps[-1] - size)
         yield Piece(at, size, next(step for step in steps if step >= at))
         start = at + size
+
+
+def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How many tokens at the beginning of each prompt some other one has too; never all of it."""
+    order = sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
+    found = [0] * len(prompts)
+    for one, other in itertools.pairwise(order):  # sorted, neighbours have most in common
+        pairs = zip(prompts[one], prompts[other], strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for index in (one, other):
+            found[index] = max(found[index], min(same, len(prompts[index]) - 1))
+    return found

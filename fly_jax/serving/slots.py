@@ -9,7 +9,7 @@ from fly_jax.decoding.kept import num_shared
 from fly_jax.serving.request import Ticket
 
 # Copying a row for fewer tokens than this takes longer than running them.
-_LEAST_SHARED = 16
+LEAST_SHARED = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Slots:
             if ticket is not None
         ]
         best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
-        return best if best.length >= _LEAST_SHARED else Prefix(0, 0)
+        return best if best.length >= LEAST_SHARED else Prefix(0, 0)
 
     def take(self, ticket: Ticket, prefix: Prefix) -> int:
         """Gives a request a free slot: the one whose text it goes on with, or the stalest.

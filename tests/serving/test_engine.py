@@ -369,7 +369,7 @@ def test_a_prompt_that_reaches_the_end_of_the_caches() -> None:
     longer = [*prompt, *np.random.default_rng(6).integers(0, 48, 65).tolist()]
     (found,) = finished(engine, [Request(longer, 1)])
     assert found.num_reused == 59
-    planned = list(pieces(59, 125, engine._sizes, engine._steps))
+    planned = list(pieces(59, 125, engine._intake.sizes, engine._steps))
     assert planned[-1].start + planned[-1].size == 128
     assert planned[-1].start < planned[-2].start + planned[-2].size
     assert account(found)[0] == account(alone(kind, found.request, {}))[0]

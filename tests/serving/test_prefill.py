@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from fly_jax.serving.prefill import piece_sizes, pieces
+from fly_jax.serving.prefill import piece_sizes, pieces, shared_beginnings
 
 
 def test_pieces_cover_a_prompt() -> None:
@@ -14,3 +14,9 @@ def test_pieces_cover_a_prompt() -> None:
             done = piece.start + piece.size
         assert done >= end or start >= end
         assert done - max(start, end) < 64
+
+
+def test_shared_beginnings() -> None:
+    prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4], [9, 9]]
+    assert shared_beginnings(prompts) == [3, 0, 2, 4, 3, 1]
+    assert shared_beginnings([[5, 6]]) == [0]

@@ -49,7 +49,7 @@ class Metrics:
             lambda: len(engine.slots.live)
         )
         self._gauge("num_requests_waiting", "Requests without a slot").set_function(
-            lambda: len(engine.waiting)
+            lambda: engine.num_waiting
         )
         self._gauge("num_slots", "Requests that can be decoded together").set(
             len(engine.slots.occupants)

@@ -84,7 +84,7 @@ def check_writable(path: Path) -> None:
 
 
 def read_audit(path: Path) -> Audit:
-    """Reads an audit. A last line that a run did not finish is passed over with a warning.
+    """Reads an audit. What a run that was stopped did not finish is left out, with a warning.
 
     Raises:
       FlyJaxError: it cannot be read, or is no audit of this version.
@@ -113,10 +113,12 @@ def read_audit(path: Path) -> Audit:
             waiting = []
         else:
             raise _damaged(path, number, f"its event is {event!r}")
-    if cut.strip() or waiting:
+    found, total = len(audit.continuations), audit.run.settings.get("num_prompts")
+    if cut.strip() or waiting or (isinstance(total, int) and found < total):
+        of_all = "" if total is None else f" of {total}"
         audit.warning = (
-            f"{path} breaks off: the run was stopped, and a prompt that it had not finished is "
-            "left out."
+            f"{path} breaks off: the run was stopped when {found}{of_all} prompts were written; "
+            "the others are left out."
         )
     return audit
 

@@ -86,7 +86,8 @@ def auditing(
     """
     measure = spec.needs.entropy
     assert measure is not None
-    settings = {**config.to_dict(), "max_new_tokens": values.max_new_tokens}
+    limits = {"max_new_tokens": values.max_new_tokens, "num_prompts": len(ids)}
+    settings = {**config.to_dict(), **limits}
     run = Run(FORMAT, VERSION, config.rule, measure.name, settings)
     exact: Sequence[Generation | None] = [None] * len(ids)
     if config.is_loosened and spec.sampling is None and values.audit_exact is not False:

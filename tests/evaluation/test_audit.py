@@ -22,7 +22,7 @@ from fly_jax.evaluation.audit_file import (
 )
 from fly_jax.evaluation.audit_summary import CLASSES, summarise, table, token_class
 
-RUN = Run(FORMAT, VERSION, "fly & margin", "top_3", {"window_size": 6})
+RUN = Run(FORMAT, VERSION, "fly & margin", "top_3", {"window_size": 6, "num_prompts": 4})
 
 
 def mismatch(prompt: int, position: int, draft: str, choice: str, **changes: Any) -> Mismatch:
@@ -157,6 +157,12 @@ def test_a_run_that_was_stopped_between_lines(path: Path) -> None:
     assert list(audit.continuations) == [0]
     assert len(audit.mismatches) == 2
     assert audit.warning is not None
+    # What Ctrl-C leaves: nothing is cut, and only the number of prompts says that some are missing.
+    path.write_text("".join(lines[:4]))
+    audit = read_audit(path)
+    assert not audit.mismatches[2:]
+    assert audit.warning is not None
+    assert "1 of 4 prompts" in audit.warning
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from fly_jax.serving.http.errors import of_validation
 from fly_jax.serving.http.protocol import Asked, ChatRequest, CompletionRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -89,3 +90,22 @@ def test_how_many_alternatives_are_asked_for() -> None:
         ({"logprobs": True, "top_logprobs": 3}, 3),
     ):
         assert ChatRequest.model_validate({"messages": HELLO} | given).num_logprobs == number
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"stop": [""]}, "stop.0: String should have at least 1 character."),
+        ({"stop": ["a", 3]}, "stop: Input should be a valid string."),
+        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17."),
+        ({"prompt": 3}, "prompt: Input should be a valid string."),
+        ({"fly": {"rule": 3}}, "fly.rule: Input should be a valid string."),
+    ],
+)
+def test_a_refusal_names_the_field_and_no_type_of_pydantic(
+    fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "a"} | fields)
+    within = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    assert str(of_validation(within)) == sentence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -97,7 +97,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def malformed(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _of_validation(error.errors()[0]).response
+        return of_validation(error.errors()).response
 
     async def of_framework(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -114,12 +114,16 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-def _of_validation(error: Mapping[str, Any]) -> ApiError:
-    """The first thing that is wrong with a body, with the path to it."""
+def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing that is wrong with a body, as pydantic tells it, with the path to it."""
+    # A field of several types has an error of each: of use is that of the type that was given.
+    error = max(errors, key=lambda one: not str(one["type"]).endswith("_type"))
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "it ends too early")
         return invalid(f"The body is not valid JSON ({reason}); correct it.")
-    path = ".".join(str(part) for part in error["loc"][1:])
+    # Where a field may be one of several types, a part names the type, as pydantic writes it.
+    parts = [str(part) for part in error["loc"][1:]]
+    path = ".".join(part for part in parts if part.isidentifier() or part.isdecimal())
     if error["type"] == "extra_forbidden":
         return invalid(f"The field {path!r} is unknown; leave it out.", path, "unknown_field")
     message = str(error["msg"]).removeprefix("Value error, ").rstrip(".")

@@ -26,7 +26,7 @@ def _written(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_written)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[Text, Field(min_length=1, max_length=_LONGEST_STOP)]
+StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
 
 
 class _Fields(BaseModel):

@@ -57,17 +57,19 @@ def random_draft(
     return Llama(config, _disturbed(tuple(parameters), parameters, key, noise))
 
 
-def placed(model: Llama, layout: Layout) -> Llama:
-    """The model on a mesh."""
+def placed(model: Llama, layout: Layout | None) -> Llama:
+    """The model on a mesh, or bound to the first device, as one is that was loaded."""
     specs = parameter_specs(model.config)
-    return Llama(
-        model.config,
-        {
-            name: jax.device_put(value, layout.sharding(specs[name].axes, specs[name].shape))
-            for name, value in model.parameters().items()
-        },
-        layout,
-    )
+
+    def sharding(name: str) -> jax.sharding.Sharding:
+        if layout is None:
+            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return layout.sharding(specs[name].axes, specs[name].shape)
+
+    arrays = {
+        name: jax.device_put(value, sharding(name)) for name, value in model.parameters().items()
+    }
+    return Llama(model.config, arrays, layout)
 
 
 @functools.partial(jax.jit, static_argnums=0)

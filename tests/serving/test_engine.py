@@ -84,9 +84,8 @@ KINDS = {
 @functools.cache
 def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
     found = [random_target(2, LONG), *(random_draft(2, noise, LONG) for noise in (0.2, 0.3))]
-    if mesh is not None:
-        layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
-        found = [placed(one, layout) for one in found]
+    layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
+    found = [placed(one, layout) for one in found]
     return tuple(found[: 1 + num_drafts])
 
 

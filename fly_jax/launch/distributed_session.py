@@ -63,12 +63,13 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
     except (FlyJaxError, OSError):
         raise
     except Exception as error:
-        if _is_of_another(error):
+        if is_of_another(error):
             time.sleep(HEARTBEAT_SECONDS + _MARGIN_SECONDS)  # JAX stops us before, and knows why
         traceback.print_exc()
         raise SystemExit(1) from error
 
 
-def _is_of_another(error: Exception) -> bool:
+def is_of_another(error: BaseException) -> bool:
     """Whether it may come of another process's end: a collective or a message that failed."""
-    return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    return failed and crash_handler.installed is not None

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.distributed_session import distributed_session
+from fly_jax.launch.distributed_session import distributed_session, is_of_another
 from fly_jax.launch.flags import (
     Flags,
     add_decoding_flags,
@@ -203,7 +203,10 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
                 progress=progress,
             )
         except ServerFailed as error:
-            traceback.print_exception(error.__cause__)
+            cause = error.__cause__
+            if cause is not None and is_of_another(cause):
+                raise cause from None  # the session waits to hear which process is gone
+            traceback.print_exception(cause)
             say(str(error))
             sys.exit(_EXIT_FAILED)
 

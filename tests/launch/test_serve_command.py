@@ -11,11 +11,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+import jax
 import pytest
 
-from fly_jax.launch import serve
+from fly_jax.launch import crash_handler, serve
+from fly_jax.serving.http.run import ServerFailed
 
 SIZES = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--prefill_chunk=32"]
 SHORT = "--max_length=50"  # few programs are compiled
@@ -94,3 +98,22 @@ def test_it_serves_and_drains(models: list[str]) -> None:
         watchdog.cancel()
     assert "may go on for 30 s" in rest
     assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_where_another_process_may_be_gone_the_session_says_which(
+    together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cause = jax.errors.JaxRuntimeError("Gloo all-reduce failed")
+
+    def failing(*_: object, **__: object) -> None:
+        raise ServerFailed("The engine has failed") from cause
+
+    monkeypatch.setattr("fly_jax.serving.http.run.run", failing)
+    monkeypatch.setattr(crash_handler, "installed", object() if together else None)
+    values: Any = SimpleNamespace(host="127.0.0.1", grace_period=1.0)
+    service: Any = SimpleNamespace(limits=SimpleNamespace(api_key=None))
+    with pytest.raises(jax.errors.JaxRuntimeError if together else SystemExit) as caught:
+        serve._answer(values, service, cast(Any, None))
+    assert (caught.value is cause) == together
+    assert ("The engine has failed" in capsys.readouterr().err) != together

@@ -105,7 +105,7 @@ class Programs:
             return layout.place(value, axes)
         # Bound to the device of the parameters: jit compiles a program once for arrays that are
         # bound and once for such as are free, and what comes out of it is bound where an input is.
-        return jax.device_put(value, jax.tree.leaves(self._parameters)[0].sharding)
+        return jax.device_put(value, self._parameters["embedding"].sharding)
 
     def put_numbers(self, numbers: Any) -> Any:
         """Puts the numbers of a rule or a sampling, scalars or one per row, on the devices."""

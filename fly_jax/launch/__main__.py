@@ -110,7 +110,14 @@ def _listed() -> str:
 
 def run() -> NoReturn:
     """The console script's entry."""
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == _EXIT_INTERRUPTED:
+        # What XLA's threads are compiling or running goes on, and would crash in an interpreter
+        # that is being taken down.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ class Generation:
       num_rescued_tokens: mismatches kept.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
-      seconds: from the first round's dispatch (in an engine, from the slot's) to the arrival of the
-        row's last token.
+      seconds: from the first round's dispatch to the arrival of the row's last token; in an engine
+        from when the row got its slot, so that other prompts taken in meanwhile count.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundSpec.audits`.
       logprobs: of each token, if they are asked for.
@@ -145,5 +145,5 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Settled tokens per second of decoding; the prefill is not counted."""
+        """Settled tokens per second of `seconds`."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0

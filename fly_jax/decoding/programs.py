@@ -101,11 +101,9 @@ class Programs:
         if self._is_abstract:
             sharding = layout.sharding(axes, value.shape) if layout else None
             return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
-        if layout is not None:
-            return layout.place(value, axes)
-        # Bound to the device of the parameters: jit compiles a program once for arrays that are
-        # bound and once for such as are free, and what comes out of it is bound where an input is.
-        return jax.device_put(value, self._parameters["embedding"].sharding)
+        # Bound to a device as the parameters are: jit compiles anew for arrays that are free.
+        bound = self._parameters["embedding"].sharding
+        return layout.place(value, axes) if layout else jax.device_put(value, bound)
 
     def put_numbers(self, numbers: Any) -> Any:
         """Puts the numbers of a rule or a sampling, scalars or one per row, on the devices."""

@@ -247,7 +247,7 @@ def table(summary: Summary, most_pairs: int) -> str:
         heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
         lines += ["", *_aligned([(*heading, "class"), *pairs], {1, 6})]
         if len(shown) < len(summary.pairs):
-            lines.append(f"and {len(summary.pairs) - len(shown)} more pairs")
+            lines.append(f"and {len(summary.pairs) - len(shown)} more")
     return "\n".join(lines)
 
 

@@ -158,8 +158,8 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
     check_spec(spec, choices.kinds)
     if any(rule.uses_memory for rule in (spec.rule, *choices.kinds)):
         raise FlyJaxError(
-            "A rule looks mismatches up in a memory, which the server does not take; give another "
-            "rule, or decode with generate, or with Engine(..., memory=...)."
+            "The rule csd looks mismatches up in a memory, which the server does not take; leave "
+            "it out of --rule and --rules, or decode with generate, or Engine(..., memory=...)."
         )
     if process_id() != 0:
         with joint_errors():
@@ -191,6 +191,8 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
+            if bar.disable and 4 * done // total > 4 * (done - 1) // total:
+                say(f"{done} of {total} programs are there.")  # in a log a bar would fill pages
             if done == total:
                 bar.close()
 

@@ -80,6 +80,15 @@ def check_deferred(request: Request, rule: Rule, size: int) -> None:
     check_window(rule, size)
 
 
+def check_drawn(request: Request, rule: Rule) -> None:
+    """Raises FlyJaxError for a drawn request with a rule for greedy decoding."""
+    if rule.uses_memory and request.sampling is not None and request.sampling.temperature > 0:
+        raise FlyJaxError(
+            "A request asks for sampling and for a rule with a memory (csd), which is for greedy "
+            "decoding; leave one of the two out."
+        )
+
+
 def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
     """Raises FlyJaxError for stop strings that cannot be looked for."""
     if isinstance(stop, str) or not all(stop):

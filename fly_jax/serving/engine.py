@@ -29,6 +29,7 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.checks import (
     check_deferred,
+    check_drawn,
     check_logprobs,
     check_room,
     check_sizes,
@@ -213,6 +214,7 @@ class Engine:
         check_stop(request.stop, self._tokenizer is not None)
         check_logprobs(request.logprobs, self.spec.max_logprobs)
         rule = self._own if request.rule is None else request.rule
+        check_drawn(request, rule)
         if self.spec.boundary == "defer":
             check_deferred(request, rule, self.spec.deferred_window)
         elif self.spec.num_speculative_tokens:

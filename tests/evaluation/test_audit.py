@@ -109,7 +109,7 @@ def test_figures(path: Path) -> None:
     shown = table(summary, 1)
     assert "' big'" in shown
     assert "' Ada'" not in shown
-    assert "and 1 more pairs" in shown
+    assert "and 1 more" in shown
     assert json.loads(json.dumps(summary.to_dict()))["rescues_per_100_tokens"] == 18.75
 
 

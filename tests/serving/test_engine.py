@@ -3,104 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 import pytest
+from engine_kinds import KINDS, NUM_SLOTS, Kind, engine_for, models
 from random_pairs import (
-    CONFIG,
     EOS,
     greedy,
     logits_after,
-    placed,
-    random_draft,
-    random_target,
 )
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.llama import Llama
 from fly_jax.serving.engine import Engine
 from fly_jax.serving.prefill import pieces
 from fly_jax.serving.request import Request, Ticket
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, Why
+from fly_jax.verification.rules import Csd, Exact, Why
 from fly_jax.verification.sampling import Sampling
-
-LONG = dataclasses.replace(CONFIG, max_context=600)
-ROUND = RoundSpec(Fly(0.2, 2), 4, None, EOS, rounds_per_dispatch=2, max_logprobs=2)
-NUM_SLOTS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """An engine, and what its requests ask for in turn."""
-
-    spec: RoundSpec
-    num_drafts: int = 1
-    rules: tuple[Rule, ...] = ()
-    samplings: tuple[Sampling | None, ...] = (None,)
-    mesh: str | None = None
-    num_slots: int = NUM_SLOTS
-    memory: CorrectionMemory | None = None
-
-
-def every_other_pair() -> CorrectionMemory:
-    memory = CorrectionMemory("v", min_count=0)
-    memory.add((a, b) for a in range(48) for b in range(48) if (a + b) % 2)
-    return memory
-
-
-KINDS = {
-    "rules and sampling": Kind(
-        ROUND,
-        rules=(Exact(), Fly(0.5, 2), Budget(Margin(gap=2.0), 3.0), Csd(0.0)),
-        samplings=(None, Sampling(0.9, top_p=0.9), None, Sampling(1.0, top_k=5)),
-        memory=every_other_pair(),
-    ),
-    "levels": Kind(
-        dataclasses.replace(ROUND, lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2
-    ),
-    "defer, stop": Kind(
-        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer", draft_stop=EntropyStop()),
-        num_slots=4,  # and rounds for one of them
-    ),
-    "lookup alone": Kind(RoundSpec(Exact(), 4, Lookup(), EOS, audits=True), num_drafts=0),
-    "autoregressive": Kind(RoundSpec(Exact(), 0, None, EOS), num_drafts=0),
-    "mesh": Kind(ROUND, mesh="2x2x2", rules=(Exact(),), samplings=(None, Sampling(0.9))),
-}
-
-
-@functools.cache
-def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
-    found = [random_target(2, LONG), *(random_draft(2, noise, LONG) for noise in (0.2, 0.3))]
-    layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
-    found = [placed(one, layout) for one in found]
-    return tuple(found[: 1 + num_drafts])
-
-
-def engine_for(kind: Kind, *, num_slots: int | None = None, max_length: int = 100) -> Engine:
-    target, *drafts = models(kind.mesh, kind.num_drafts)
-    return Engine(
-        target,
-        drafts,
-        kind.spec,
-        num_slots=kind.num_slots if num_slots is None else num_slots,
-        max_length=max_length,
-        prefill_chunk=32,
-        rules=kind.rules,
-        memory=kind.memory,
-    )
 
 
 def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
@@ -114,7 +40,8 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
             ).tolist(),
             int(random.integers(1, 25)),
             rule=rules[index % len(rules)],
-            sampling=kind.samplings[index % len(kind.samplings)],
+            # Each rule with one of them, since for every pair a decoder compiles anew too.
+            sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
             seed=index + 1,
             logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
         )
@@ -217,6 +144,31 @@ def test_requests_of_all_lengths_equal_those_alone(
         budget = one.budget
         assert (one.generation.regret is None) == (budget is None)
         assert budget is None or one.generation.regret <= budget  # type: ignore[operator]
+
+
+def test_offline_what_is_known_beforehand_compiles_beforehand(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kind = KINDS["autoregressive"]
+    common = list(range(30))
+    prompts = [[7, 8], *([*common, index, *[9] * index] for index in range(5)), [3] * 40]
+    given = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
+    jax.clear_caches()
+    engine = engine_for(kind, offline=True)
+    engine.warm_up_for(given)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        tickets = [engine.submit(request) for request in given]
+        engine.step()
+        assert engine.slots.num_free == 0  # however many tokens that took
+        found = [ticket for ticket, settled in engine.run(()) if settled.finish_reason]
+        assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
+    assert engine.num_reused_tokens >= 3 * 30
+    assert sorted(map(id, found)) == sorted(map(id, tickets))
+    expected = greedy(models(None, 0)[0], prompts, 24)
+    for ticket, tokens in zip(tickets, expected, strict=True):
+        mine = ticket.generation.token_ids
+        assert mine == tokens[: len(mine)]
+        assert len(mine) == ticket.request.max_new_tokens or mine[-1] in EOS
 
 
 @pytest.mark.parametrize("name", ["rules and sampling", "defer, stop"])
@@ -396,67 +348,6 @@ def test_the_prompt_is_the_one_that_was_handed_in() -> None:
     finished(engine, [])
     expected = alone(kind, Request([5, 4, 3, 2], 8), {})
     assert account(ticket) == account(expected)
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request([]), "is empty"),
-        (Request([1] * 100), "shorten it, or raise max_length"),
-        (Request([1], 0), "max_new_tokens is 0"),
-        (Request([99]), "outside the model's vocabulary"),
-        (Request([1], logprobs=0), "log-probabilities of 0 tokens.*the engine gives none"),
-        (Request([1], rule=Margin()), "asks for the rule Margin, of a kind that the engine"),
-    ],
-)
-def test_requests_that_are_refused(request_: Request, words: str) -> None:
-    engine = engine_for(KINDS["autoregressive"])
-    with pytest.raises(FlyJaxError, match=words):
-        engine.submit(request_)
-    assert engine.is_idle
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request([1], sampling=Sampling(0.5)), "defers windows, which is for greedy"),
-        (Request([1], rule=Fly(0.0, 2)), "with window_size=2 was given to an engine that defers"),
-        (Request([1], rule=Fly(0.0, 3, window_mismatches=1)), "without window_mismatches"),
-    ],
-)
-def test_what_cannot_be_deferred_is_refused(request_: Request, words: str) -> None:
-    engine = engine_for(KINDS["defer, stop"])
-    with pytest.raises(FlyJaxError, match=words):
-        engine.submit(request_)
-    assert engine.is_idle
-
-
-def test_a_window_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(FlyJaxError, match="no deferred window of window_size=4"):
-        engine_for(KINDS["rules and sampling"]).submit(Request([1], rule=Fly(0.5, 4)))
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Kind(dataclasses.replace(ROUND, rule=Csd())), "memory"),
-        (Kind(ROUND, rules=(Csd(),)), "memory"),
-        (Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), "each request has its own"),
-        (
-            Kind(dataclasses.replace(ROUND, boundary="defer"), rules=(Fly(0.0, 1),)),
-            "which must be of one size",
-        ),
-    ],
-)
-def test_engines_that_are_refused(kind: Kind, words: str) -> None:
-    with pytest.raises(FlyJaxError, match=words):
-        engine_for(kind)
-
-
-@pytest.mark.parametrize("sizes", [{"num_slots": 0}, {"max_length": 1}, {"max_length": 601}])
-def test_sizes_that_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(FlyJaxError, match="at least"):
-        engine_for(KINDS["autoregressive"], **sizes)
 
 
 def test_what_runs_into_the_engines_length_ends_there() -> None:

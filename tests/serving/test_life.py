@@ -94,5 +94,5 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
     error, end = seen
     assert "stopped before it was done" in json.loads(error)["error"]["message"]
     assert end == "[DONE]"
-    assert any("1 requests may go on for 3600 s" in line for line in said)
+    assert any("1 under way may go on for 3600 s" in line for line in said)
     listening.close()

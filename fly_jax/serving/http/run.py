@@ -114,7 +114,7 @@ async def serve(
             tasks = (stopping, ending, serving)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                told(f"Stopping: {service.num_open} requests may go on for {grace_period:g} s.")
+                told(f"Stopping: {service.num_open} under way may go on for {grace_period:g} s.")
                 left = await service.drain(grace_period)
                 if left:
                     told(f"{left} requests were not done in that time, and were cancelled.")

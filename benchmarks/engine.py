@@ -1,11 +1,12 @@
-"""The engine beside static batches: prompts of mixed lengths and limits, on the embedded pair.
+"""The engine beside static batches on the embedded pair, as `generate` uses it for a file.
 
     python benchmarks/engine.py
 
 Both decode the same requests with the same rule and as many rows, in turns, with programs compiled
-before. A static batch holds prompts of like length (`Decoder.batches`) and has one limit, the
-longest of its requests; what a row says beyond its own does not count. Each turn compares all
-tokens.
+before: prompts of mixed lengths and limits; and word problems, which are of one length, of one
+limit and answered in about as many tokens, so that a static batch loses nothing. A static batch
+holds prompts of like length (`Decoder.batches`) and has one limit, the longest of its requests;
+what a row says beyond its own does not count. Each turn compares all tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from absl import app, flags
 from machine import write
-from texts import library_beginnings, word_problems
+from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Pair, load_pair
@@ -32,7 +34,13 @@ _RULE = flags.DEFINE_string("rule", None, "of all requests; that of the pair if 
 _LONGEST_PROMPT, _LONGEST_ANSWER = 400, 256
 
 
-def _requests(pair: Pair, number: int) -> list[Request]:
+def _alike(pair: Pair, number: int) -> list[Request]:
+    """Word problems."""
+    worded = word_problems("held_out", number)
+    return [Request(pair.tokenizer.encode(one.prompt), MAX_NEW_TOKENS) for one in worded]
+
+
+def _mixed(pair: Pair, number: int) -> list[Request]:
     """A third word problems, a third beginnings of files, and as many long ones."""
     third = -(-number // 3)
     chance = random.Random(0)
@@ -69,49 +77,65 @@ def _static(decoder: Decoder, requests: Sequence[Request]) -> tuple[float, list[
     return time.perf_counter() - start, [answers[index] for index in range(len(requests))]
 
 
-def main(_: list[str]) -> None:
-    pair = load_pair()
+def _measured(pair: Pair, requests: Sequence[Request]) -> dict[str, Any]:
     given = {} if _RULE.value is None else {"rule": _RULE.value}
-    requests = _requests(pair, _REQUESTS.value)
-    engine = Engine.of(
-        pair, num_slots=_ROWS.value, max_length=_LONGEST_PROMPT + _LONGEST_ANSWER, **given
-    )
     config = pair.config(**given)
-    decoder = pair.decoder(pair.spec(config), batch_size=_ROWS.value, protect=config.protect)
-    engine.warm_up()
-    decoder.warm_up([one.prompt for one in requests], _LONGEST_ANSWER)
+    spec = pair.spec(config)
+    prompts = [one.prompt for one in requests]
+    longest = max(one.max_new_tokens for one in requests)
+    engine = Engine(
+        pair.target,
+        pair.proposing(spec),
+        spec,
+        num_slots=_ROWS.value,
+        max_length=max(map(len, prompts)) + longest,
+        protected_token_ids=pair.protected_token_ids(config.protect),
+        offline=True,
+    )
+    decoder = pair.decoder(spec, batch_size=_ROWS.value, protect=config.protect)
+    engine.warm_up_for(requests)
+    decoder.warm_up(prompts, longest)
     engine_seconds, static_seconds, alike = [], [], len(requests)
     for turn in range(_TURNS.value + 1):
+        for slot in range(_ROWS.value):  # nothing is found in the caches of the turn before
+            engine.slots.forget(slot)
         seconds, answers = _engine(engine, requests)
         others, same = _static(decoder, requests)
         alike = min(alike, sum(one == other for one, other in zip(answers, same, strict=True)))
         if turn:  # the first one compiles what is left
             engine_seconds.append(seconds)
             static_seconds.append(others)
-    num_tokens = sum(map(len, answers))
-    ratios = [b / a for a, b in zip(engine_seconds, static_seconds, strict=True)]
-    speeds = [num_tokens / statistics.median(some) for some in (engine_seconds, static_seconds)]
-    print(
-        f"{num_tokens} tokens of {len(requests)} requests in {_ROWS.value} slots: the engine "
-        f"{speeds[0]:.0f} tokens/s, static batches {speeds[1]:.0f}: {statistics.median(ratios):.2f}"
-        f" times ({min(ratios):.2f} to {max(ratios):.2f}); {alike} of {len(requests)} alike."
-    )
-    print(
-        write(
-            "engine",
-            {
-                "rule": config.rule,
-                "requests": len(requests),
-                "slots": _ROWS.value,
-                "tokens": num_tokens,
-                "alike": alike,
-                "share_of_prompts_reused": engine.num_reused_tokens / engine.num_prompt_tokens,
-                "engine_seconds": engine_seconds,
-                "static_seconds": static_seconds,
-                "ratios": ratios,
-            },
+    return {
+        "rule": config.rule,
+        "requests": len(requests),
+        "slots": _ROWS.value,
+        "tokens": sum(map(len, answers)),
+        "alike": alike,
+        "share_of_prompts_reused": engine.num_reused_tokens / engine.num_prompt_tokens,
+        "engine_seconds": engine_seconds,
+        "static_seconds": static_seconds,
+        "ratios": [b / a for a, b in zip(engine_seconds, static_seconds, strict=True)],
+    }
+
+
+def main(_: list[str]) -> None:
+    pair = load_pair()
+    found = {
+        name: _measured(pair, make(pair, _REQUESTS.value))
+        for name, make in {"mixed": _mixed, "alike": _alike}.items()
+    }
+    for name, one in found.items():
+        ours, others = (
+            one["tokens"] / statistics.median(one[f"{way}_seconds"]) for way in ("engine", "static")
         )
-    )
+        ratios = one["ratios"]
+        print(
+            f"{name}: {one['tokens']} tokens of {one['requests']} requests in {one['slots']} slots:"
+            f" the engine {ours:.0f} tokens/s, static batches {others:.0f}: "
+            f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f}); "
+            f"{one['alike']} of {one['requests']} alike."
+        )
+    print(write("engine", found))
 
 
 if __name__ == "__main__":

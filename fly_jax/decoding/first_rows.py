@@ -74,7 +74,8 @@ def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     rule, sampling, ends = jax.tree.map(
         lambda leaf: leaf[:rows] if leaf.ndim else leaf, (inputs.rule, inputs.sampling, inputs.ends)
     )
-    return dataclasses.replace(inputs, rule=rule, sampling=sampling, ends=ends)
+    protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
+    return dataclasses.replace(inputs, rule=rule, sampling=sampling, ends=ends, protected=protected)
 
 
 def _each(function: Any, few: DecodeState, whole: DecodeState) -> DecodeState:

@@ -118,11 +118,11 @@ class Programs:
 
         return jax.tree.map(put, numbers)
 
-    def put_protected(self, token_ids: Sequence[int]) -> Bool[Array, " vocab"]:
+    def put_protected(self, token_ids: Sequence[int], *rows: int) -> Bool[Array, "*rows vocab"]:
         """Puts a mask of tokens on the devices; ids beyond the vocabulary are left out."""
-        protected = np.zeros(self.config.vocab_size, bool)
-        protected[[token for token in token_ids if token < len(protected)]] = True
-        return self.put(protected, (None,))
+        protected = np.zeros((*rows, self.config.vocab_size), bool)
+        protected[..., [token for token in token_ids if 0 <= token < protected.shape[-1]]] = True
+        return self.put(protected, (None,) * protected.ndim)
 
     def put_rows(
         self,

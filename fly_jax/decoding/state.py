@@ -77,14 +77,14 @@ class RuleInputs:
     Attributes:
       rule: which draft tokens are kept; its numbers are scalars or one per row.
       sampling: how target and draft are drawn from, likewise; None for greedy decoding.
-      protected: tokens that are never rescued.
+      protected: tokens that are never rescued, of all rows or of each.
       memory: `CorrectionMemory.keys`; None for a rule that does not use one.
       ends: rows that are done at an end of text; None for all.
     """
 
     rule: Rule
     sampling: Sampling | None
-    protected: Bool[Array, " vocab"]
+    protected: Bool[Array, "*rows vocab"]
     memory: Int32[Array, "pairs 2"] | None = None
     ends: Bool[Array, " rows"] | None = None
 

@@ -40,6 +40,7 @@ from fly_jax.serving.depth import DepthCosts, rounds_run
 from fly_jax.serving.dispatched import Dispatch
 from fly_jax.serving.intake import Intake
 from fly_jax.serving.numbers import RowNumbers
+from fly_jax.serving.protection import Protection
 from fly_jax.serving.request import Request, Ticket
 from fly_jax.serving.rows import empty_rows
 from fly_jax.serving.slots import Prefix, Slots
@@ -134,7 +135,9 @@ class Engine:
         self._steps = steps
         self._intake = Intake(self._programs, self.spec, steps, prefill_chunk, length)
         self._reach = Reach(self._programs.structure, steps, self._programs.room)
-        self._protected = self._programs.put_protected([*protected_token_ids, *spec.eos_token_ids])
+        self._protection = Protection(
+            self._programs, protected_token_ids, spec.eos_token_ids, num_slots
+        )
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[Ticket] = collections.deque()
@@ -224,8 +227,11 @@ class Engine:
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
                 "not made for; name one of its kind in `rules` when it is made."
             )
-        # The prompt as it was checked, whatever its owner does with the list.
-        ticket = Ticket(dataclasses.replace(request, prompt=prompt), rule, self._tokenizer)
+        # As it was checked, whatever its owner does with the lists.
+        ids = request.protected_token_ids
+        ids = None if ids is None else tuple(ids)
+        given = dataclasses.replace(request, prompt=prompt, protected_token_ids=ids)
+        ticket = Ticket(given, rule, self._tokenizer)
         self.waiting.append(ticket)
         return ticket
 
@@ -336,11 +342,10 @@ class Engine:
             self.slots.forget(slot)
         one = self._intake.row(Ticket(Request([0], self.max_length), self._own))
         one = self._programs.copy_row(one, self._state, 0)
-        found = [self._inputs(sampled=sampled) for sampled in sorted(drawn)]
-        kinds = [inputs for inputs in found if inputs is not None]
+        self._protection.hold(0, None)
+        kinds = [have for one in sorted(drawn) if (have := self._inputs(sampled=one))]
         taken, rounds = list(taken), list(itertools.product(reaches, self._row_steps))
-        done = itertools.count(1)
-        total = len(taken) + len(kinds) * len(rounds)
+        done, total = itertools.count(1), len(taken) + len(kinds) * len(rounds)
         for size, attended in taken:
             start = min(attended, self._steps[-1] - size)
             one = self._programs.take_in(one, size, start, attended)
@@ -409,7 +414,7 @@ class Engine:
         if sampled and self.spec.boundary == "defer":
             return None
         programs, occupants = self._programs, self.slots.occupants
-        inputs = self._numbers.inputs(programs, occupants, self._protected, sampled=sampled)
+        inputs = self._numbers.inputs(programs, occupants, self._protection, sampled=sampled)
         if self.memory is not None and self.spec.rule.uses_memory:
             inputs = dataclasses.replace(inputs, memory=self._keys.of(self.memory))
         return inputs

@@ -11,6 +11,7 @@ import numpy as np
 
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RuleInputs
+from fly_jax.serving.protection import Protection
 from fly_jax.serving.request import Ticket
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
@@ -46,7 +47,7 @@ class RowNumbers:
         self,
         programs: Programs,
         occupants: Sequence[Ticket | None],
-        protected: jax.Array,
+        protection: Protection,
         *,
         sampled: bool,
     ) -> RuleInputs:
@@ -55,7 +56,7 @@ class RowNumbers:
         Args:
           programs: for which they are put on the devices.
           occupants: of all slots.
-          protected: see `RuleInputs`.
+          protection: of all slots.
           sampled: whether some are drawn.
         """
         who = tuple(occupants)
@@ -66,7 +67,7 @@ class RowNumbers:
             inputs = RuleInputs(
                 rule=programs.put_numbers(per_row(rules, self._like)),
                 sampling=programs.put_numbers(sampling_per_row(samplings)),
-                protected=protected,
+                protected=protection.of(who),
                 ends=programs.put_numbers(np.array(ends)),
             )
             self._last = (who, inputs)

@@ -29,6 +29,8 @@ class Request:
       logprobs: fills `Generation.logprobs` with so many of the most probable tokens at each
         position, besides each token itself; None for not at all.
       ignores_eos: goes on to its limit, whatever ends of text come.
+      protected_token_ids: tokens that are never rescued, nor anything in their place, besides the
+        ends of text; None for the engine's own.
     """
 
     prompt: Sequence[int]
@@ -39,6 +41,7 @@ class Request:
     stop: Sequence[str] = ()
     logprobs: int | None = None
     ignores_eos: bool = False
+    protected_token_ids: Sequence[int] | None = None
 
 
 class Ticket:

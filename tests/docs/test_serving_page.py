@@ -30,7 +30,7 @@ def metrics() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
     spec = types.SimpleNamespace(num_speculative_tokens=2)
     costs = DepthCosts((0, 2))
-    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), waiting=(), costs=costs)
+    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), num_waiting=0, costs=costs)
     text = Metrics(cast(Engine, engine)).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20

@@ -34,7 +34,10 @@ TEMPLATE = (
 )
 KEY, NAME, SLOTS, QUEUE = "a secret", "tiny", 4, 2
 LENGTH = 58  # fits into the shortest cache, so that few programs are compiled
-GIVEN = {"rule": "margin", "margin_gap": 1.5, "num_speculative_tokens": 4, "window_size": 2}
+GIVEN = {
+    "rule": "margin", "margin_gap": 1.5, "num_speculative_tokens": 4, "window_size": 2,
+    "protect": ("[f-h]",),
+}  # fmt: skip
 PROMPT = "Ada has 3 apples"
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 

@@ -44,6 +44,7 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
             sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
             seed=index + 1,
             logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
+            protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
         )
         for index in range(number)
     ]
@@ -69,13 +70,21 @@ def account(ticket: Ticket) -> tuple[object, ...]:
 
 def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> Ticket:
     """By a decoder of this rule and this sampling."""
-    key = (request.rule, request.sampling)
+    protected = request.protected_token_ids
+    key = (request.rule, request.sampling, protected)
     if key not in decoders:
         spec = dataclasses.replace(
             kind.spec, rule=request.rule or kind.spec.rule, sampling=request.sampling
         )
         target, *drafts = models(None, kind.num_drafts)
-        decoders[key] = Decoder(target, drafts, spec, capacity=128, memory=kind.memory)
+        decoders[key] = Decoder(
+            target,
+            drafts,
+            spec,
+            capacity=128,
+            protected_token_ids=protected or (),
+            memory=kind.memory,
+        )
     ticket = Ticket(request, kind.spec.rule)
     (ticket.generation,) = decoders[key].decode(
         [request.prompt], request.max_new_tokens, seed=[request.seed]

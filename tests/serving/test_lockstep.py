@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -23,10 +24,12 @@ RULES_ASKED_FOR: list[Rule] = [
 
 @pytest.mark.parametrize("rule", RULES_ASKED_FOR, ids=lambda rule: type(rule).__name__)
 def test_a_request_arrives_as_it_was_sent(rule: Rule) -> None:
-    sent = Request([1, 2, 3], 20, rule, Sampling(0.7, top_k=5), seed=4, stop=("\n", "é"))
+    sent = Request(
+        [1, 2, 3], 20, rule, Sampling(0.7, top_k=5), 4, ("\n", "é"), protected_token_ids=(5, 6)
+    )
     arrived = decoded(json.loads(json.dumps(encoded(sent))))
     assert isinstance(arrived, Request)
-    assert arrived == Request([1, 2, 3], 20, rule, Sampling(0.7, top_k=5), 4, ["\n", "é"])  # type: ignore[arg-type]
+    assert arrived == dataclasses.replace(sent, stop=["\n", "é"], protected_token_ids=[5, 6])
 
 
 def test_nothing_else_is_made_of_a_message() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 from live_server import (
+    GIVEN,
     HEADERS,
     KEY,
     LENGTH,
@@ -110,6 +111,8 @@ def test_rules_and_numbers_side_by_side(live: Live) -> None:
             assert figures["regret"] is None
             assert text == live.alone(PROMPT, 40, **fly)[1]
     assert len({text for text, _ in found}) >= 4
+    assert ask({"protect": list(GIVEN["protect"])})[0] == found[4][0]
+    assert ask({"protect": []})[0] == live.alone(PROMPT, 40, protect=())[1] != found[4][0]
 
 
 def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:

@@ -168,7 +168,10 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
     )
     num_drafted = rng.integers(num_draft + 1, size=rows)
     num_drafted[: rows // 2] = num_draft
-    protected = np.arange(vocab) == rng.integers(vocab)
+    # The same tokens for all rows, or others for each.
+    own = rng.integers(vocab, size=(rows, 1))
+    protected = np.arange(vocab) == (own if num_draft == 9 else own[0])
+    protected_in = np.broadcast_to(protected, (rows, vocab))
     found, result = verify(rule, logits, draft, num_drafted, protected)
     result = jax.tree.map(np.asarray, result)
     # The entropies are not recomputed: one at the threshold could go either way by rounding.
@@ -184,8 +187,8 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
             never = [
                 bool(
                     loops[i].draft_logit == -np.inf
-                    or protected[draft[row, i]]
-                    or protected[loops[i].argmax]
+                    or protected_in[row, draft[row, i]]
+                    or protected_in[row, loops[i].argmax]
                 )
                 for i in range(num_draft)
             ]

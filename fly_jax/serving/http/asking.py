@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -84,8 +84,34 @@ class Choices:
         """What a request may give as its rule."""
         return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
 
+    def protect(self, asked: Asked) -> tuple[str, ...]:
+        """The patterns whose tokens are never rescued.
+
+        A pattern of the client's own is not taken: some take forever to be searched for.
+
+        Raises:
+          ApiError: one that the server was not started with.
+        """
+        own = self.config.protect
+        given = None if asked.fly is None else asked.fly.protect
+        for pattern in given or ():
+            if pattern not in own:
+                raise invalid(
+                    f"fly.protect has {pattern!r}, which is none of the server's patterns; it has "
+                    f"{', '.join(map(repr, own)) or 'none'}: give of these, or start it with "
+                    "--protect.",
+                    "fly.protect",
+                    "pattern_not_served",
+                )
+        return own if given is None else tuple(one for one in own if one in given)
+
     def requests(
-        self, asked: Asked, prompts: Sequence[Sequence[int]], limit: int, engine: Engine
+        self,
+        asked: Asked,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        engine: Engine,
+        protected: Callable[[tuple[str, ...]], tuple[int, ...]],
     ) -> list[Request]:
         """What the engine is asked for: n requests for each prompt.
 
@@ -94,14 +120,17 @@ class Choices:
           prompts: token ids.
           limit: new tokens of each.
           engine: will take them.
+          protected: tokens by patterns; see `Pair.protected_token_ids`.
 
         Raises:
-          ApiError: a rule that the server does not have.
+          ApiError: a rule or a pattern that the server does not have.
           FlyJaxError: values of no use.
         """
         config = self._config(asked)
         rule = self._rule(asked, config, engine)
         sampling = config.to_sampling()
+        patterns = self.protect(asked)
+        token_ids = None if patterns == self.config.protect else protected(patterns)
         seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
         return [
             Request(
@@ -113,6 +142,7 @@ class Choices:
                 asked.stops,
                 asked.num_logprobs,
                 bool(asked.ignore_eos),
+                token_ids,
             )
             for prompt in prompts
             for index in range(asked.n)
@@ -129,7 +159,7 @@ class Choices:
         values = {
             name: value
             for name, value in given.items()
-            if name not in ("rule", "audit", "stream_why") and value is not None
+            if name not in ("rule", "protect", "audit", "stream_why") and value is not None
         }
         temperature = self.config.temperature if asked.temperature is None else asked.temperature
         temperature = 0.0 if temperature < _GREEDY_BELOW else temperature

@@ -51,6 +51,7 @@ class _FlyFields(BaseModel):
 
     Attributes:
       rule: an expression of the rules that the server has, such as "fly | margin", or exact.
+      protect: those of the server's patterns that hold; [] for none, and all if not given.
       audit: has every mismatch that was kept or refused in the reply.
       stream_why: has every token in the chunks of a stream, with why it stands there.
     """
@@ -58,6 +59,7 @@ class _FlyFields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rule: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    protect: list[Text] | None = None
     audit: bool = False
     stream_why: bool = False
 

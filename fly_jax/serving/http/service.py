@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
@@ -74,6 +75,7 @@ class Service:
         self.created = int(time.time())
         self._open: set[Answering] = set()
         self._num_open = 0
+        self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
         entropy = engine.engine.spec.needs.entropy
         assert entropy is not None, "the engine audits"
         self._entropy = entropy.name
@@ -141,7 +143,7 @@ class Service:
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in prompts]
             engine = self.engine.engine
             limit = engine.max_length if limit is None else limit
-            requests = self.choices.requests(asked, ids, limit, engine)
+            requests = self.choices.requests(asked, ids, limit, engine, self._protected)
             streams = await self._submitted(requests)
             rule = self.choices.rule_name(asked)
             answering = Answering(

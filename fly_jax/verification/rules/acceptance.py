@@ -24,7 +24,7 @@ def accept(
     evidence: TargetEvidence,
     draft_tokens: Int[Array, "rows draft"],
     *,
-    protected: Bool[Array, " vocab"] | None = None,
+    protected: Bool[Array, "*rows vocab"] | None = None,
     num_drafted: Int[Array, " rows"] | None = None,
     memory: Int32[Array, "pairs 2"] | None = None,
     state: RuleState | None = None,
@@ -36,8 +36,8 @@ def accept(
       evidence: of the same draft tokens, made with the rule's `needs`.
       draft_tokens: what was drafted.
       protected: True for tokens that must not take part in a rescue, neither as the draft token nor
-        as the target's argmax (say, those that end a text); None for no such token. What the
-        lossless rule accepts is accepted as ever.
+        as the target's argmax (say, those that end a text), of all rows or of each; None for no
+        such token. What the lossless rule accepts is accepted as ever.
       num_drafted: draft tokens of each row, the same as the evidence was made with; the row's
         block, and with it the last window, ends there. None if every row has all.
       memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
@@ -97,7 +97,7 @@ def accept(
 def _barred(
     evidence: TargetEvidence,
     draft_tokens: Int[Array, "rows draft"],
-    protected: Bool[Array, " vocab"] | None,
+    protected: Bool[Array, "*rows vocab"] | None,
 ) -> Bool[Array, "rows draft"]:
     """True for protected tokens, and where the target gives the draft token probability 0.
 
@@ -108,6 +108,7 @@ def _barred(
     barred = ~(jnp.minimum(evidence.log_prob, evidence.draft_log_prob) >= smallest)
     if protected is not None:
         protected = jnp.asarray(protected)
-        barred |= protected.at[draft_tokens].get(mode="fill", fill_value=True)
-        barred |= protected[evidence.argmax]
+        rows = (jnp.arange(len(draft_tokens))[:, None],) if protected.ndim == 2 else ()
+        barred |= protected.at[*rows, draft_tokens].get(mode="fill", fill_value=True)
+        barred |= protected[*rows, evidence.argmax]
     return barred

@@ -110,18 +110,22 @@ def _answer(
     name: str, one: Decoding, opened: OpenPair, target: str, answers: Answers,
     examples: Sequence[Example],
 ) -> None:  # fmt: skip
-    """Decodes what is missing, several prompts at a time."""
-    missing = [example for example in examples if example.key not in answers.by_key]
+    """Decodes what is missing, several prompts at a time, the longest first.
+
+    All rows attend as far as the longest of them, so prompts of like length go together.
+    """
+    missing = [
+        (one.key, opened.encode([{"role": "user", "content": one.prompt}]))
+        for one in examples
+        if one.key not in answers.by_key
+    ]
     if not missing:
         return
-    prompts = [opened.encode([{"role": "user", "content": one.prompt}]) for one in missing]
-    length = max(map(len, prompts)) + _MAX_NEW_TOKENS.value
+    missing.sort(key=lambda one: len(one[1]), reverse=True)
+    length = len(missing[0][1]) + _MAX_NEW_TOKENS.value
     pair = load_pair(target, draft_of(one, _DRAFTER.value), dtype="float32")
     engine = Engine.of(pair, num_slots=_ROWS.value, max_length=length, **one.values)
-    keys = {
-        engine.submit(Request(prompt, _MAX_NEW_TOKENS.value)): example.key
-        for prompt, example in zip(prompts, missing, strict=True)
-    }
+    keys = {engine.submit(Request(prompt, _MAX_NEW_TOKENS.value)): key for key, prompt in missing}
     with tqdm(total=len(examples), initial=len(answers.by_key), desc=name, smoothing=0.02) as bar:
         for ticket in _finished(engine):
             answers.add(keys[ticket], ticket)

@@ -13,8 +13,6 @@ from tqdm import tqdm
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.models.checkpoints.load import save_hf
-from fly_jax.models.llama import Llama
-from fly_jax.models.specs import scale_name
 
 
 @dataclasses.dataclass
@@ -109,7 +107,7 @@ class Ways:
         pair = self.pair("self:int4")
         assert pair.draft is not None
         assert self._python is not None
-        for name, model in {"target": pair.target, "assistant": _widened(pair.draft)}.items():
+        for name, model in {"target": pair.target, "assistant": pair.draft}.items():
             save_hf(model, self._folder / name, jnp.float32)
         return HuggingFace(
             self._python, str(self._folder / "target"), str(self._folder / "assistant")
@@ -122,14 +120,3 @@ def decoded(way: Way, prompts: Sequence[Sequence[int]], batch: int, said: str) -
     for start in tqdm(range(0, len(prompts), batch), desc=said, leave=False):
         way(job, prompts[start : start + batch])
     return job
-
-
-def _widened(draft: Llama) -> Llama:
-    """A draft of rounded matrices as a model in float32, for who reads no integers."""
-    parameters = draft.parameters()
-    for name in [name for name in parameters if scale_name(name) in parameters]:
-        matrix, scale = parameters[name], parameters.pop(scale_name(name))
-        for axis, (size, groups) in enumerate(zip(matrix.shape, scale.shape, strict=True)):
-            scale = jnp.repeat(scale, size // groups, axis=axis)
-        parameters[name] = matrix.astype(jnp.float32) * scale
-    return Llama(draft.config, parameters)

@@ -19,6 +19,7 @@ from fly_jax.decoding.config import (
     default_config,
 )
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
@@ -343,10 +344,10 @@ def load_pair(
     loaded = load(opened.target, layout=target_layout)
     drafts = [load(one, layout=draft_layout) for one in opened.drafts]
     if own is not None:
-        drafts = [self_draft(loaded, own)]
+        drafts = [self_draft(loaded, own, widens=jax.default_backend() == "cpu")]
     return Pair(
-        target=loaded,
-        drafts=tuple(drafts),
+        target=for_backend(loaded),
+        drafts=tuple(map(for_backend, drafts)),
         tokenizer=opened.target.tokenizer,
         replicated=replicated,
         is_embedded=opened.is_embedded,

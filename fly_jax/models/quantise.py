@@ -18,9 +18,9 @@ from fly_jax.models.specs import (
 )
 
 try:
-    from qwix import quantize
-except ImportError:  # older ones have it only here; tpu-inference asks for one of them
-    from qwix.pallas import quantize
+    from qwix import QArray, dequantize, quantize
+except ImportError:  # older ones have them only here; tpu-inference asks for one of them
+    from qwix.pallas import QArray, dequantize, quantize
 
 
 def quantised(
@@ -37,20 +37,14 @@ def quantised(
     Returns:
       Both under their names in `parameter_specs`.
     """
-    outputs = [index for index, axis in enumerate(spec.axes) if axis not in spec.inputs]
-    wide = matrix.astype(jnp.float32)
+    array = _quantised(matrix, spec, matrices)
+    scale = array.scale
     if matrices.group is None:
-        array = quantize(wide, matrices.dtype, channelwise_axes=outputs)
-        scale = array.scale.reshape([spec.shape[index] for index in outputs])
-    else:
-        axis, group = scale_groups(spec, matrices.group)
-        alone = [index for index in range(len(spec.axes)) if index != axis]
-        array = quantize(wide, matrices.dtype, channelwise_axes=alone, tiled_axes={axis: group})
-        scale = array.scale
+        scale = scale.reshape([spec.shape[index] for index in _outputs(spec)])
     return {name: array.qvalue, scale_name(name): scale}
 
 
-def self_draft(target: Llama, matrices: MatrixType) -> Llama:
+def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> Llama:
     """A drafter from the target itself, without training: its layers' matrices, rounded.
 
     Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
@@ -59,6 +53,8 @@ def self_draft(target: Llama, matrices: MatrixType) -> Llama:
     Args:
       target: in any type.
       matrices: one of `SELF_DRAFTS`.
+      widens: keeps what was rounded in the target's type. A CPU multiplies no integers: widened
+        in every pass, they make it twice to three times as long.
     """
     config, layout, parameters = target.config, target.layout, target.parameters()
     specs = {
@@ -73,12 +69,14 @@ def self_draft(target: Llama, matrices: MatrixType) -> Llama:
     def rounded(stacks: dict[str, tuple[Array, Array | None]]) -> dict[str, Array]:
         found: dict[str, Array] = {}
         for name, spec in specs.items():
-            a_layer = functools.partial(_rounded, name, spec, matrices)
+            a_layer = functools.partial(
+                _rounded, name, spec, matrices, target.dtype if widens else None
+            )
             found |= jax.lax.map(a_layer, stacks[name])
         return found
 
     wanted = parameter_specs(config, matrices)
-    names = [*specs, *map(scale_name, specs)]
+    names = [*specs, *(() if widens else map(scale_name, specs))]
     shardings = layout and {
         name: layout.sharding(wanted[name].axes, wanted[name].shape) for name in names
     }
@@ -86,11 +84,30 @@ def self_draft(target: Llama, matrices: MatrixType) -> Llama:
 
 
 def _rounded(
-    name: str, spec: ParameterSpec, matrices: MatrixType, stored: tuple[Array, Array | None]
+    name: str,
+    spec: ParameterSpec,
+    matrices: MatrixType,
+    widened: jnp.dtype | None,
+    stored: tuple[Array, Array | None],
 ) -> dict[str, Array]:
-    """A layer's matrix, which may be int8 with scales, as other integers."""
+    """A layer's matrix, which may be int8 with scales, as other integers, or widened from them."""
     matrix, scale = stored
     if scale is not None:
         inputs = [index for index, axis in enumerate(spec.axes) if axis in spec.inputs]
         matrix = matrix * jnp.expand_dims(scale, inputs)
-    return quantised(name, matrix, spec, matrices)
+    if widened is None:
+        return quantised(name, matrix, spec, matrices)
+    return {name: dequantize(_quantised(matrix, spec, matrices)).astype(widened)}
+
+
+def _quantised(matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType) -> QArray:
+    wide = matrix.astype(jnp.float32)
+    if matrices.group is None:
+        return quantize(wide, matrices.dtype, channelwise_axes=_outputs(spec))
+    axis, group = scale_groups(spec, matrices.group)
+    alone = [index for index in range(len(spec.axes)) if index != axis]
+    return quantize(wide, matrices.dtype, channelwise_axes=alone, tiled_axes={axis: group})
+
+
+def _outputs(spec: ParameterSpec) -> list[int]:
+    return [index for index, axis in enumerate(spec.axes) if axis not in spec.inputs]

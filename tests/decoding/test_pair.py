@@ -52,6 +52,13 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
         RoundSpec(Exact(), 0, rounds_per_dispatch=0)
 
 
+def test_decoders_share_the_pairs_weights(pair: Pair) -> None:
+    """Each holding its layers one by one would hold the model once more."""
+    assert pair.draft is not None
+    for model in (pair.target, pair.draft):
+        assert model.unstacked() is model
+
+
 def test_a_memory_of_other_tokens_is_refused(pair: Pair) -> None:
     memory, spec = CorrectionMemory("other"), pair.spec(rule="csd")
     for make in (

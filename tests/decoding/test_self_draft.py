@@ -67,6 +67,27 @@ def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
+@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
+def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
+    folder = GOLDEN / ("qwen2" if target.config.attention_biases else "llama3")
+    layout = None if mesh == "1x1" else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
+    spread = load_llama(folder, layout=layout)
+    rounded, wide = (
+        self_draft(spread, SELF_DRAFTS[name], widens=widens) for widens in (False, True)
+    )
+    specs = parameter_specs(target.config)
+    assert set(wide.parameters()) == set(specs)
+    for one, spec in specs.items():
+        values = wide.parameters()[one]
+        assert values.dtype == target.dtype
+        if spec.axes[0] == "layers" and spec.inputs:
+            np.testing.assert_allclose(values, widened(rounded, one), rtol=1e-6, err_msg=one)
+        if layout is not None:
+            expected = layout.sharding(spec.axes, spec.shape)
+            assert values.sharding.is_equivalent_to(expected, values.ndim), one
+
+
+@pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
     expected = [one[: one.index(2) + 1] if 2 in one else one for one in greedy(target, PROMPTS, 16)]
     decoder = Decoder(
@@ -93,6 +114,12 @@ def test_a_mesh_rounds_alike(target: Llama, name: str) -> None:
 def test_an_int8_target_drafts_with_4_bits() -> None:
     target = load_llama(GOLDEN / "llama3", int8=True)
     draft = self_draft(target, SELF_DRAFTS["int4"])
+    wider = self_draft(target, SELF_DRAFTS["int4"], widens=True)
+    whole = (jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
+    found = [
+        one.logits(one.hidden_uncached(jnp.asarray(PROMPTS[:1]), *whole)) for one in (draft, wider)
+    ]
+    np.testing.assert_allclose(*found, atol=1e-4)
     assert draft.parameters()["query"].dtype == jnp.int4
     assert draft.parameters()["embedding"] is target.parameters()["embedding"]
     wide = np.asarray(target.parameters()["up"], np.float32)
@@ -103,6 +130,10 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
 def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     target = str(EMBEDDED_PAIR[0])
     pair = fly_jax.load_pair(target, "self:int4")
+    assert pair.draft is not None
+    assert pair.draft.parameters()["query"][0].dtype == jnp.float32, (
+        "a CPU has no products of integers"
+    )
     (found,) = fly_jax.generate(
         pair, ["import os\n"], rule="exact", num_speculative_tokens=4, max_new_tokens=24
     )

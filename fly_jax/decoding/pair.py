@@ -19,7 +19,7 @@ from fly_jax.decoding.config import (
     default_config,
 )
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.chain import for_backend
+from fly_jax.decoding.drafters.chain import runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
@@ -345,9 +345,11 @@ def load_pair(
     drafts = [load(one, layout=draft_layout) for one in opened.drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, widens=jax.default_backend() == "cpu")]
+    for one in filter(runs_unstacked, (loaded, *drafts)):
+        one.unstack()  # once for all decoders, which would hold a model each
     return Pair(
-        target=for_backend(loaded),
-        drafts=tuple(map(for_backend, drafts)),
+        target=loaded,
+        drafts=tuple(drafts),
         tokenizer=opened.target.tokenizer,
         replicated=replicated,
         is_embedded=opened.is_embedded,

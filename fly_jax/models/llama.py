@@ -180,10 +180,17 @@ class Llama(nnx.Module):
         On a CPU a scan copies each layer's matrices out of the stack before every product; a few
         layers compile fast enough without it (docs/performance.md has the figures).
         """
-        stacks = self._layer_weights()
-        if isinstance(stacks["query"], tuple):
+        if isinstance(self._layer_weights()["query"], tuple):
             return self
-        return Llama(self.config, self.parameters() | _one_by_one(stacks), self.layout)
+        other = Llama(self.config, self.parameters(), self.layout)
+        other.unstack()
+        return other
+
+    def unstack(self) -> None:
+        """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice."""
+        for stack in self.layers.values():
+            if not isinstance(stack.get_value(), tuple):
+                stack.set_value(_one_by_one(stack.get_value()))
 
     def _run_layers(
         self,
@@ -247,9 +254,8 @@ class Llama(nnx.Module):
 
 
 @jax.jit
-def _one_by_one(stacks: Parameters) -> Parameters:
-    """Each stack as a tuple of its layers."""
-    return {name: tuple(stack) for name, stack in stacks.items()}
+def _one_by_one(stack: Array) -> tuple[Array, ...]:
+    return tuple(stack)
 
 
 def _zero_after(x: Float[Array, "batch time embed"]) -> Array:

@@ -12,10 +12,8 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 
-# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU,
-# and beyond this many bytes the memory, which they need twice while they are separated.
+# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 32
-_MOST_UNSTACKED_BYTES = 8 << 30
 
 
 def checked_drafter(
@@ -81,9 +79,10 @@ def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
 
 def for_backend(model: Llama) -> Llama:
     """The model with its layers as programs on this backend take them best."""
-    if jax.default_backend() != "cpu" or model.layout is not None:
-        return model
-    arrays = jax.tree.leaves(model.parameters())
-    num_bytes = sum(one.size * one.dtype.itemsize for one in arrays)
-    few = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
-    return model.unstacked() if few and num_bytes <= _MOST_UNSTACKED_BYTES else model
+    return model.unstacked() if runs_unstacked(model) else model
+
+
+def runs_unstacked(model: Llama) -> bool:
+    """Whether programs on this backend take one array per layer."""
+    on_cpu = jax.default_backend() == "cpu" and model.layout is None
+    return on_cpu and model.config.num_layers <= _MOST_UNSTACKED_LAYERS

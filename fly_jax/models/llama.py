@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,12 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 from fly_jax.models.attention import Part, attend_cached, attention
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.config import LlamaConfig
+from fly_jax.models.products import Matmul, in_front, matmul, product, with_turned
 from fly_jax.models.rope import rotate, rotation
 from fly_jax.models.specs import INT8, parameter_specs, scale_name
 from fly_jax.sharding.rules import Layout
 
 Attend = Callable[[Array, Array, Array], Float[Array, "batch time heads head"]]
-Matmul = Callable[[str, Array, Array], Array]
+Product = Callable[[str, Array, str], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
 Added = TypeVar("Added")
@@ -102,7 +103,9 @@ class Llama(nnx.Module):
                 return attend_cached(query, key, value, cache, index, self.layout, window)
 
             own_rope = self._layer_rope(rope, index)
-            x = self._constrain(_layer(self.config, x, weights, own_rope, attend, _matmul))
+            x = self._constrain(
+                _layer(self.config, x, weights, own_rope, attend, self._products(weights))
+            )
             assert new is not None
             return x, new
 
@@ -136,7 +139,6 @@ class Llama(nnx.Module):
           matmul: replaces the product of activations and weights (training runs it in bfloat16).
         """
         rope = rotation(self.config, positions)
-        product = matmul or _matmul
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
 
@@ -149,6 +151,7 @@ class Llama(nnx.Module):
                 return attention(grouped, [part]).reshape(query.shape)
 
             own_rope = self._layer_rope(rope, index)
+            product = self._products(weights, matmul)
             return _layer(self.config, x, weights, own_rope, attend, product), None
 
         x, _ = self._run_layers(layer, self._embedded(tokens))
@@ -159,12 +162,11 @@ class Llama(nnx.Module):
     ) -> Float[Array, "batch time vocab"]:
         """Scores of every token of the vocabulary, in float32; -inf of those without a row."""
         # A product rounded to bfloat16 would make ties of close logits, and wrong gaps.
-        product = matmul or functools.partial(_matmul, dtype=jnp.float32)
+        product = self._products(self._outer_weights(), matmul, jnp.float32)
         name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
             name, equation = "embedding", "btd,vd->btv"
-        scores = _product(equation, hidden, self._outer_weights(), name, product)
-        scores = scores.astype(jnp.float32)
+        scores = product(equation, hidden, name).astype(jnp.float32)
         if self.config.draft_vocab_size is not None:
             rows, other = self.token_rows[...], self.config.draft_vocab_size - 1
             scores = jnp.where(rows == other, -jnp.inf, scores[..., rows])
@@ -174,13 +176,19 @@ class Llama(nnx.Module):
         """The parameters by name, as plain arrays: what checkpoints hold and `jit` takes fast."""
         return self._outer_weights() | self._layer_weights()
 
-    def unstacked(self) -> Llama:
-        """The same model with one array per layer, run one after the other without a scan.
+    @property
+    def is_unstacked(self) -> bool:
+        """It has one array per layer, and matrices with their outputs before their inputs."""
+        return isinstance(self._layer_weights()["query"], tuple)
 
-        On a CPU a scan copies each layer's matrices out of the stack before every product; a few
-        layers compile fast enough without it (docs/performance.md has the figures).
+    def unstacked(self) -> Llama:
+        """The same model as programs on a CPU take it best, where its layers are not too many.
+
+        It has one array per layer, run one after the other: a scan copies each layer's matrices out
+        of the stack before every product. And its matrices lie [*out, *in], but for those of
+        integers (`products.in_front`). docs/performance.md has the figures.
         """
-        if isinstance(self._layer_weights()["query"], tuple):
+        if self.is_unstacked:
             return self
         other = Llama(self.config, self.parameters(), self.layout)
         other.unstack()
@@ -188,9 +196,48 @@ class Llama(nnx.Module):
 
     def unstack(self) -> None:
         """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice."""
-        for stack in self.layers.values():
-            if not isinstance(stack.get_value(), tuple):
-                stack.set_value(_one_by_one(stack.get_value()))
+        if self.is_unstacked:
+            return
+        for name, stack in self.layers.items():
+            stack.set_value(_one_by_one(stack.get_value(), self._turned_axes(name)))
+        if not self.config.tied_embeddings and not self.int8:
+            self.unembedding.set_value(self.unembedding.get_value().T)
+
+    def stacked(self) -> Llama:
+        """The same model with its parameters as in `parameter_specs`, before `unstacked`."""
+        if not self.is_unstacked:
+            return self
+        parameters = self.parameters()
+        for name, layers in self._layer_weights().items():
+            axes = self._turned_axes(name)
+            back = None if axes is None else np.argsort(axes).tolist()
+            parameters[name] = jnp.stack([_turned(one, back) for one in layers])
+        if not self.config.tied_embeddings and not self.int8:
+            parameters["unembedding"] = parameters["unembedding"].T
+        return Llama(self.config, parameters, self.layout)
+
+    def _turned_axes(self, name: str) -> tuple[int, ...] | None:
+        """Outputs before inputs, of a layer's matrix without scales; None of anything else."""
+        spec = parameter_specs(self.config, INT8)[name]
+        if not spec.inputs or scale_name(name) in self.layers:
+            return None
+        axes = spec.axes[1:]
+        return tuple(sorted(range(len(axes)), key=lambda index: axes[index] in spec.inputs))
+
+    def _products(
+        self, weights: Parameters, multiply: Matmul | None = None, dtype: DTypeLike | None = None
+    ) -> Product:
+        """Products with parameters, by equations for matrices that lie [*in, *out]."""
+
+        def of(equation: str, x: Array, name: str) -> Array:
+            scale = weights.get(scale_name(name))
+            if self.is_unstacked and scale is None:
+                chosen = with_turned(multiply or functools.partial(in_front, dtype=dtype))
+            else:
+                chosen = multiply or functools.partial(matmul, dtype=dtype)
+            return product(equation, x, weights[name], scale, chosen)
+
+        return of
 
     def _run_layers(
         self,
@@ -199,7 +246,7 @@ class Llama(nnx.Module):
     ) -> tuple[Array, Added]:
         """The last layer's output, and what each layer adds, stacked."""
         weights = self._layer_weights()
-        if isinstance(weights["query"], tuple):
+        if self.is_unstacked:
             layer = jax.jit(layer)  # so that it is traced once, not for each layer
             added: list[Any] = []
             for index in range(self.config.num_layers):
@@ -253,9 +300,13 @@ class Llama(nnx.Module):
         return {name: value.get_value() for name, value in self.layers.items()}
 
 
-@jax.jit
-def _one_by_one(stack: Array) -> tuple[Array, ...]:
-    return tuple(stack)
+@functools.partial(jax.jit, static_argnames="axes")
+def _one_by_one(stack: Array, axes: tuple[int, ...] | None) -> tuple[Array, ...]:
+    return tuple(_turned(layer, axes) for layer in stack)
+
+
+def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
+    return layer if axes is None else layer.transpose(axes)
 
 
 def _zero_after(x: Float[Array, "batch time embed"]) -> Array:
@@ -293,12 +344,8 @@ def _layer(
     weights: dict[str, Array],
     rope: tuple[Array, Array],
     attend: Attend,
-    matmul: Matmul,
+    product: Product,
 ) -> Float[Array, "batch time embed"]:
-
-    def product(equation: str, x: Array, name: str) -> Array:
-        return _product(equation, x, weights, name, matmul)
-
     normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
     query, key, value = (
         product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
@@ -317,32 +364,9 @@ def _layer(
     return x + product("btf,fd->btd", gated, "down")
 
 
-def _product(equation: str, x: Array, weights: Parameters, name: str, matmul: Matmul) -> Array:
-    """Activations times a matrix; the outputs of a matrix of integers are scaled, in float32.
-
-    Where groups of inputs have scales of their own, the matrix is scaled as it is read.
-    """
-    matrix, scale = weights[name], weights.get(scale_name(name))
-    if scale is not None and scale.ndim == matrix.ndim:
-        return matmul(equation, x, _scaled(matrix, scale, x.dtype))
-    outputs = matmul(equation, x, matrix)
-    return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
-
-
-def _scaled(weights: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """A matrix of integers, of whose inputs consecutive ones share a scale."""
-    for axis, (size, groups) in enumerate(zip(weights.shape, scale.shape, strict=True)):
-        scale = jnp.repeat(scale, size // groups, axis=axis) if groups != size else scale
-    return weights.astype(dtype) * scale.astype(dtype)
-
-
 def _rms_norm(
     x: Float[Array, "*batch embed"], scale: Float[Array, " embed"], epsilon: float
 ) -> Float[Array, "*batch embed"]:
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def _matmul(equation: str, x: Array, weights: Array, dtype: DTypeLike | None = None) -> Array:
-    return jnp.einsum(equation, x, weights.astype(x.dtype), preferred_element_type=dtype)

@@ -46,7 +46,7 @@ def analysed_flops(model: Llama, tokens: int) -> float:
     return float(compiled.cost_analysis()["flops"])
 
 
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [4, 12])  # of two rows: a CPU multiplies them in eights
 def test_operations_are_those_of_xla_where_no_loop_hides_them(tokens: int) -> None:
     model = Llama.random(CONFIG, jax.random.key(0))
     counted = pass_work(ONE, CONFIG, WORKLOAD, tokens).flops

@@ -118,7 +118,7 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
     own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
     parameters = {
         name: np.asarray(values).astype(own[name] or written)
-        for name, values in model.parameters().items()
+        for name, values in model.stacked().parameters().items()
     }
     tensors: dict[str, np.ndarray] = {}
     for group in groups(config):

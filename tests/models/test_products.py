@@ -1,0 +1,89 @@
+"""A matrix in front of a few tokens gives what the plain product gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fly_jax.models.checkpoints.load import load_llama, save_hf
+from fly_jax.models.llama import Llama
+from fly_jax.models.products import in_front, matmul, with_turned
+
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
+# How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.
+EQUATIONS = {
+    "btd,dhk->bthk": {"d": 12, "h": 3, "k": 4},
+    "bthk,hkd->btd": {"d": 12, "h": 3, "k": 4},
+    "btd,vd->btv": {"d": 12, "v": 20},
+    "btd,df->btf": {"d": 12, "f": 9},
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(EQUATIONS)), st.integers(1, 5), st.integers(1, 20))
+def test_it_is_the_plain_product(equation: str, rows: int, time: int) -> None:
+    sizes = EQUATIONS[equation] | {"b": rows, "t": time}
+    letters, stored = equation.split("->")[0].split(",")
+    draw = np.random.default_rng(rows * 31 + time)
+    x, matrix = (
+        draw.standard_normal([sizes[one] for one in some], np.float32) for some in (letters, stored)
+    )
+    outputs_first = sorted(range(len(stored)), key=lambda index: stored[index] in letters)
+    found = with_turned(in_front)(
+        equation, jnp.asarray(x), jnp.asarray(matrix).transpose(outputs_first)
+    )
+    np.testing.assert_allclose(found, matmul(equation, x, matrix), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_summed_in_float32_where_that_is_asked_for() -> None:
+    x = jnp.full((1, 5, 64), 1 / 3, jnp.bfloat16)
+    matrix = jnp.full((7, 64), 1 / 3, jnp.bfloat16)
+    for dtype in (None, jnp.float32):
+        found = in_front("btd,vd->btv", x, matrix, dtype)
+        expected = matmul("btd,vd->btv", x, matrix, dtype)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "mistral"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_stacked_again_it_is_the_same(name: str, int8: bool) -> None:
+    model = load_llama(GOLDEN / name, int8=int8)
+    apart = model.unstacked()
+    assert apart.is_unstacked
+    assert not model.is_unstacked, "the one that was given stays as it is"
+    again = apart.stacked().parameters()
+    assert set(again) == set(model.parameters())
+    for one, values in model.parameters().items():
+        np.testing.assert_array_equal(again[one], values, err_msg=one)
+
+
+def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
+    model = load_llama(GOLDEN / "llama3")
+    model.unstack()
+    save_hf(model, tmp_path, jnp.float32)
+    for one, values in load_llama(GOLDEN / "llama3").parameters().items():
+        np.testing.assert_array_equal(load_llama(tmp_path).parameters()[one], values, err_msg=one)
+
+
+def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:
+    """Behind them the compiler would pack the matrix, which is all of a pass's time."""
+    model = Llama.random(load_llama(GOLDEN / "llama3").config, jax.random.key(0)).unstacked()
+    parameters = model.parameters()
+    tokens = jnp.zeros((1, 5), jnp.int32)
+    seen = (jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
+
+    def step(parameters: dict) -> jax.Array:
+        return Llama(model.config, parameters).hidden_uncached(tokens, *seen)
+
+    text = jax.jit(step).lower(parameters).compile().as_text()
+    width = model.config.ffw_size
+    assert re.search(rf"f32\[{width},8\]\S* dot\(", text), "outputs by tokens, in eights"
+    assert not re.search(rf"f32\[[58],{width}\]\S* dot\(", text)

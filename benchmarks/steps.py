@@ -11,6 +11,7 @@ are kept. Takes two minutes; run nothing else meanwhile.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from fly_jax.models.checkpoints.load import open_checkpoint
 from fly_jax.models.checkpoints.locate import resolve
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.products import in_front
 from fly_jax.models.specs import parameter_specs
 from fly_jax.training.pair import DRAFT, TARGET
 
@@ -66,21 +68,21 @@ def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], fl
 def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
     """The same of the matrix products alone, each of which waits for the one before it."""
     parameters = Llama.random(config, jax.random.key(0)).unstacked().parameters()
-    matrices = {
-        name: spec for name, spec in parameter_specs(config).items() if spec.inputs or ("vocab" in
-        spec.axes and config.tied_embeddings)
-    }  # fmt: skip
+    inputs = {
+        name: math.prod(
+            size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in spec.inputs
+        )
+        for name, spec in parameter_specs(config).items()
+        if spec.inputs and (config.tied_embeddings or name != "embedding")
+    }
 
     @jax.jit
     def run(parameters: Parameters) -> jax.Array:
         def one(_: int, last: jax.Array) -> jax.Array:
-            for name, spec in matrices.items():
-                stacked = spec.axes[0] == "layers"
-                axes, inputs = spec.axes[stacked:], spec.inputs or ("embed",)
-                dims = [axes.index(axis) for axis in inputs]
-                for matrix in parameters[name] if stacked else (parameters[name],):
-                    given = jnp.full((width, *(matrix.shape[dim] for dim in dims)), 1.0) + last
-                    product = jnp.tensordot(given, matrix, (tuple(range(1, given.ndim)), dims))
+            for name, count in inputs.items():
+                for matrix in jax.tree.leaves(parameters[name]):
+                    given = jnp.full((1, width, count), 1.0) + last
+                    product = in_front("bti,oi->bto", given, matrix.reshape(-1, count))
                     last = jnp.max(product) * 1e-9
             return last
 

@@ -99,14 +99,15 @@ def on_chip(config: LlamaConfig, device: jax.Device, dtype: jnp.dtype) -> Llama:
 
 def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
-    parameters: Parameters = {}
-    for name, spec in parameter_specs(config).items():
-        if spec.axes[0] == "layers":
-            layer = jax.ShapeDtypeStruct(spec.shape[1:], dtype)
-            parameters[name] = (layer,) * config.num_layers
-        else:
-            parameters[name] = jax.ShapeDtypeStruct(spec.shape, dtype)
-    return Llama(config, parameters, None)
+    stacks = {
+        name: jax.ShapeDtypeStruct(spec.shape, dtype)
+        for name, spec in parameter_specs(config).items()
+    }
+
+    def unstacked(stacks: Parameters) -> Parameters:
+        return Llama(config, stacks).unstacked().parameters()
+
+    return Llama(config, jax.eval_shape(unstacked, stacks))
 
 
 def round_hlo(

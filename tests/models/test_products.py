@@ -27,7 +27,7 @@ EQUATIONS = {
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(EQUATIONS)), st.integers(1, 5), st.integers(1, 20))
+@given(st.sampled_from(sorted(EQUATIONS)), st.integers(1, 8), st.integers(1, 20))
 def test_it_is_the_plain_product(equation: str, rows: int, time: int) -> None:
     sizes = EQUATIONS[equation] | {"b": rows, "t": time}
     letters, stored = equation.split("->")[0].split(",")

@@ -84,7 +84,8 @@ def for_backend(model: Llama) -> Llama:
 
 def runs_unstacked(model: Llama) -> bool:
     """Whether programs take one array per layer where this model lies."""
-    sharding = model.embedding.get_value().sharding
+    embedding = model.embedding.get_value()
+    sharding = None if isinstance(embedding, jax.core.Tracer) else embedding.sharding
     device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
     on_cpu = device.platform == "cpu" and model.layout is None
     return on_cpu and model.config.num_layers <= _MOST_UNSTACKED_LAYERS

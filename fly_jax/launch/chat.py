@@ -20,7 +20,7 @@ from fly_jax.launch.flags import (
     add_seed_flag,
     config_from_flags,
 )
-from fly_jax.launch.inputs import load_opened, open_models, proposing, say
+from fly_jax.launch.inputs import load_opened, open_models, proposing, say, waiting
 from fly_jax.launch.view import TextView
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
@@ -186,5 +186,6 @@ class Conversation:
             spec = self._pair.spec(self._config)
             self._decoders[self._config] = self._pair.decoder(spec, protect=self._config.protect)
         decoder = self._decoders[self._config]
-        decoder.warm_up([ids], self._values.max_new_tokens, resumes=True)
+        with waiting("Compiling"):
+            decoder.warm_up([ids], self._values.max_new_tokens, resumes=True)
         return decoder

@@ -31,6 +31,7 @@ from fly_jax.launch.inputs import (
     load_models,
     open_inputs,
     say,
+    waiting,
 )
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
@@ -198,8 +199,8 @@ def _decode(
         Request(prompt, values.max_new_tokens, sampling=spec.sampling, seed=values.seed + index)
         for index, prompt in enumerate(ids)
     ]
-    # So that no prompt's speed has the compilation in it.
-    engine.warm_up_for(requests)
+    with waiting("Compiling"):  # so that no prompt's speed has that in it
+        engine.warm_up_for(requests)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_learning(values, config, engine))
         audit = None

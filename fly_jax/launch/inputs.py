@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -78,6 +79,19 @@ def say(line: str) -> None:
     """Writes to standard error, where whatever is not a result goes, once for all processes."""
     if process_id() == 0:
         print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def waiting(why: str) -> Iterator[None]:
+    """Shows on a terminal what is being waited for, until it is there."""
+    shown = process_id() == 0 and sys.stderr.isatty()
+    if shown:
+        print(f"{why} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def proposing(values: FlagValues, config: DecodingConfig) -> DecodingConfig:
@@ -175,7 +189,8 @@ def load_opened(
         capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
         num_speculative_tokens=config.most_drafted,
     )
-    pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
+    with waiting("Reading the weights"):
+        pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
     if pair.replicated:
         say(f"The mesh does not divide all of the target ({'; '.join(pair.replicated)}).")
     return pair

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def answer_to(
     record = json.loads(capsys.readouterr().out)
     text: str = record["text"]
     return text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_shows_what_is_waited_for(
+    is_terminal: bool,
+    talk: Callable[..., tuple[list[str], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    _, said = talk("Ada has 3")
+    for why in ("Reading the weights", "Compiling"):
+        assert (f"{why} …\r\033[K" in said) == is_terminal
+        assert (why in said) == is_terminal
 
 
 def test_turns_are_one_conversation(

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 from hugging_face import WAYS, HuggingFace
 from real_decodings import decoding, draft_of
@@ -31,13 +32,22 @@ class Job:
     rounds: list[int] = dataclasses.field(default_factory=list)
     rescued: list[int] = dataclasses.field(default_factory=list)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all prompts together."""
+        return sum(map(len, self.tokens)) / sum(self.seconds)
+
 
 # Decodes a group of prompts into a job.
 Way = Callable[[Job, Sequence[Sequence[int]]], None]
 
 
 class Ways:
-    """All that can decode, each made when it is first asked for and kept for the next turn."""
+    """All that can decode, one at a time: each is made when it is asked for.
+
+    Nothing is kept but the models. Linux lets a process map some 65,000 pieces of memory, and the
+    compiled programs of all ways together are more; the next turn reads them from JAX's cache.
+    """
 
     def __init__(
         self,
@@ -61,15 +71,13 @@ class Ways:
         self._target, self._drafter, self._python = target, drafter, python
         self._prompts, self._limit, self._folder = prompts, max_new_tokens, folder
         self._pairs: dict[str | None, Pair] = {}
-        self._made: dict[tuple[int, str], Way] = {}
         self._hugging_face: HuggingFace | None = None
 
     def __call__(self, batch: int, name: str) -> Way:
         """How a group of prompts is decoded, with everything that has to be compiled."""
-        if (batch, name) not in self._made:
-            make = self._of_hugging_face if name in WAYS else self._of_ours
-            self._made[batch, name] = make(batch, name)
-        return self._made[batch, name]
+        jax.clear_caches()
+        make = self._of_hugging_face if name in WAYS else self._of_ours
+        return make(batch, name)
 
     def pair(self, draft: str | None) -> Pair:
         """The target, and what drafts for it."""

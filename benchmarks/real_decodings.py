@@ -59,6 +59,11 @@ def decoding(name: str) -> Decoding:
     return Decoding(based, values)
 
 
+def drafts() -> tuple[str, ...]:
+    """The names of all that can draft."""
+    return tuple(_BASED_ON)
+
+
 def draft_of(one: Decoding, drafter: str | None) -> str | None:
     """What drafts, as `load_pair` takes it.
 

@@ -1,21 +1,102 @@
-"""The tables of a real model, from the result file of ifeval.py."""
+"""The tables of a real model, from the result files of real_model.py and ifeval.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from real_decodings import TARGET_ALONE
+from hugging_face import ASSISTED, GREEDY, PROMPT_LOOKUP
+from real_decodings import TARGET_ALONE, drafts
+
+_ONE, _FOUR = "batch 1", "batch 4"
+_HEADS = "| decoding | tokens/s | batch 4 | mean accepted tokens |"
+_RULE = "|---|---|---|---|"
 
 
-def quality(ifeval: Mapping[str, Any]) -> list[str]:
-    """For docs/real_model.md: what is followed, and how that differs from the target's.
+def short(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list[str]:
+    """For the README: of each draft the fastest exact decoding, and the loosened ones.
 
     Args:
+      real: what real_model.py wrote.
       ifeval: what ifeval.py wrote.
+      where: the machine of `real`, in words.
     """
+    alone, judged = real["summaries"][_ONE], ifeval["decodings"]
+    names = [GREEDY, PROMPT_LOOKUP, ASSISTED, TARGET_ALONE]
+    for draft in drafts():
+        of_draft = [name for name in alone if name.split(", ")[0] == draft]
+        exact = [name for name in of_draft if ", exact," in name]
+        names.append(max(exact, key=lambda name: alone[name]["tokens_per_second"]))
+        names += [name for name in of_draft if name in judged]
+    setting = real["setting"]
+    return [
+        "",
+        f"**A real model**, SmolLM2-135M-Instruct, on {setting['prompts']} prompts of Spec-Bench, "
+        f"{setting['max_new_tokens']} tokens each, beside Hugging Face in the same run ({where}), "
+        "and the share of IFEval's instructions that it follows "
+        "([all of it](docs/real_model.md)):",
+        "",
+        f"{_HEADS} IFEval: points beside the target's (95% interval) |",
+        f"{_RULE}---|",
+        *(f"{_row(real, name)} {_points(judged, name)} |" for name in names),
+    ]
+
+
+def page(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list[str]:
+    """For docs/real_model.md: every way, by batch and by category, and IFEval.
+
+    Args:
+      real: what real_model.py wrote.
+      ifeval: what ifeval.py wrote.
+      where: the machine of `real`, in words.
+    """
+    return [*_ways(real, where), *_categories(real), *_quality(ifeval)]
+
+
+def _ways(real: Mapping[str, Any], where: str) -> list[str]:
+    setting, alone = real["setting"], real["summaries"][_ONE]
+    turns = next(iter(alone.values()))["turns"]
+    return [
+        f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
+        f"tokens, {turns} turn{'s' * (turns > 1)} ({where}; "
+        "[file](../benchmarks/results/real_model.json)). Tokens/s are without what the prompts "
+        f"take; *same* counts the answers that are those of '{real['answers_compared_with']}', "
+        "one prompt at a time:",
+        "",
+        f"{_HEADS} rescued per 100 | same | batch 4: same |",
+        f"{_RULE}---|---|---|",
+        *(
+            f"{_row(real, name)} {_number(one, 'rescued_per_100_tokens', 1)} "
+            f"| {one['same_answers']} | {_of_four(real, name, 'same_answers', 0)} |"
+            for name, one in alone.items()
+        ),
+    ]
+
+
+def _categories(real: Mapping[str, Any]) -> list[str]:
+    alone = real["summaries"][_ONE]
+    names = list(next(iter(alone.values()))["by_category"])
+    lines = [
+        "",
+        "By category, one prompt at a time: tokens/s (mean accepted tokens).",
+        "",
+        f"| decoding | {' | '.join(name.replace('_', ' ') for name in names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for way, one in alone.items():
+        cells = []
+        for name in names:
+            found = one["by_category"][name]
+            mean = _number(found, "mean_accepted_tokens", 2)
+            cells.append(f"{found['tokens_per_second']:.1f}" + (f" ({mean})" if mean else ""))
+        lines.append(f"| {_named(way)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _quality(ifeval: Mapping[str, Any]) -> list[str]:
     judged = ifeval["decodings"]
     lines = [
+        "",
         f"IFEval, strict, up to {ifeval['max_new_tokens']} new tokens "
         f"({ifeval['machine']['date']}; [file](../benchmarks/results/ifeval.json)): what is "
         "followed, and the difference in points with a paired 95% interval.",
@@ -38,8 +119,33 @@ def quality(ifeval: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _row(real: Mapping[str, Any], name: str) -> str:
+    one = real["summaries"][_ONE][name]
+    return (
+        f"| {_named(name)} | {one['tokens_per_second']:.1f} "
+        f"| {_of_four(real, name, 'tokens_per_second', 1)} "
+        f"| {_number(one, 'mean_accepted_tokens', 2)} |"
+    )
+
+
+def _points(judged: Mapping[str, Any], name: str) -> str:
+    if name == TARGET_ALONE:
+        return f"{judged[name]['instruction_level']['this']:.1f}% followed"
+    if ", exact," in name:
+        return "the same text"
+    return _difference(judged[name]["instruction_level"]) if name in judged else ""
+
+
 def _difference(score: Mapping[str, float]) -> str:
     return f"{score['points']:+.1f} ({score['low']:+.1f} to {score['high']:+.1f})"
+
+
+def _of_four(real: Mapping[str, Any], name: str, field: str, digits: int) -> str:
+    return _number(real["summaries"][_FOUR].get(name, {}), field, digits)
+
+
+def _number(one: Mapping[str, float], field: str, digits: int) -> str:
+    return f"{one[field]:.{digits}f}" if field in one else ""
 
 
 def _named(way: str) -> str:

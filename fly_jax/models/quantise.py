@@ -48,7 +48,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> 
     """A drafter from the target itself, without training: its layers' matrices, rounded.
 
     Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
-    does. A layer is rounded at a time.
+    does. A layer is rounded at a time. The drafter is stacked, of an unstacked target too.
 
     Args:
       target: in any type.
@@ -56,7 +56,7 @@ def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> 
       widens: keeps what was rounded in the target's type. A CPU multiplies no integers: widened
         in every pass, they make it twice to three times as long.
     """
-    config, layout, parameters = target.config, target.layout, target.parameters()
+    config, layout, parameters = target.config, target.layout, target.stacked().parameters()
     specs = {
         name: ParameterSpec(spec.shape[1:], spec.axes[1:], spec.inputs)
         for name, spec in parameter_specs(config).items()

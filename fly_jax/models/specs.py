@@ -94,6 +94,8 @@ def parameter_specs(
 ) -> dict[str, ParameterSpec]:
     """Every parameter of a model, by its attribute name. Matrices are stored [in, out].
 
+    A model that has been unstacked for a CPU holds them otherwise (`Llama.unstacked`).
+
     Args:
       config: the model.
       matrices: the type of matrices that are integers; each has scales in float32, as a parameter

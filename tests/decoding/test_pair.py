@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 from tiny_pair import write_pair
 
+from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
@@ -55,8 +57,13 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
 def test_decoders_share_the_pairs_weights(pair: Pair) -> None:
     """Each holding its layers one by one would hold the model once more."""
     assert pair.draft is not None
-    for model in (pair.target, pair.draft):
-        assert model.unstacked() is model
+    own = [*jax.tree.leaves((pair.target.parameters(), pair.draft.parameters()))]
+    for _ in range(2):
+        decoder = pair.decoder(pair.spec(rule="exact", num_speculative_tokens=2))
+        assert isinstance(decoder.drafter, DraftModel)
+        held = (decoder._programs._parameters, decoder.drafter.parameters)
+        for array, ours in zip(jax.tree.leaves(held), own, strict=True):
+            assert array is ours
 
 
 def test_a_memory_of_other_tokens_is_refused(pair: Pair) -> None:

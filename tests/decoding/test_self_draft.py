@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -9,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_pairs import CAPACITY, greedy
+from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
-from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.load import load_llama, save_hf
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import self_draft
@@ -141,6 +143,22 @@ def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str])
     arguments = ["--target", target, "--draft=self:int4", "--rule=exact", "--prompt=import os\n"]
     assert main([*arguments, "--num_speculative_tokens=4", "--max_new_tokens=24", "--nochat"]) == 0
     assert pair.tokenizer.decode(found.token_ids, continues=True) in capsys.readouterr().out
+
+
+def test_what_is_not_rounded_is_in_memory_once(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, tied_embeddings=False)
+    save_hf(Llama.random(config, jax.random.key(0)), tmp_path, jnp.float32)
+    write_tokenizer(tmp_path)
+    pair = fly_jax.load_pair(tmp_path, "self:int4", dtype="float32")
+    assert pair.draft is not None
+    assert pair.target.is_unstacked
+    assert pair.draft.is_unstacked
+    own, drafts = pair.target.parameters(), pair.draft.parameters()
+    for name in ("embedding", "unembedding", "final_norm"):
+        assert drafts[name] is own[name]
+    of_unstacked = self_draft(pair.target, SELF_DRAFTS["int4"], widens=True).parameters()
+    for name, values in pair.draft.stacked().parameters().items():
+        np.testing.assert_array_equal(of_unstacked[name], values, err_msg=name)
 
 
 @pytest.mark.parametrize(

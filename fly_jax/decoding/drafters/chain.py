@@ -84,8 +84,14 @@ def for_backend(model: Llama) -> Llama:
 
 def runs_unstacked(model: Llama) -> bool:
     """Whether programs take one array per layer where this model lies."""
+    few_layers = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
+    return few_layers and model.layout is None and lies_on_cpu(model)
+
+
+def lies_on_cpu(model: Llama) -> bool:
+    """Whether CPUs hold the model; where it is nowhere yet (traced), whether JAX's default does."""
     embedding = model.embedding.get_value()
     sharding = None if isinstance(embedding, jax.core.Tracer) else embedding.sharding
-    device = jax.devices()[0] if sharding is None else next(iter(sharding.device_set))
-    on_cpu = device.platform == "cpu" and model.layout is None
-    return on_cpu and model.config.num_layers <= _MOST_UNSTACKED_LAYERS
+    if sharding is None:
+        return jax.default_backend() == "cpu"
+    return next(iter(sharding.device_set)).platform == "cpu"

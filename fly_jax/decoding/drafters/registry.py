@@ -22,7 +22,8 @@ def register_drafter(name: str, build: Build) -> None:
 
     Args:
       name: stands before a folder or hub id that is called so.
-      build: the drafter for a target and the rounds that it is to draft for.
+      build: the drafter for a target and the rounds that it is to draft for. A target that lies
+        on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
 
     Raises:
       FlyJaxError: another drafter has the name.

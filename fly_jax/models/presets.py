@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig, RopeScaling
@@ -169,8 +170,23 @@ def _qwen_3(layers: int, embed: int, ffw: int, heads: int, *, tied: bool = False
     )
 
 
+def _distilled(config: LlamaConfig, **given: Any) -> LlamaConfig:
+    """DeepSeek-R1-Distill-Qwen: a Qwen 2.5 of that shape with DeepSeek's begin and end."""
+    return dataclasses.replace(
+        config,
+        max_context=131_072,
+        tied_embeddings=False,
+        bos_token_id=151_646,
+        eos_token_ids=(151_643,),
+        **given,
+    )
+
+
 PRESETS: dict[str, LlamaConfig] = {
     "llama-2-7b": _LLAMA_2_7B,
+    "llama-2-13b": dataclasses.replace(
+        _LLAMA_2_7B, embed_size=5120, ffw_size=13_824, num_layers=40, num_heads=40, num_kv_heads=40
+    ),
     "llama-2-70b": _LLAMA_2_70B,
     "llama-3-8b": _LLAMA_3_8B,
     "llama-3-70b": _LLAMA_3_70B,
@@ -199,6 +215,17 @@ PRESETS: dict[str, LlamaConfig] = {
     ),
     "smollm3-3b": _SMOLLM3_3B,
     "mistral-7b": _MISTRAL_7B,
+    "mistral-nemo-12b": dataclasses.replace(
+        _MISTRAL_7B, vocab_size=131_072, embed_size=5120, num_layers=40, max_context=128_000
+    ),
+    "mistral-small-24b": dataclasses.replace(
+        _MISTRAL_7B,
+        vocab_size=131_072,
+        embed_size=5120,
+        ffw_size=32_768,
+        num_layers=40,
+        rope_theta=100_000_000.0,
+    ),
     "mistral-large": dataclasses.replace(
         _MISTRAL_7B,
         embed_size=12_288,
@@ -220,6 +247,20 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen-3-8b": _qwen_3(36, 4096, 12_288, 32),
     "qwen-3-14b": _qwen_3(40, 5120, 17_408, 40),
     "qwen-3-32b": _qwen_3(64, 5120, 25_600, 64),
+    "deepseek-r1-distill-qwen-1.5b": _distilled(
+        _qwen_2_5(28, 1536, 8960, 12, 2, vocab=151_936), rope_theta=10_000.0
+    ),
+    "deepseek-r1-distill-qwen-7b": _distilled(
+        _qwen_2_5(28, 3584, 18_944, 28, 4), rope_theta=10_000.0
+    ),
+    "deepseek-r1-distill-qwen-14b": _distilled(
+        _qwen_2_5(48, 5120, 13_824, 40, 8), norm_epsilon=1e-5
+    ),
+    "deepseek-r1-distill-qwen-32b": _distilled(
+        _qwen_2_5(64, 5120, 27_648, 40, 8), norm_epsilon=1e-5
+    ),
+    "deepseek-r1-distill-llama-8b": dataclasses.replace(_LLAMA_3_1_8B, eos_token_ids=(128_001,)),
+    "deepseek-r1-distill-llama-70b": dataclasses.replace(_LLAMA_3_1_70B, eos_token_ids=(128_001,)),
 }
 
 

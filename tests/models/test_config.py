@@ -167,6 +167,7 @@ def test_config_file_that_is_no_json(tmp_path: Path, content: bytes) -> None:
 # As the published checkpoints' safetensors metadata state them.
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
     "llama-2-70b": 68_976_648_192,
     "llama-3-8b": 8_030_261_248,
     "llama-3-70b": 70_553_706_496,
@@ -181,6 +182,8 @@ PUBLISHED = {
     "smollm2-1.7b": 1_711_376_384,
     "smollm3-3b": 3_075_098_624,
     "mistral-7b": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
     "mistral-large": 122_610_069_504,
     "qwen-2.5-0.5b": 494_032_768,
     "qwen-2.5-1.5b": 1_543_714_304,
@@ -196,6 +199,12 @@ PUBLISHED = {
     "qwen-3-8b": 8_190_735_360,
     "qwen-3-14b": 14_768_307_200,
     "qwen-3-32b": 32_762_123_264,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "deepseek-r1-distill-qwen-7b": 7_615_616_512,
+    "deepseek-r1-distill-qwen-14b": 14_770_033_664,
+    "deepseek-r1-distill-qwen-32b": 32_763_876_352,
+    "deepseek-r1-distill-llama-8b": 8_030_261_248,
+    "deepseek-r1-distill-llama-70b": 70_553_706_496,
 }
 
 

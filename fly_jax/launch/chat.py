@@ -72,6 +72,10 @@ def main(arguments: Sequence[str]) -> None:
             "The target has no chat template, so it cannot take a conversation; give --target an "
             "instruct model, or continue texts with the command generate."
         )
+    # A template that fails, also of a system's message alone, does so before weights are read.
+    models.encode(
+        [*_beginning(values), {"role": "user", "content": "Hello"}], name="A conversation"
+    )
     pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history
@@ -102,6 +106,12 @@ def _flags() -> Flags:
     return flags
 
 
+def _beginning(values: FlagValues) -> list[dict[str, str]]:
+    """What goes before all that is said."""
+    system: str | None = values.system
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
 class Conversation:
     """What was said, and how it goes on."""
 
@@ -125,6 +135,8 @@ class Conversation:
                 self._answer(line)
         except FlyJaxError as error:
             say(str(error))
+        except KeyboardInterrupt:  # before an answer began
+            say("")
 
     def _command(self, name: str = "", argument: str = "") -> None:
         if name == "exact":
@@ -151,8 +163,7 @@ class Conversation:
         say(f"The rule is {config.rule}.")
 
     def _clear(self) -> None:
-        system: str | None = self._values.system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = _beginning(self._values)
 
     def _answer(self, line: str) -> None:
         asked = [*self._messages, {"role": "user", "content": line}]

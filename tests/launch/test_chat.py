@@ -8,14 +8,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from fly_jax.decoding.decoder import Decoder
+from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState
+from fly_jax.launch import chat
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.launch.view import TextView
+from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
@@ -96,7 +100,8 @@ def test_turns_are_one_conversation(
         messages.append({"role": "assistant", "content": expected[-1]})
     answers, said = talk("Ada has 3", "", "Boris", flags=("--system=Short.",))
     assert answers == expected
-    assert said.count("tokens/s") == 2
+    assert said.count("tokens/s") == said.count("mean accepted tokens") == 2
+    assert "readline" in sys.modules, "lines have a history"
     answers, said = talk("Ada has 3", "/clear", "Ada has 3", flags=("--system=Short.",))
     assert answers == [expected[0]] * 2
     assert "Forgotten." in said
@@ -176,6 +181,35 @@ def test_ctrl_c_while_an_answer_is_prepared(
     assert answers == ["", whole]
     assert not unfinished[0], "what decodes was compiled before, with rows that are finished"
     assert said.count("tokens/s") == 1
+
+
+def test_ctrl_c_while_a_question_is_encoded(
+    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, interrupts = OpenPair.encode, iter([False, True])  # the first is before weights load
+
+    def interrupted(self: OpenPair, *given: object, **named: object) -> object:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return encode(self, *given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OpenPair, "encode", interrupted)
+    answers, said = talk("Boris", "Ada has 3")
+    assert len(answers) == 1
+    assert said.count("tokens/s") == 1
+
+
+def test_tokens_have_the_colours_of_their_reasons(
+    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def painting(out: TextIO, tokenizer: Tokenizer) -> TextView:
+        view = TextView(out, tokenizer)
+        view._colour = True  # as on a terminal
+        return view
+
+    monkeypatch.setattr(chat, "TextView", painting)
+    answers, _ = talk("Ada has 3")
+    assert "\x1b[" in answers[0]
 
 
 def test_a_model_without_a_template(refused: Callable[..., str], models: list[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 
@@ -120,6 +121,61 @@ def test_a_template_that_refuses(
     models = [f"--target={chatty}", f"--draft={tiny_pair[1]}"]
     sentence = refused(*models, *SIZES, f"--prompts_file={file}")
     assert "line 1: The chat template refuses these messages (No tools.)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("chat_template.jinja", b"\xff{{ messages }}", "cannot be read"),
+        ("chat_template.jinja", b"{% for one in %}", "fails (TemplateSyntaxError"),
+        ("chat_template.jinja", b"{{ 1 / 0 }}", "fails (ZeroDivisionError: division by zero)"),
+        ("chat_template.jinja", b"{{ raise_exception('one\\ntwo') }}", "messages (one two)"),
+        ("tokenizer_config.json", b'{"chat_template": ["a"]}', "neither a text nor a list"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "neither a text nor a list"),
+    ],
+)
+def test_a_template_that_fails(
+    refused: Callable[..., str],
+    tiny_pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    content: bytes,
+    words: str,
+) -> None:
+    """In a chat too it is known before weights are read."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(pair_module, "load_llama", load)
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_pair[0], folder)
+    (folder / file).write_bytes(content)
+    models = [f"--target={folder}", f"--draft={tiny_pair[1]}"]
+    for arguments in (["chat", *models], ["generate", *models, "--prompt=Ada", "--chat"]):
+        assert words in refused(*arguments)
+
+
+def test_a_list_without_a_default_is_no_template(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_pair[0], folder)
+    named = {"chat_template": [{"name": "tools", "template": "x"}, {"name": "default"}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    assert "no chat template" in refused("chat", f"--target={folder}")
+
+
+def test_two_messages_of_the_system(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], chatty: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    turns = [{"role": "system", "content": "x"}, {"role": "user", "content": "Ada"}]
+    file.write_text(json.dumps({"messages": turns}))
+    models = [f"--target={chatty}", f"--draft={tiny_pair[1]}"]
+    sentence = refused(*models, *SIZES, f"--prompts_file={file}", "--system=Be short.")
+    assert "--system was given as well" in sentence
 
 
 def test_flags_without_a_template(refused: Callable[..., str], models: list[str]) -> None:

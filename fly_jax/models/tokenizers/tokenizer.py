@@ -250,10 +250,20 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The default template: a file of its own, or among the settings, alone or by name."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FlyJaxError(
+                f"{path} cannot be read ({error}); download the file again."
+            ) from error
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise FlyJaxError(
+            f"{folder / 'tokenizer_config.json'} has a chat_template that is neither a text nor a "
+            "list of named ones; download the file again."
+        )
     return template
 
 
@@ -262,6 +272,7 @@ def _render(
 ) -> str:
     # transformers takes seconds to import and, without PyTorch, says so on standard error.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import jinja2
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -276,8 +287,14 @@ def _render(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program, and fails as it likes
+        said = " ".join(str(error).split())
+        if type(error) is jinja2.TemplateError:  # what its raise_exception raises
+            raise FlyJaxError(
+                f"The chat template refuses these messages ({said}); give an alternation of user "
+                "and assistant messages that ends with the user's."
+            ) from error
         raise FlyJaxError(
-            f"The chat template refuses these messages ({error}); give an alternation of user and "
-            "assistant messages that ends with the user's."
+            f"The chat template fails ({type(error).__name__}: {said}); download it again, or give "
+            "plain prompts and --nochat."
         ) from error
     return str(text)

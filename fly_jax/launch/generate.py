@@ -79,7 +79,10 @@ def main(arguments: Sequence[str]) -> None:
 def _run(values: FlagValues) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
-    inputs = open_inputs(values, _config(values, compares))
+    config = _config(values, compares)
+    inputs = open_inputs(values, config)
+    if not (_has_draft(values) or values.rule or values.config or config.num_drafted):
+        say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
     memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
     _decode(values, pair, memory, inputs)
@@ -104,7 +107,6 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
                 "give --draft, which may be ngram, or --rule autoregressive to decode with the "
                 "target alone."
             )
-        say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
         config = config.without_draft()
     for one in config.side_by_side() if compares else ():
         one.to_rule(), one.to_lookup()

@@ -191,6 +191,11 @@ def load_opened(
     )
     with waiting("Reading the weights"):
         pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
+    if models.self_draft is not None and devices.devices.flat[0].platform == "cpu":
+        say(
+            f"On a CPU a pass of {models.self_draft} takes as long as the target's: it shows what "
+            "would be accepted, and decoding without --draft is faster."
+        )
     if pair.replicated:
         say(f"The mesh does not divide all of the target ({'; '.join(pair.replicated)}).")
     return pair

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
+import sentencepiece
+import tokenizers
 from gguf import GGMLQuantizationType
+from tokenizer_makers import CONTROLS, write_sentencepiece
 
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import groups
+
+Put = Callable[[gguf.GGUFWriter], None]  # a tokenizer, into a file
 
 # Rows of 256 numbers, which the types with two levels of scales need.
 CONFIG = LlamaConfig(
@@ -70,7 +76,7 @@ def write(
     *,
     config: LlamaConfig = CONFIG,
     architecture: str = "llama",
-    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    tokenizer: Put | None = None,
 ) -> Path:
     """A file of these tensors, matrices in the type of that name."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -119,7 +125,7 @@ def write_sized(
     path: Path,
     tensors: dict[str, np.ndarray],
     vocab_size: int,
-    tokenizer: Callable[[gguf.GGUFWriter], None],
+    tokenizer: Put,
 ) -> Path:
     """A file with this tokenizer, whose embeddings are as many as its tokens."""
     config = LlamaConfig(**{**vars(CONFIG), "vocab_size": vocab_size})
@@ -128,3 +134,57 @@ def write_sized(
         for name in ("token_embd.weight", "output.weight")
     }
     return write(path, sized, config=config, tokenizer=tokenizer)
+
+
+def byte_level_writer(
+    made: tokenizers.Tokenizer,
+    pre: str,
+    *,
+    adds_bos: bool | None,
+    padding: int = 0,
+    renamed: dict[str, str] | None = None,
+    template: str = "{{ messages[0].content }}<|eot|>",
+) -> Put:
+    """What puts a byte-level tokenizer into a file, cut as `pre` says."""
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        vocabulary = made.get_vocab()
+        names = sorted(vocabulary, key=vocabulary.__getitem__)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        kinds = [3 if name in CONTROLS else 1 for name in names]
+        names = [(renamed or {}).get(name, name) for name in names]
+        writer.add_token_list([*names, *(f"[PAD{number}]" for number in range(padding))])
+        writer.add_token_types([*kinds, *[5] * padding])
+        merges = json.loads(made.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_eot_token_id(3)
+        if adds_bos is not None:
+            writer.add_add_bos_token(adds_bos)
+        writer.add_chat_template(template)
+
+    return put
+
+
+def sentence_piece_writer(folder: Path) -> tuple[int, Put]:
+    """A SentencePiece model, written into the folder, and what puts it into a GGUF file."""
+    write_sentencepiece(folder / "tokenizer.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    count = pieces.get_piece_size()
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        kinds = [
+            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
+            else 6 if pieces.is_byte(one) else 1
+            for one in range(count)
+        ]  # fmt: skip
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
+        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
+        writer.add_token_types(kinds)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+
+    return count, put

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +9,16 @@ import gguf
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
-import tokenizers
 from gguf import GGMLQuantizationType
-from gguf_files import CONFIG, quantised, write, write_sized
-from tokenizer_makers import CONTROLS, HARD, MAKERS, llama3_json, write_sentencepiece
+from gguf_files import (
+    CONFIG,
+    byte_level_writer,
+    quantised,
+    sentence_piece_writer,
+    write,
+    write_sized,
+)
+from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints import load
@@ -89,68 +93,15 @@ def test_the_output_may_be_the_embedding(tmp_path: Path, tensors: dict[str, np.n
     assert open_weights(write(tmp_path / "model.gguf", tied)).config.tied_embeddings
 
 
-def byte_level(
-    made: tokenizers.Tokenizer,
-    pre: str,
-    *,
-    adds_bos: bool | None,
-    padding: int = 0,
-    renamed: dict[str, str] | None = None,
-) -> Callable[[gguf.GGUFWriter], None]:
-    """What puts a byte-level tokenizer into a file, cut as `pre` says."""
-
-    def put(writer: gguf.GGUFWriter) -> None:
-        vocabulary = made.get_vocab()
-        names = sorted(vocabulary, key=vocabulary.__getitem__)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
-        kinds = [3 if name in CONTROLS else 1 for name in names]
-        names = [(renamed or {}).get(name, name) for name in names]
-        writer.add_token_list([*names, *(f"[PAD{number}]" for number in range(padding))])
-        writer.add_token_types([*kinds, *[5] * padding])
-        merges = json.loads(made.to_str())["model"]["merges"]
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_eot_token_id(3)
-        if adds_bos is not None:
-            writer.add_add_bos_token(adds_bos)
-        writer.add_chat_template("{{ messages[0].content }}<|eot|>")
-
-    return put
-
-
 TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
-
-
-def sentence_piece(folder: Path) -> tuple[int, Callable[[gguf.GGUFWriter], None]]:
-    """A SentencePiece model, written into the folder, and what puts it into a GGUF file."""
-    write_sentencepiece(folder / "tokenizer.model")
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    count = pieces.get_piece_size()
-
-    def put(writer: gguf.GGUFWriter) -> None:
-        kinds = [
-            2 if pieces.is_unknown(one) else 3 if pieces.is_control(one)
-            else 6 if pieces.is_byte(one) else 1
-            for one in range(count)
-        ]  # fmt: skip
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([pieces.id_to_piece(one) for one in range(count)])
-        writer.add_token_scores([pieces.get_score(one) for one in range(count)])
-        writer.add_token_types(kinds)
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-
-    return count, put
 
 
 TOKENIZERS: dict[str, Callable[[Path], tuple[int, Callable[[gguf.GGUFWriter], None]]]] = {
     "gpt2": lambda _: (
         llama3_json().get_vocab_size(),
-        byte_level(llama3_json(), "gpt-2", adds_bos=True),
+        byte_level_writer(llama3_json(), "gpt-2", adds_bos=True),
     ),
-    "llama": sentence_piece,
+    "llama": sentence_piece_writer,
 }
 
 
@@ -184,7 +135,7 @@ def test_text_is_cut_as_its_makers_cut_it(
 ) -> None:
     """What puts a begin of text before it is known by the name of the cut where nothing says so."""
     made = MAKERS[maker]()
-    put = byte_level(made, pre, adds_bos=None)
+    put = byte_level_writer(made, pre, adds_bos=None)
     path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
     found = open_checkpoint(path).tokenizer
     for text in HARD:
@@ -198,7 +149,7 @@ def test_a_damaged_tokenizer_is_one_sentence(
 
     def refused(change: Callable[[gguf.GGUFWriter], None], words: str) -> None:
         def put(writer: gguf.GGUFWriter) -> None:
-            byte_level(made, "gpt-2", adds_bos=True)(writer)
+            byte_level_writer(made, "gpt-2", adds_bos=True)(writer)
             change(writer)
 
         path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)

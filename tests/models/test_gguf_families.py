@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf_files import tensors_of, write, write_sized
-from test_gguf import byte_level, same
+from gguf_files import byte_level_writer, tensors_of, write, write_sized
+from test_gguf import same
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
@@ -35,7 +35,7 @@ def test_smollm3_is_cut_as_llama_3_and_nothing_is_put_before(
     tmp_path: Path, tensors: dict[str, np.ndarray]
 ) -> None:
     made = MAKERS["Llama 3"]()
-    put = byte_level(made, "smaug-bpe", adds_bos=None)
+    put = byte_level_writer(made, "smaug-bpe", adds_bos=None)
     path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
     found = open_checkpoint(path).tokenizer
     for text in HARD:
@@ -44,7 +44,7 @@ def test_smollm3_is_cut_as_llama_3_and_nothing_is_put_before(
 
 def test_what_pads_a_vocabulary_is_no_token(tmp_path: Path, tensors: dict[str, np.ndarray]) -> None:
     made = MAKERS["Qwen 2.5 and 3"]()
-    put = byte_level(made, "qwen2", adds_bos=False, padding=3)
+    put = byte_level_writer(made, "qwen2", adds_bos=False, padding=3)
     path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size() + 3, put)
     opened = open_checkpoint(path)
     assert len(opened.tokenizer.vocabulary.names) == made.get_vocab_size()
@@ -55,7 +55,7 @@ def test_ends_are_known_by_their_text_too(tmp_path: Path, tensors: dict[str, np.
     """A file names one end of each kind, and a Qwen has two."""
     made = llama3_json()
     assert made.token_to_id("<unk>") == 0
-    put = byte_level(made, "gpt-2", adds_bos=False, renamed={"<unk>": "<|endoftext|>"})
+    put = byte_level_writer(made, "gpt-2", adds_bos=False, renamed={"<unk>": "<|endoftext|>"})
     path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
     assert set(open_checkpoint(path).config.eos_token_ids) == {0, 2, 3}
 

@@ -1,0 +1,111 @@
+"""GGUF files through the commands: as target and draft, in a chat, planned, converted, refused."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from gguf_files import CONFIG, byte_level_writer, tensors_of, write_sized
+from tokenizer_makers import llama3_json
+
+from fly_jax.launch.__main__ import main
+from fly_jax.models.llama import Llama
+
+TEMPLATE = "{% for one in messages %}{{ one.content }}<|eot|>{% endfor %}"
+EXACT = ["--rule=exact", "--num_speculative_tokens=3"]
+SIZES = ["--prompt=the fox", "--max_new_tokens=12", "--json"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models that share a tokenizer with a chat template."""
+    folder, made = tmp_path_factory.mktemp("gguf"), llama3_json()
+    put = byte_level_writer(made, "gpt-2", adds_bos=True, template=TEMPLATE)
+    target, draft = (
+        write_sized(
+            folder / f"{number}.gguf",
+            tensors_of(Llama.random(CONFIG, jax.random.key(number))),
+            made.get_vocab_size(),
+            put,
+        )
+        for number in range(2)
+    )
+    return target, draft
+
+
+@pytest.fixture
+def decoded(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[int]]:
+    """The tokens that generate prints."""
+
+    def run(*arguments: str) -> list[int]:
+        assert main([*arguments, *SIZES]) == 0
+        ids: list[int] = json.loads(capsys.readouterr().out)["token_ids"]
+        return ids
+
+    return run
+
+
+def test_target_and_drafts(
+    files: tuple[Path, Path], decoded: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    target, draft = files
+    alone = decoded(f"--target={target}")
+    assert len(alone) > 4
+    for given in (f"--draft={draft}", "--draft=self:int4"):
+        assert decoded(f"--target={target}", given, *EXACT) == alone
+    output = tmp_path / "folder"
+    assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=float32"]) == 0
+    assert decoded(f"--target={output}") == alone
+
+
+def test_a_chat(
+    files: tuple[Path, Path],
+    decoded: Callable[..., list[int]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The README's command, which a file alone is enough for."""
+    expected = decoded(f"--target={files[0]}")
+    lines = iter(["the fox"])
+
+    def read(_: str) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr(builtins, "input", read)
+    arguments = [f"--target={files[0]}", "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
+    assert main(["chat", *arguments]) == 0
+    said = capsys.readouterr().err
+    assert f"[{len(expected)} tokens, " in said
+    assert "mean accepted tokens" in said
+    assert said.count("On a CPU a pass of self:int4 takes as long as the target's") == 1
+
+
+def test_a_plan(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--mesh=1x1", "--context=64", "--no_compile", "--json"]
+    for draft in (str(files[1]), "self:int4"):
+        assert main(["plan", f"--target={files[0]}", f"--draft={draft}", *sizes]) == 0
+        passes = json.loads(capsys.readouterr().out)["drafters"]["passes"]
+        assert ("int4" in {one["matrices"] for one in passes}) == (draft == "self:int4")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "convert"])
+def test_a_file_that_was_cut_off(
+    refused: Callable[..., str], files: tuple[Path, Path], tmp_path: Path, command: str
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(files[0].read_bytes()[:-5000])
+    own = {
+        "generate": ["--prompt=the fox"],
+        "chat": [],
+        "plan": [f"--draft={files[1]}", "--no_compile"],
+        "convert": [f"--output={tmp_path / 'folder'}"],
+    }
+    sentence = refused(command, f"--target={cut}", *own[command])
+    assert str(cut) in sentence
+    assert "cut off" in sentence

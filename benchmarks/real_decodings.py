@@ -64,6 +64,16 @@ def drafts() -> tuple[str, ...]:
     return tuple(_BASED_ON)
 
 
+def is_exact(name: str) -> bool:
+    """Whether a name's rule is exact decoding."""
+    return ", exact, " in name
+
+
+def of_batch(batch: int) -> str:
+    """The key of a batch size in a result file."""
+    return f"batch {batch}"
+
+
 def draft_of(one: Decoding, drafter: str | None) -> str | None:
     """What drafts, as `load_pair` takes it.
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hugging_face import ASSISTED, GREEDY, PROMPT_LOOKUP
-from real_decodings import TARGET_ALONE, drafts
+from real_decodings import TARGET_ALONE, drafts, is_exact, of_batch
 
-_ONE, _FOUR = "batch 1", "batch 4"
+_ONE, _FOUR = of_batch(1), of_batch(4)
 _HEADS = "| decoding | tokens/s | batch 4 | mean accepted tokens |"
 _RULE = "|---|---|---|---|"
 
@@ -22,21 +22,21 @@ def short(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> lis
       where: the machine of `real`, in words.
     """
     alone, judged = real["summaries"][_ONE], ifeval["decodings"]
-    names = [GREEDY, PROMPT_LOOKUP, ASSISTED, TARGET_ALONE]
+    names = [name for name in (GREEDY, PROMPT_LOOKUP, ASSISTED, TARGET_ALONE) if name in alone]
     for draft in drafts():
         of_draft = [name for name in alone if name.split(", ")[0] == draft]
-        exact = [name for name in of_draft if ", exact," in name]
-        names.append(max(exact, key=lambda name: alone[name]["tokens_per_second"]))
+        exact = filter(is_exact, of_draft)
+        names += sorted(exact, key=lambda name: -alone[name]["tokens_per_second"])[:1]
         names += [name for name in of_draft if name in judged]
     setting = real["setting"]
     return [
         "",
         f"**A real model**, SmolLM2-135M-Instruct, on {setting['prompts']} prompts of Spec-Bench, "
-        f"{setting['max_new_tokens']} tokens each, beside Hugging Face in the same run ({where}), "
-        "and the share of IFEval's instructions that it follows "
+        f"{setting['max_new_tokens']} tokens each, beside Hugging Face, in {_turns(real)} "
+        f"({where}), and the share of IFEval's instructions that it follows "
         "([all of it](docs/real_model.md)):",
         "",
-        f"{_HEADS} IFEval: points beside the target's (95% interval) |",
+        f"{_HEADS} IFEval: points beside the target's (95% interval), prompts |",
         f"{_RULE}---|",
         *(f"{_row(real, name)} {_points(judged, name)} |" for name in names),
     ]
@@ -50,15 +50,15 @@ def page(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list
       ifeval: what ifeval.py wrote.
       where: the machine of `real`, in words.
     """
-    return [*_ways(real, where), *_categories(real), *_quality(ifeval)]
+    categories = (line for batch in (_ONE, _FOUR) for line in _categories(real, batch))
+    return [*_ways(real, where), *categories, *_quality(ifeval)]
 
 
 def _ways(real: Mapping[str, Any], where: str) -> list[str]:
     setting, alone = real["setting"], real["summaries"][_ONE]
-    turns = next(iter(alone.values()))["turns"]
     return [
         f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
-        f"tokens, {turns} turn{'s' * (turns > 1)} ({where}; "
+        f"tokens, {_turns(real)} ({where}; "
         "[file](../benchmarks/results/real_model.json)). Tokens/s are without what the prompts "
         f"take; *same* counts the answers that are those of '{real['answers_compared_with']}', "
         "one prompt at a time:",
@@ -73,17 +73,23 @@ def _ways(real: Mapping[str, Any], where: str) -> list[str]:
     ]
 
 
-def _categories(real: Mapping[str, Any]) -> list[str]:
-    alone = real["summaries"][_ONE]
-    names = list(next(iter(alone.values()))["by_category"])
+def _turns(real: Mapping[str, Any]) -> str:
+    turns = next(iter(real["summaries"][_ONE].values()))["turns"]
+    return f"{turns} turns" if turns > 1 else "one turn"
+
+
+def _categories(real: Mapping[str, Any], batch: str) -> list[str]:
+    ways = real["summaries"].get(batch, {})
+    names = list(next(iter(ways.values()))["by_category"]) if ways else []
+    rows = "one prompt" if batch == _ONE else "four prompts"
     lines = [
         "",
-        "By category, one prompt at a time: tokens/s (mean accepted tokens).",
+        f"By category, {rows} at a time: tokens/s (mean accepted tokens).",
         "",
         f"| decoding | {' | '.join(name.replace('_', ' ') for name in names)} |",
         f"|---|{'---|' * len(names)}",
     ]
-    for way, one in alone.items():
+    for way, one in ways.items():
         cells = []
         for name in names:
             found = one["by_category"][name]
@@ -97,9 +103,10 @@ def _quality(ifeval: Mapping[str, Any]) -> list[str]:
     judged = ifeval["decodings"]
     lines = [
         "",
-        f"IFEval, strict, up to {ifeval['max_new_tokens']} new tokens "
+        f"IFEval, strict, up to {ifeval['setting']['max_new_tokens']} new tokens "
         f"({ifeval['machine']['date']}; [file](../benchmarks/results/ifeval.json)): what is "
-        "followed, and the difference in points with a paired 95% interval.",
+        "followed, beside what the target alone follows of the same prompts, and the difference in "
+        "points with a paired 95% interval.",
         "",
         "| decoding | prompts | prompt level | instruction level | gained, lost | same text "
         "| mean accepted tokens | rescued per 100 |",
@@ -108,8 +115,10 @@ def _quality(ifeval: Mapping[str, Any]) -> list[str]:
     for name, one in judged.items():
         levels = []
         for level in ("prompt_level", "instruction_level"):
-            points = "" if name == TARGET_ALONE else f": {_difference(one[level])}"
-            levels.append(f"{one[level]['this']:.1f}%{points}")
+            score, points = one[level], ""
+            if name != TARGET_ALONE:
+                points = f" beside {score['baseline']:.1f}%: {_difference(score)}"
+            levels.append(f"{score['this']:.1f}%{points}")
         changed = f"{len(one['gained'])}, {len(one['lost'])}" if name != TARGET_ALONE else ""
         lines.append(
             f"| {_named(name)} | {one['prompts']} | {levels[0]} | {levels[1]} | {changed} "
@@ -129,11 +138,12 @@ def _row(real: Mapping[str, Any], name: str) -> str:
 
 
 def _points(judged: Mapping[str, Any], name: str) -> str:
+    if name not in judged:
+        return ""
+    score, prompts = judged[name]["instruction_level"], judged[name]["prompts"]
     if name == TARGET_ALONE:
-        return f"{judged[name]['instruction_level']['this']:.1f}% followed"
-    if ", exact," in name:
-        return "the same text"
-    return _difference(judged[name]["instruction_level"]) if name in judged else ""
+        return f"{score['this']:.1f}% followed, {prompts}"
+    return f"{_difference(score)}, {prompts}"
 
 
 def _difference(score: Mapping[str, float]) -> str:
@@ -141,7 +151,7 @@ def _difference(score: Mapping[str, float]) -> str:
 
 
 def _of_four(real: Mapping[str, Any], name: str, field: str, digits: int) -> str:
-    return _number(real["summaries"][_FOUR].get(name, {}), field, digits)
+    return _number(real["summaries"].get(_FOUR, {}).get(name, {}), field, digits)
 
 
 def _number(one: Mapping[str, float], field: str, digits: int) -> str:

@@ -25,8 +25,14 @@ def _read(name: str) -> dict[str, Any]:
 def _where(result: dict[str, Any]) -> str:
     about = result["machine"]
     return (
-        f"{about['cpu']}, {about['cpu_cores']} cores, float32, JAX {about['jax']}, {about['date']}"
+        f"{about['cpu']}, {about['cpu_cores']} cores{_named(about.get('simd'))}, float32, "
+        f"JAX {about['jax']}, {about['date']}"
     )
+
+
+def _named(simd: str | None) -> str:
+    """The vectors of a processor, which older results leave out."""
+    return f" with {simd.upper()}" if simd else ""
 
 
 def _pair_table(result: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent
 _SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "CHANGELOG.md", "README.md")
-_FOLDERS = ("fly_jax", "configs", "tests")
+_FOLDERS = ("fly_jax", "configs", "drafters", "tests")
 _LINKS = ("models", "sharding", "launch")
 
 

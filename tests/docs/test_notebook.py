@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+from tiny_pair import write_pair
 
 _NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "fly_jax_demo.ipynb"
 _HANGS = 900  # seconds of one cell; a guard, since the machine may be busy
@@ -27,6 +29,11 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     description = {"argv": launch, "display_name": "Python 3", "language": "python"}
     (kernel / "kernel.json").write_text(json.dumps(description), encoding="utf-8")
     notebook = nbformat.read(_NOTEBOOK, as_version=4)
+    (chat,) = (cell for cell in notebook.cells if cell.id == "chat")
+    notebook.cells += [
+        new_code_cell(f"real = fly_jax.load_pair(*{_instruct_pair(folder)})", id="instruct"),
+        new_code_cell(chat.source, id="conversation"),
+    ]
     client = NotebookClient(notebook, timeout=_HANGS, kernel_name="python3")
     own = {
         "JAX_PLATFORMS": "cpu",
@@ -41,6 +48,18 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
             patch.setenv(name, value)
         client.execute(cwd=str(folder), env=dict(os.environ))
     return notebook
+
+
+def _instruct_pair(folder: Path) -> list[str]:
+    """A tiny pair with a chat template, in place of the one that the hub has."""
+    pair = write_pair(folder)
+    for one in pair:
+        config = json.loads((one / "config.json").read_text())
+        (one / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+        (one / "chat_template.jinja").write_text(
+            "{% for one in messages %}{{ one.role }}: {{ one.content }}</s>{% endfor %}assistant:"
+        )
+    return [str(one) for one in pair]
 
 
 def _text(notebook: NotebookNode, cell_id: str) -> str:
@@ -98,6 +117,13 @@ def test_without_a_hub_the_small_pair_goes_on(executed: NotebookNode) -> None:
     assert "'HuggingFaceTB/SmolLM2-1.7B-Instruct' is no folder that exists" in shown
     assert shown.endswith("The small pair goes on in its place.\n")
     assert _text(executed, "chat").count('class="why-') > 10
+
+
+def test_a_model_with_a_template_is_talked_to(executed: NotebookNode) -> None:
+    shown = _text(executed, "conversation")
+    assert "<b>Why is the sky blue?</b>" in shown
+    assert shown.count("passes of the target") == shown.count("<b>") == 2
+    assert shown.count('class="why-') > 10
 
 
 def test_the_notebook_is_stored_clean() -> None:

@@ -134,6 +134,16 @@ def byte_level(
     return tokenizer
 
 
+def taking_whole_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same where a word that is a token is taken as it is, and one that no merges lead to."""
+    changed = json.loads(tokenizer.to_str())
+    model, word = changed["model"], "\u0120apples"
+    assert word in model["vocab"]
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) != word]
+    model["ignore_merges"] = True
+    return tokenizers.Tokenizer.from_str(json.dumps(changed))
+
+
 def split(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
     return [
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
@@ -162,9 +172,11 @@ TEKKEN = (  # which tells capitals from small letters
 )
 MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "Llama 2": llama2_json,
-    "Llama 3": lambda: byte_level(
-        *split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")),
-        post_processor=processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGIN]),
+    "Llama 3": lambda: taking_whole_tokens(
+        byte_level(
+            *split(QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")),
+            post_processor=processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGIN]),
+        )
     ),
     "SmolLM2": lambda: byte_level(
         pre_tokenizers.Digits(individual_digits=True),
@@ -176,5 +188,7 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         post_processor=processors.ByteLevel(trim_offsets=False),
     ),
     "Mistral 7B v0.3": mistral_json,
-    "Mistral since Nemo": lambda: byte_level(*split(TEKKEN), post_processor=BEGIN),
+    "Mistral since Nemo": lambda: taking_whole_tokens(
+        byte_level(*split(TEKKEN), post_processor=BEGIN)
+    ),
 }

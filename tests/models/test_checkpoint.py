@@ -9,14 +9,17 @@ import math
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import tensors_of, write
 from safetensors.numpy import load_file, save_file
 
+from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.config import LlamaConfig
@@ -182,29 +185,42 @@ def test_tensors_that_are_not_parameters_are_ignored(tmp_path: Path) -> None:
     assert_same(load_llama(tmp_path, dtype=jnp.bfloat16), model, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(
+    ("source", "int8"), [(HuggingFaceSource, False), (HuggingFaceSource, True), (GgufSource, False)]
+)
 def test_no_more_than_a_layer_is_held_beside_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, int8: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: type[HuggingFaceSource | GgufSource],
+    int8: bool,
 ) -> None:
     """benchmarks/load_memory.py measures the same in bytes of the process."""
     config = dataclasses.replace(tiny(tied=True), num_layers=12)
-    saved(tmp_path, config)
-    original, held = HuggingFaceSource.read, []
+    path = tmp_path
+    if source is GgufSource:
+        config = dataclasses.replace(  # rows of 32 numbers, and ends of texts, which files have
+            config, embed_size=32, ffw_size=64, head_size=8, bos_token_id=1, eos_token_ids=(2,)
+        )
+    model = saved(tmp_path, config)
+    if source is GgufSource:
+        path = write(tmp_path / "model.gguf", tensors_of(model), "Q8_0", config=config)
+    del model
+    original, held = source.read, []
 
     def held_bytes() -> int:
         gc.collect()
         return sum(array.nbytes for array in jax.live_arrays())
 
-    def read(self: HuggingFaceSource, group: Group, layout: None) -> dict[str, jax.Array]:
+    def read(self: Any, group: Group, layout: None) -> dict[str, jax.Array]:
         arrays = original(self, group, layout)
         held.append(held_bytes() - before)
         return arrays
 
-    monkeypatch.setattr(HuggingFaceSource, "read", read)
+    monkeypatch.setattr(source, "read", read)
     gc.collect()
     gc.freeze()  # what other tests have left need not be looked through each time
     before = held_bytes()
-    model = load_llama(tmp_path, int8=int8)
+    model = load_llama(path, int8=int8)
     assert len(held) == 2 + 12
     whole = sum(array.nbytes for array in model.parameters().values())
     layer = 4 * sum(math.prod(spec.shape) for spec in Group("", 0).specs(config).values())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import SELF_DRAFTS
+from fly_jax.models.specs import SELF_DRAFTS, parameter_specs
 from fly_jax.planning.plan import make_plan
 from fly_jax.planning.request import Request, default_round
 from fly_jax.planning.table import table
@@ -107,6 +108,25 @@ def test_a_plan_with_a_targets_own_draft(name: str) -> None:
     assert drafters is not None
     assert [one.matrices for one in drafters.passes] == [name]
     assert name in table(plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mistral-7b", "qwen-2.5-7b", "qwen-3-8b", "smollm2-1.7b", "smollm3-3b",
+     "deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b"],
+)  # fmt: skip
+def test_every_family_is_planned(name: str) -> None:
+    target = preset(name)
+    request = dataclasses.replace(
+        REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS["int4"], context=4096,
+        mesh=parse_mesh("2x2"),
+    )  # fmt: skip
+    plan = make_plan(request)
+    assert plan.fits
+    specs = parameter_specs(target).values()
+    a_quarter = 2 * sum(math.prod(spec.shape) for spec in specs) / 4
+    # All is split over the four chips, but for what their number does not divide.
+    assert 0.99 < plan.memory()["parameter_bytes"] / a_quarter < 1.15
 
 
 def test_the_table_and_json_have_them() -> None:

@@ -94,7 +94,7 @@ class Decoder:
         self._keys = MemoryKeys(self._programs)
         self._seconds: np.ndarray | None = None  # of a round of each depth, once measured
         self._kept: Kept | None = None
-        self._compiled: set[tuple[int, ...]] = set()
+        self._compiled: set[tuple[str, int, int]] = set()
 
     def stream(
         self,
@@ -202,7 +202,8 @@ class Decoder:
         Args:
           prompts: what will be decoded.
           max_new_tokens: limit of each continuation.
-          resumes: they will be taken in behind what is kept, so that only the rounds are compiled.
+          resumes: they will be taken in behind what is kept, if anything is, so that only the
+            rounds are compiled.
         """
         prompts = self.checked(prompts)
         self._refresh()
@@ -211,21 +212,24 @@ class Decoder:
             # What programs differ by: few batches of many have others than those before them.
             capacity = self._capacity(some, max_new_tokens)
             reach = self._reach(capacity).all(self._rows(some, max_new_tokens))
-            bucket = bucket_for(max(map(len, some)), self.batch_size)
-            key = (0 if resumes else bucket, capacity, *reach)
-            if key in self._compiled:
+            resumed = resumes and self._taken(some) is not None
+            needed = {("rounds", capacity, attended) for attended in reach}
+            if not resumed:
+                bucket = bucket_for(max(map(len, some)), self.batch_size)
+                needed.add(("prompts", capacity, bucket))
+            if needed <= self._compiled:
                 continue
             if self.spec.depths and self._seconds is None:
                 self._seconds = self._measure(some)
             # Rows that are finished from the start take no round.
             limit = max_new_tokens
-            if resumes:  # as many positions, without taking in what fills them
+            if resumed:  # as many positions, without taking in what fills them
                 limit += max(map(len, some)) - 1
                 some = self.checked([prompt[:1] for prompt in some])
             state = self._admit(some, limit, 0, self._seconds, finished=True)
             for attended in reach:
                 state = self._programs.run(state.attending(attended), self._inputs)[0]
-            self._compiled.add(key)
+            self._compiled |= needed
 
     def _refresh(self) -> None:
         """Puts the memory's keys where the next round finds them, if they are others by now."""

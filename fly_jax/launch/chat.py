@@ -73,9 +73,7 @@ def main(arguments: Sequence[str]) -> None:
             "instruct model, or continue texts with the command generate."
         )
     # A template that fails, also of a system's message alone, does so before weights are read.
-    models.encode(
-        [*_beginning(values), {"role": "user", "content": "Hello"}], name="A conversation"
-    )
+    models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
     pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history
@@ -139,6 +137,8 @@ class Conversation:
             say("")
 
     def _command(self, name: str = "", argument: str = "") -> None:
+        if argument and name != "rule":
+            raise FlyJaxError(f"/{name} stands alone, without '{argument}'.")
         if name == "exact":
             self._decode_with(self._given.replace(rule="exact", temperature=0.0))
         elif name == "rule":

@@ -90,6 +90,16 @@ def test_three_turns(name: str, run: list[int]) -> None:
         text = [*text, *found, *range(10, 14)]
 
 
+def test_a_second_turn_is_warmed_up_by_the_first(run: list[int]) -> None:
+    decoder, text = decoder_for("exact"), FIRST[0]
+    decoder.warm_up([text], 24, resumes=True)
+    assert run == [64], "as the turn itself will take it in"
+    text = [*text, *turn(decoder, [text], resumes=True), 11]
+    run.clear()
+    decoder.warm_up([text], 24, resumes=True)
+    assert run == []
+
+
 @pytest.mark.parametrize("name", ["exact", "fly", "autoregressive"])
 def test_several_rows(name: str, run: list[int]) -> None:
     """Some end long before others, and later there are fewer of them."""

@@ -113,7 +113,8 @@ def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str
     assert len(answers) == 2
     assert "The rule is exact." in said
     assert "The rule is fly | margin." in said
-    _, said = talk("/rule lucky", "/dance", "/help", "/rule")
+    _, said = talk("/rule lucky", "/dance", "/help", "/rule", "/clear all")
+    assert "/clear stands alone, without 'all'." in said
     assert "lucky" in said
     assert "There is no command /dance" in said
     assert "/clear" in said

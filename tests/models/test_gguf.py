@@ -192,7 +192,11 @@ def test_what_cannot_be_read_is_one_sentence(
     for name, data, words in (
         ("cut", whole[: len(whole) // 2], "cut off"),
         ("header", whole[:100], "cut off"),
-        ("version", whole[:4] + (99).to_bytes(4, "little") + whole[8:], "99"),
+        (
+            "version",
+            whole[:4] + (99).to_bytes(4, "little") + whole[8:],
+            "of version 99, and the installed",
+        ),
         ("text", b"no such thing", "no GGUF file"),
     ):
         (tmp_path / f"{name}.gguf").write_bytes(data)

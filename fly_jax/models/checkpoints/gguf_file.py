@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 
 from fly_jax.errors import FlyJaxError
 
@@ -71,17 +72,17 @@ def open_gguf(path: Path) -> GgufFile:
       FlyJaxError: the file is missing, cut off, of an unknown version, or has tensors of a type
         that is not read.
     """
+    head = b""
     try:
+        with path.open("rb") as file:
+            head = file.read(8)
         reader = gguf.GGUFReader(path)
     except OSError as error:
         raise FlyJaxError(
             f"{path} cannot be read ({error.strerror or error}); correct the path."
         ) from error
     except Exception as error:  # the library raises whatever a broken header leads to
-        raise FlyJaxError(
-            f"{path} is no GGUF file that can be read, or is cut off "
-            f"({' '.join(str(error).split()).rstrip('.')}); download the file again."
-        ) from error
+        raise FlyJaxError(_unreadable(path, head)) from error
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in TYPES:
             raise FlyJaxError(
@@ -89,3 +90,17 @@ def open_gguf(path: Path) -> GgufFile:
                 f"fly_jax reads {', '.join(TYPES)}: give a file of one of these."
             )
     return GgufFile(path, {one.name: one for one in reader.tensors}, dict(reader.fields))
+
+
+def _unreadable(path: Path, head: bytes) -> str:
+    """What is wrong with a file that begins so and that the library cannot read."""
+    if head[:4] != b"GGUF":
+        return f"{path} is no GGUF file; correct the path, or download the file again."
+    version = int.from_bytes(head[4:], "little")
+    if version not in READER_SUPPORTED_VERSIONS:
+        return (
+            f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
+            f"{' and '.join(map(str, READER_SUPPORTED_VERSIONS))}; convert the model anew, or "
+            "upgrade gguf."
+        )
+    return f"{path} is cut off or damaged; download the file again."

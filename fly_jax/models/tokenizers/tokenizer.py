@@ -294,7 +294,7 @@ def _render(
                 "and assistant messages that ends with the user's."
             ) from error
         raise FlyJaxError(
-            f"The chat template fails ({type(error).__name__}: {said}); download it again, or give "
-            "plain prompts and --nochat."
+            f"The chat template fails ({type(error).__name__}: {said.rstrip('.')}); download the "
+            "model's tokenizer files again."
         ) from error
     return str(text)

@@ -242,11 +242,13 @@ def encode_prompts(
             fitting.append((dataclasses.replace(prompt, is_question=bool(messages)), ids))
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
+    if chats and values.chat is None and not all(one.messages for one in prompts):
+        say("Prompts are put as a user's messages, as this model has it; --nochat continues them.")
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
 
 
 def _chats(values: FlagValues, prompts: list[Prompt], models: OpenPair) -> bool:
-    """Whether plain texts are messages of a user; what was not asked for is said.
+    """Whether plain texts are messages of a user.
 
     Raises:
       FlyJaxError: flags that need a chat, and there is none.
@@ -265,8 +267,6 @@ def _chats(values: FlagValues, prompts: list[Prompt], models: OpenPair) -> bool:
             "--system was given, and no prompt is a conversation; leave it out, or give an "
             "instruct model and no --nochat."
         )
-    if chats and values.chat is None and not all(one.messages for one in prompts):
-        say("Prompts are put as a user's messages, as this model has it; --nochat continues them.")
     return chats
 
 
@@ -376,11 +376,11 @@ def _prompt_of(line: bytes, source: str) -> Prompt:
         raise FlyJaxError(
             f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
         ) from error
-    if isinstance(value, dict) and "messages" in value and "prompt" not in value:
+    if isinstance(value, dict) and value.get("messages") is not None:
         return _conversation(value["messages"], source)
     if not (isinstance(value, dict) and isinstance(value.get("prompt"), str)):
         raise FlyJaxError(
-            f"{source} is not a JSON object with a text named prompt, or with messages alone; "
+            f"{source} is not a JSON object with a text named prompt, or with messages; "
             'write such as {"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
         )
     return Prompt(value["prompt"], source)

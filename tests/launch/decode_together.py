@@ -10,7 +10,7 @@ from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 
-RULES = {"autoregressive": (Exact(), 0), "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
+RULES = {"exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
 ALL = ",".join(RULES)
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]

@@ -88,7 +88,7 @@ def test_a_system_message_and_lines_of_messages(
         {"role": "user", "content": "</s>3"},
     ]
     file = tmp_path / "prompts.jsonl"
-    lines = [{"messages": turns}, {"prompt": "Boris"}]
+    lines = [{"messages": turns, "prompt": "</s>3"}, {"prompt": "Boris"}]  # as --json writes them
     file.write_text("\n".join(json.dumps(line) for line in lines))
     first, second = decoded(f"--prompts_file={file}", "--system=Be short.")[0]
     begin = "system:Be short.</s>"

@@ -47,7 +47,13 @@ _ANSWERS = flags.DEFINE_string("answers", None, "folder for the answers")
 _DRAFTER = flags.DEFINE_string("drafter", None, "folder of a drafter made for the target")
 _DECODINGS = flags.DEFINE_multi_string(
     "decoding",
-    ["self:int4, fly, K = 15", "self:int4, fly | margin 0.3, K = 15"],
+    [
+        "self:int4, fly, K = 15",
+        "self:int4, margin 1, K = 15",
+        "self:int4, fly | margin 0.3, K = 15",
+        "drafter, fly, K = 10",
+        "drafter, fly | margin 0.3, K = 10",
+    ],
     "beside the target alone, which comes first: 'DRAFT, RULE, K = NUMBER'",
 )
 _PROMPTS = flags.DEFINE_integer("prompts", 541, "the first so many of them", lower_bound=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hugging_face import ASSISTED, GREEDY, PROMPT_LOOKUP
+from hugging_face import ASSISTED, GREEDY
 from real_decodings import TARGET_ALONE, drafts, is_exact, of_batch
 
 _ONE, _FOUR = of_batch(1), of_batch(4)
@@ -22,7 +22,7 @@ def short(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> lis
       where: the machine of `real`, in words.
     """
     alone, judged = real["summaries"][_ONE], ifeval["decodings"]
-    names = [name for name in (GREEDY, PROMPT_LOOKUP, ASSISTED, TARGET_ALONE) if name in alone]
+    names = [name for name in (GREEDY, ASSISTED, TARGET_ALONE) if name in alone]
     for draft in drafts():
         of_draft = [name for name in alone if name.split(", ")[0] == draft]
         exact = filter(is_exact, of_draft)

@@ -23,8 +23,8 @@ from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.request import Request
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request
 from fly_jax.training.library_text import documents
 
 _TURNS = flags.DEFINE_integer("turns", 7, "measurements of each", lower_bound=1)

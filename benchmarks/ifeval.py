@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, Ticket
 from fly_jax.models.checkpoints.identity import identity
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.request import Request, Ticket
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _IFEVAL = flags.DEFINE_string("ifeval", None, "clone of josejg/instruction_following_eval")

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.decoding.spec import RoundSpec as RoundSpec
+    from fly_jax.engine.engine import Engine as Engine
+    from fly_jax.engine.request import Request as Request
+    from fly_jax.engine.request import Ticket as Ticket
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
@@ -41,9 +44,6 @@ if TYPE_CHECKING:
     from fly_jax.parameters import parameter as parameter
     from fly_jax.serving.async_engine import AsyncEngine as AsyncEngine
     from fly_jax.serving.async_engine import TokenStream as TokenStream
-    from fly_jax.serving.engine import Engine as Engine
-    from fly_jax.serving.request import Request as Request
-    from fly_jax.serving.request import Ticket as Ticket
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
     from fly_jax.verification.correction_memory import CorrectionMemory as CorrectionMemory
@@ -128,8 +128,8 @@ _HOMES = {
     "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
     "serving.async_engine": ("AsyncEngine", "TokenStream"),
-    "serving.engine": ("Engine",),
-    "serving.request": ("Request", "Ticket"),
+    "engine.engine": ("Engine",),
+    "engine.request": ("Request", "Ticket"),
     "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),

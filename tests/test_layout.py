@@ -21,6 +21,7 @@ _LAYERS = (
     "verification",
     "models",
     "decoding",
+    "engine",
     "planning",
     "training",
     "evaluation",
@@ -30,7 +31,7 @@ _LAYERS = (
     "launch",
 )
 _LINKS = ("models", "sharding", "launch")
-_MAX_LINES = 450
+_MAX_LINES = 700
 
 _FILES = sorted(_PACKAGE.rglob("*.py"))
 

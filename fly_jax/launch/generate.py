@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong fl
     from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.engine.engine import Engine
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
-    from fly_jax.serving.engine import Engine
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -191,8 +191,8 @@ def _decode(
     values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
+    from fly_jax.engine.request import Request
     from fly_jax.launch.view import TextView
-    from fly_jax.serving.request import Request
 
     config, ids, prompts = inputs.config, inputs.ids, inputs.prompts
     spec = pair.spec(config, audits=values.audit is not None)
@@ -249,7 +249,7 @@ def _engine(
 ) -> Engine:
     """An engine as large as these prompts need."""
     from fly_jax.decoding.programs import prefill_piece
-    from fly_jax.serving.engine import Engine
+    from fly_jax.engine.engine import Engine
 
     longest = max(map(len, inputs.ids))
     return Engine(

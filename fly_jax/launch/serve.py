@@ -32,7 +32,7 @@ from fly_jax.sharding.processes import joint_errors, process_id
 
 if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
     from fly_jax.decoding.pair import Pair
-    from fly_jax.serving.engine import Engine
+    from fly_jax.engine.engine import Engine
     from fly_jax.serving.http.asking import Choices
     from fly_jax.serving.http.service import Limits, Service
 
@@ -144,9 +144,9 @@ def _flags() -> Flags:
 
 def _serve(values: FlagValues, config: DecodingConfig) -> None:
     from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.engine.engine import Engine
+    from fly_jax.engine.request import check_spec
     from fly_jax.serving.async_engine import AsyncEngine
-    from fly_jax.serving.checks import check_spec
-    from fly_jax.serving.engine import Engine
     from fly_jax.serving.http.asking import Choices
     from fly_jax.serving.http.run import bound
     from fly_jax.serving.http.service import Service
@@ -215,8 +215,8 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
 
 def _made(values: FlagValues, choices: Choices, kind: type[_Engine]) -> tuple[Pair, _Engine]:
     """Opens the models, checks the sizes, reads the weights, and makes an engine of them."""
-    from fly_jax.serving.checks import check_sizes
-    from fly_jax.serving.engine import DEFAULT_LENGTH
+    from fly_jax.engine.engine import DEFAULT_LENGTH
+    from fly_jax.engine.request import check_sizes
 
     models, mesh = open_models(values, choices.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)

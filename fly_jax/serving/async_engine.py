@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from fly_jax.decoding.generation import Settled
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, Ticket
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.request import Request, Ticket
 
 _T = TypeVar("_T")
 

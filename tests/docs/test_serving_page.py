@@ -11,14 +11,14 @@ from typing import cast
 
 import pytest
 
+from fly_jax.engine.depth_costs import DepthCosts
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.slots import Slots
 from fly_jax.launch import serve
-from fly_jax.serving.depth import DepthCosts
-from fly_jax.serving.engine import Engine
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.http.page import HEADERS, page
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
 from fly_jax.serving.http.service import Limits
-from fly_jax.serving.slots import Slots
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")

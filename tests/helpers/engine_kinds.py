@@ -16,8 +16,8 @@ from random_pairs import (
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
-from fly_jax.serving.engine import Engine
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory

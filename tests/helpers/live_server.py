@@ -20,12 +20,12 @@ from tiny_pair import write_pair
 
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Ticket
 from fly_jax.serving.async_engine import AsyncEngine
-from fly_jax.serving.engine import Engine
 from fly_jax.serving.http.asking import Choices
 from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Limits, Service
-from fly_jax.serving.request import Ticket
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"

@@ -10,10 +10,10 @@ import pytest
 from random_pairs import CONFIG, random_target
 
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, Ticket
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.request import Request, Ticket
 from fly_jax.verification.rules import Exact, Margin
 
 

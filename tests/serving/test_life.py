@@ -19,8 +19,8 @@ from random_pairs import random_target
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
-from fly_jax.serving.engine import Engine
 from fly_jax.serving.http.asking import Choices
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Limits, Service

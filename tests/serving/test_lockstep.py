@@ -8,8 +8,8 @@ import json
 import numpy as np
 import pytest
 
+from fly_jax.engine.request import Request
 from fly_jax.serving.lockstep import decoded, encoded
-from fly_jax.serving.request import Request
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Lossy, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 

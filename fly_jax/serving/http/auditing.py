@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from fly_jax.engine.request import Ticket
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.http.replies import Audit
-from fly_jax.serving.request import Ticket
 
 
 @dataclasses.dataclass(frozen=True)

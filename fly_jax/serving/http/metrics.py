@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.generation import Settled
-from fly_jax.serving.engine import Engine
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Ticket
 from fly_jax.serving.http.speculative import speculative_decoding
-from fly_jax.serving.request import Ticket
 
 PREFIX = "fly_jax:"
 _SECONDS = (

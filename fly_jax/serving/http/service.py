@@ -12,6 +12,7 @@ from typing import Literal
 
 from fly_jax.decoding.pair import Pair
 from fly_jax.decoding.prompts import check_prompt
+from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
@@ -23,7 +24,6 @@ from fly_jax.serving.http.errors import ApiError, invalid, unavailable
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.serving.http.protocol import Asked
 from fly_jax.serving.http.replies import Style
-from fly_jax.serving.request import Request
 
 COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MAX_UNREAD = 1024

@@ -24,10 +24,11 @@ from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.prompts import check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
-from fly_jax.errors import FlyJaxError
-from fly_jax.models.llama import Llama
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.checks import (
+from fly_jax.engine.depth_costs import DepthCosts, rounds_run
+from fly_jax.engine.prefill import Intake, empty_rows
+from fly_jax.engine.request import (
+    Request,
+    Ticket,
     check_deferred,
     check_drawn,
     check_logprobs,
@@ -36,14 +37,11 @@ from fly_jax.serving.checks import (
     check_spec,
     check_stop,
 )
-from fly_jax.serving.depth import DepthCosts, rounds_run
-from fly_jax.serving.dispatched import Dispatch
-from fly_jax.serving.intake import Intake
-from fly_jax.serving.numbers import RowNumbers
-from fly_jax.serving.protection import Protection
-from fly_jax.serving.request import Request, Ticket
-from fly_jax.serving.rows import empty_rows
-from fly_jax.serving.slots import Prefix, Slots
+from fly_jax.engine.row_inputs import Protection, RowNumbers
+from fly_jax.engine.slots import Dispatch, Prefix, Slots
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.llama import Llama
+from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule

@@ -20,10 +20,10 @@ from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.prefill import pieces
+from fly_jax.engine.request import Request, Ticket
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.prefill import pieces
-from fly_jax.serving.request import Request, Ticket
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Csd, Exact, Why
 from fly_jax.verification.sampling import Sampling

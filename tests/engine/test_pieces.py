@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from fly_jax.serving.prefill import piece_sizes, pieces, shared_beginnings
+from fly_jax.engine.prefill import piece_sizes, pieces, shared_beginnings
 
 
 def test_pieces_cover_a_prompt() -> None:

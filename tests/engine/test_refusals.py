@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, engine_for
 
+from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.request import Request
 from fly_jax.verification.rules import Csd, Fly, Margin
 from fly_jax.verification.sampling import Sampling
 

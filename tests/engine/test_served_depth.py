@@ -15,10 +15,10 @@ from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import LOOKUP, Pace, choose_depth
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.serving.depth import DepthCosts, Round
-from fly_jax.serving.engine import Engine
+from fly_jax.engine.depth_costs import DepthCosts, Round
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, Ticket
 from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.request import Request, Ticket
 from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
 

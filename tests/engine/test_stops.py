@@ -11,11 +11,10 @@ from random_pairs import random_draft, random_target
 
 from fly_jax.decoding.generation import Settled
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, Spelling, Ticket
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.engine import Engine
-from fly_jax.serving.request import Request, Ticket
-from fly_jax.serving.spelling import Spelling
 from fly_jax.verification.rules import Exact, Why
 
 

@@ -1,0 +1,305 @@
+"""What the engine is asked for, and what has become of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fly_jax.decoding.generation import Generation, Settled
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import RoundOutput
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.tokenizers.tokenizer import TextStream, Tokenizer
+from fly_jax.verification.rules import Exact, Rule, Why
+from fly_jax.verification.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to continue, and how. Nothing of it depends on what else is decoded.
+
+    Attributes:
+      prompt: token ids.
+      max_new_tokens: limit of the continuation.
+      rule: which draft tokens are kept; None for the engine's own rule.
+      sampling: how tokens are drawn; None for greedy decoding.
+      seed: of the draws.
+      stop: texts before which the continuation ends, wherever tokens cut them.
+      logprobs: fills `Generation.logprobs` with so many of the most probable tokens at each
+        position, besides each token itself; None for not at all.
+      ignores_eos: goes on to its limit, whatever ends of text come.
+      protected_token_ids: tokens that are never rescued, nor anything in their place, besides the
+        ends of text; None for the engine's own.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    rule: Rule | None = None
+    sampling: Sampling | None = None
+    seed: int = 0
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    ignores_eos: bool = False
+    protected_token_ids: Sequence[int] | None = None
+
+
+class Ticket:
+    """A request that was handed in.
+
+    Attributes:
+      request: what is asked for.
+      rule: the request's own, or the engine's.
+      generation: what the prompt has become so far.
+      num_reused: tokens of the prompt that another request had brought into the caches.
+      is_finished: nothing more will come.
+      submitted: when it was handed in, by `time.perf_counter`.
+      seated: when its prompt had been dispatched and it got a slot; None before.
+      first_token: when its first token was read; None before.
+      finished: when its last token was read, or it was cancelled; None before.
+    """
+
+    def __init__(self, request: Request, rule: Rule, tokenizer: Tokenizer | None = None) -> None:
+        """Waits.
+
+        Args:
+          request: has been checked.
+          rule: what it is decoded with.
+          tokenizer: spells its tokens; None if nobody asks for text.
+        """
+        self.request, self.rule = request, rule
+        self._spelling = None if tokenizer is None else Spelling(tokenizer, request.stop)
+        self.generation = Generation(tuple(request.prompt))
+        self.num_reused = 0
+        self.submitted = time.perf_counter()
+        self.seated: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Its last token has been read, or it was cancelled."""
+        return self.finished is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """Its tokens are the target's own greedy ones, whatever is drafted."""
+        return isinstance(self.rule, Exact) and self.request.sampling is None
+
+    @property
+    def budget(self) -> float | None:
+        """What its rule may lose to the target, in nats; None for any amount."""
+        budget = self.rule.budget
+        return None if budget is None else float(budget)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are drawn, with every step in the program."""
+        given = self.request.sampling
+        if given is None:
+            return Sampling(0.0, top_k=0, top_p=1.0)
+        top_k = 0 if given.top_k is None else given.top_k
+        top_p = 1.0 if given.top_p is None else given.top_p
+        return Sampling(given.temperature, top_k=top_k, top_p=top_p)
+
+    def book(self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec) -> Settled | None:
+        """Adds what one round has done to its row; see `Generation.book`."""
+        return self.generation.book(
+            output,
+            at,
+            spec,
+            self.budget,
+            num_logprobs=self.request.logprobs,
+            ignores_eos=self.request.ignores_eos,
+        )
+
+    def spell(self, settled: Settled) -> Settled | None:
+        """Adds the texts to what has settled, and ends the generation at a stop string.
+
+        Returns:
+          What may be handed out; None for nothing yet.
+        """
+        if self._spelling is None:
+            return settled
+        shown, num_kept = self._spelling.push(settled)
+        if shown is not None and shown.finish_reason == "stop":
+            self.generation.stop(len(settled.token_ids) - num_kept)
+        return shown
+
+
+def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
+    """Raises FlyJaxError for an engine without a slot or room for a request."""
+    if num_slots < 1 or prefill_chunk < 1:
+        raise FlyJaxError(
+            f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
+            " both must be at least 1: raise them."
+        )
+    if not 2 <= max_length <= context:
+        raise FlyJaxError(
+            f"max_length is {max_length}; it must be at least 2, a prompt's token and a new one, "
+            f"and at most {context}, the target's context: correct it."
+        )
+
+
+def check_room(length: int, max_new_tokens: int, max_length: int) -> None:
+    """Raises FlyJaxError for a prompt that leaves no room, or no new token asked for."""
+    if length >= max_length:
+        raise FlyJaxError(
+            f"The prompt has {length} tokens and the engine was made for {max_length} with the "
+            "answer; shorten it, or raise max_length."
+        )
+    if max_new_tokens < 1:
+        raise FlyJaxError(
+            f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
+        )
+
+
+def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
+    """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
+    if spec.sampling is not None:
+        raise FlyJaxError(
+            "A temperature was given for the whole engine, and each request has its own; leave it "
+            "out, and give Request(..., sampling=Sampling(temperature))."
+        )
+    if spec.boundary == "defer":
+        for rule in rules:
+            check_window(rule, spec.deferred_window)
+
+
+def check_window(rule: Rule, size: int) -> None:
+    """Raises FlyJaxError for a rule whose windows cannot be deferred beside those of this size."""
+    if rule.longest_window not in (0, size) or rule.has_lax_windows:
+        raise FlyJaxError(
+            f"A rule {type(rule).__name__} with window_size={rule.longest_window} was given to an "
+            f"engine that defers windows of {size}, which must be of one size and without "
+            "window_mismatches; change the rule, or make the engine with boundary='reject'."
+        )
+
+
+def check_logprobs(logprobs: int | None, most: int) -> None:
+    """Raises FlyJaxError for more log-probabilities than the program gives."""
+    if logprobs is not None and not (most and 0 <= logprobs <= most):
+        has = f"at most {most}" if most else "none"
+        raise FlyJaxError(
+            f"A request asks for the log-probabilities of {logprobs} tokens at each position and "
+            f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
+            "server)."
+        )
+
+
+def check_deferred(request: Request, rule: Rule, size: int) -> None:
+    """Raises FlyJaxError for a request whose windows cannot be deferred."""
+    if request.sampling is not None:
+        raise FlyJaxError(
+            "A request asks for sampling and the engine defers windows, which is for greedy"
+            " decoding; make it with boundary='reject', or leave sampling out."
+        )
+    check_window(rule, size)
+
+
+def check_drawn(request: Request, rule: Rule) -> None:
+    """Raises FlyJaxError for a drawn request with a rule for greedy decoding."""
+    if rule.uses_memory and request.sampling is not None and request.sampling.temperature > 0:
+        raise FlyJaxError(
+            "A request asks for sampling and for a rule with a memory (csd), which is for greedy "
+            "decoding; leave one of the two out."
+        )
+
+
+def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
+    """Raises FlyJaxError for stop strings that cannot be looked for."""
+    if isinstance(stop, str) or not all(stop):
+        raise FlyJaxError(
+            f"stop is {stop!r}; it must be a list of texts of at least one character: correct it."
+        )
+    if stop and not has_tokenizer:
+        raise FlyJaxError(
+            "A request has stop strings and the engine has no tokenizer to find them with; make it "
+            "with Engine.of, or with tokenizer=."
+        )
+
+
+class _Token(NamedTuple):
+    """A token and what it adds to the text."""
+
+    token_id: int
+    why: Why
+    text: str
+
+
+class Spelling:
+    """The text of one request, token by token.
+
+    A token in whose text a stop string may have begun is held back until that is decided, so
+    nothing that was handed out is ever part of one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        """Begins behind a prompt.
+
+        Args:
+          tokenizer: of the models.
+          stops: texts before which the continuation ends; none of them empty.
+        """
+        self._stream = TextStream(tokenizer, continues=True)
+        self._stops = tuple(stops)
+        self._held: list[_Token] = []
+
+    def push(self, settled: Settled) -> tuple[Settled | None, int]:
+        """Takes what has settled.
+
+        Returns:
+          What may be handed out, with its texts (None if that is nothing), and how many of the
+          tokens taken the request has: fewer than all where a stop string was complete before.
+        """
+        text = "".join(token.text for token in self._held)
+        for number, pair in enumerate(zip(settled.token_ids, settled.why, strict=True), 1):
+            added = self._stream.push([pair[0]])
+            text += added
+            self._held.append(_Token(*pair, added))
+            begin = self._begin_of_stop(text)
+            if begin is not None:
+                self._cut(begin)
+                stopped = dataclasses.replace(settled, finish_reason="stop")
+                return self._released(stopped, len(self._held)), number
+        if settled.finish_reason is not None:
+            last = self._held[-1]
+            self._held[-1] = last._replace(text=last.text + self._stream.finish())
+            return self._released(settled, len(self._held)), len(settled.token_ids)
+        return self._released(settled, self._num_safe(text)), len(settled.token_ids)
+
+    def _begin_of_stop(self, text: str) -> int | None:
+        """Where the stop string begins that is complete first; of several the longest."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _cut(self, length: int) -> None:
+        """Shortens the text of the tokens held to so many characters."""
+        for index, token in enumerate(self._held):
+            self._held[index] = token._replace(text=token.text[:length])
+            length = max(length - len(token.text), 0)
+
+    def _num_safe(self, text: str) -> int:
+        """Tokens held before any in whose text a stop string may have begun."""
+        begun = max((_overlap(text, stop) for stop in self._stops), default=0)
+        end, safe = 0, len(text) - begun
+        for number, token in enumerate(self._held):
+            end += len(token.text)
+            if end > safe:
+                return number
+        return len(self._held)
+
+    def _released(self, settled: Settled, number: int) -> Settled | None:
+        """Hands out the first tokens held."""
+        given, self._held = self._held[:number], self._held[number:]
+        if not given:
+            return None
+        ids, why, texts = zip(*given, strict=True)
+        return dataclasses.replace(settled, token_ids=ids, why=why, texts=texts)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of a stop string, but not all of it, the text ends with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -58,11 +58,11 @@ def _mixed(pair: Pair, number: int) -> list[Request]:
 
 def _engine(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
-    tickets = [engine.submit(one) for one in requests]
+    states = [engine.submit(one) for one in requests]
     while not engine.is_idle:
         engine.step()
     seconds = time.perf_counter() - start
-    return seconds, [one.generation.token_ids for one in tickets]
+    return seconds, [one.generation.token_ids for one in states]
 
 
 def _static(decoder: Decoder, requests: Sequence[Request]) -> tuple[float, list[list[int]]]:

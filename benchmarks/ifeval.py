@@ -37,7 +37,7 @@ from tqdm import tqdm
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.checkpoints.identity import identity
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
@@ -87,9 +87,9 @@ class Answers:
         records = (json.loads(line) for line in whole.splitlines()[1:])
         self.by_key: dict[int, dict[str, Any]] = {one["key"]: one for one in records}
 
-    def add(self, key: int, ticket: Ticket) -> None:
+    def add(self, key: int, state: RequestState) -> None:
         """Writes an answer down."""
-        one = ticket.generation
+        one = state.generation
         record = {
             "key": key,
             "token_ids": one.token_ids,
@@ -135,14 +135,14 @@ def _answer(
     engine = Engine.of(pair, num_slots=_ROWS.value, max_length=length, **one.values)
     keys = {engine.submit(Request(prompt, _MAX_NEW_TOKENS.value)): key for key, prompt in missing}
     with tqdm(total=len(examples), initial=len(answers.by_key), desc=name, smoothing=0.02) as bar:
-        for ticket in _finished(engine):
-            answers.add(keys[ticket], ticket)
+        for state in _finished(engine):
+            answers.add(keys[state], state)
             bar.update()
 
 
-def _finished(engine: Engine) -> Iterator[Ticket]:
+def _finished(engine: Engine) -> Iterator[RequestState]:
     while not engine.is_idle:
-        yield from (ticket for ticket, settled in engine.step() if settled.finish_reason)
+        yield from (state for state, settled in engine.step() if settled.finish_reason)
 
 
 def _compared(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.spec import RoundSpec as RoundSpec
     from fly_jax.engine.engine import Engine as Engine
     from fly_jax.engine.request import Request as Request
-    from fly_jax.engine.request import Ticket as Ticket
+    from fly_jax.engine.request import RequestState as RequestState
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache
@@ -129,7 +129,7 @@ _HOMES = {
     "errors": ("FlyJaxError",),
     "serving.async_engine": ("AsyncEngine", "TokenStream"),
     "engine.engine": ("Engine",),
-    "engine.request": ("Request", "Ticket"),
+    "engine.request": ("Request", "RequestState"),
     "models.presets": ("preset",),
     "evaluation.compare": ("compare",),
     "models.cache": ("KVCache", "empty_cache"),

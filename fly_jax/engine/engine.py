@@ -28,7 +28,7 @@ from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import Intake, empty_rows
 from fly_jax.engine.request import (
     Request,
-    Ticket,
+    RequestState,
     check_deferred,
     check_drawn,
     check_logprobs,
@@ -138,7 +138,7 @@ class Engine:
         )
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps)
-        self.waiting: collections.deque[Ticket] = collections.deque()
+        self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.costs = DepthCosts(self._programs.structure.choices) if spec.depths else None
         self._load_may_change_text = load_may_change_text
@@ -202,7 +202,7 @@ class Engine:
             memory=memory,
         )
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestState:
         """Hands in a request.
 
         Raises:
@@ -229,42 +229,42 @@ class Engine:
         ids = request.protected_token_ids
         ids = None if ids is None else tuple(ids)
         given = dataclasses.replace(request, prompt=prompt, protected_token_ids=ids)
-        ticket = Ticket(given, rule, self._tokenizer)
-        self.waiting.append(ticket)
-        return ticket
+        request_state = RequestState(given, rule, self._tokenizer)
+        self.waiting.append(request_state)
+        return request_state
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of a kind that the engine was made for, whatever its numbers."""
         return self._numbers.takes(rule)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, request_state: RequestState) -> None:
         """Stops a request. Its slot is free for the next round; nothing more is read of it."""
-        if ticket.is_finished:
+        if request_state.is_finished:
             return
         # In this order, since others may look whether it is finished, and then why.
-        ticket.generation.finish_reason = "cancelled"
-        ticket.finished = time.perf_counter()
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
-        if self._intake.ticket is ticket:
+        request_state.generation.finish_reason = "cancelled"
+        request_state.finished = time.perf_counter()
+        if request_state in self.waiting:
+            self.waiting.remove(request_state)
+        if self._intake.request_state is request_state:
             self._intake.drop()
         self._forget_rounds()
         for slot, occupant in self.slots.live:
-            if occupant is ticket:
+            if occupant is request_state:
                 self.slots.give_back(slot)
                 self._state = self._programs.release(self._state, slot)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self.waiting) + (self._intake.ticket is not None)
+        return len(self.waiting) + (self._intake.request_state is not None)
 
     @property
     def is_idle(self) -> bool:
         """Nothing waits and nothing is on its way."""
         return not (self.num_waiting or self.slots.live or self._pending)
 
-    def step(self) -> list[tuple[Ticket, Settled]]:
+    def step(self) -> list[tuple[RequestState, Settled]]:
         """Takes in prompts, dispatches rounds, and reads those that were dispatched before.
 
         Returns:
@@ -290,24 +290,24 @@ class Engine:
         self._forget_rounds()
         return found
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Ticket, Settled]]:
-        """Decodes requests, yielding what settles of whom; `Ticket.generation` has the whole."""
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[RequestState, Settled]]:
+        """Decodes requests, yielding what settles; `RequestState.generation` has the whole."""
         for request in requests:
             self.submit(request)
         while not self.is_idle:
             yield from self.step()
 
-    def warm_up(self, told: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program: nothing that is asked for later has to.
 
         Args:
-          told: gets how many of how many are there, after each.
+          on_progress: gets how many of how many are there, after each.
 
         Raises:
           FlyJaxError: requests wait or are being decoded.
         """
         taken = itertools.product(self._intake.sizes, self._steps)
-        self._compile(taken, self._steps, {False, True}, told or (lambda _, __: None))
+        self._compile(taken, self._steps, {False, True}, on_progress or (lambda _, __: None))
 
     def warm_up_for(self, requests: Sequence[Request]) -> None:
         """Compiles what these requests need.
@@ -328,7 +328,7 @@ class Engine:
         taken: Iterable[tuple[int, int]],
         reaches: Sequence[int],
         drawn: Iterable[bool],
-        told: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None],
     ) -> None:
         """Runs programs once: of pieces of prompts, by size and reach, and of rounds."""
         if not self.is_idle:
@@ -338,7 +338,7 @@ class Engine:
             )
         for slot in range(self.slots.num_free):
             self.slots.forget(slot)
-        one = self._intake.row(Ticket(Request([0], self.max_length), self._own))
+        one = self._intake.row(RequestState(Request([0], self.max_length), self._own))
         one = self._programs.copy_row(one, self._state, 0)
         self._protection.hold(0, None)
         kinds = [have for one in sorted(drawn) if (have := self._inputs(sampled=one))]
@@ -347,13 +347,13 @@ class Engine:
         for size, attended in taken:
             start = min(attended, self._steps[-1] - size)
             one = self._programs.take_in(one, size, start, attended)
-            told(next(done), total)
+            on_progress(next(done), total)
         state = self._programs.insert(self._state, one, 0)
         state = self._programs.release(state, 0)
         for attended, rows in rounds:
             for inputs in kinds:
                 state = self._programs.run(state.attending(attended), inputs, rows)[0]
-                told(next(done), total)
+                on_progress(next(done), total)
             if self.costs is not None:
                 state = self.costs.measure(self._programs, state, kinds[0], one, rows)
         self._state = jax.block_until_ready(state.attending(None).unpaced())
@@ -366,24 +366,24 @@ class Engine:
     def _take_in(self) -> None:
         intake, num_run = self._intake, 0
         while self._offline or num_run < intake.sizes[-1] or not self.slots.live:
-            if intake.ticket is None:
+            if intake.request_state is None:
                 if not (self.waiting and self.slots.num_free):
                     return
-                ticket = self.waiting.popleft()
-                shared = self.slots.shared(ticket.request.prompt) if self._resumes else None
-                intake.begin(ticket, shared or Prefix(0, 0), self._state)
+                request_state = self.waiting.popleft()
+                shared = self.slots.shared(request_state.request.prompt) if self._resumes else None
+                intake.begin(request_state, shared or Prefix(0, 0), self._state)
             size, one = intake.run()
             if one is not None:  # so that it is in the next rounds
                 self._seat(*intake.end(), one)
             num_run += size
             self._has_taken_in = True
 
-    def _seat(self, ticket: Ticket, prefix: Prefix, one: DecodeState) -> None:
+    def _seat(self, request_state: RequestState, prefix: Prefix, one: DecodeState) -> None:
         """Puts a prompt that was taken in into a slot."""
-        ticket.seated, ticket.num_reused = time.perf_counter(), prefix.length
+        request_state.seated, request_state.num_reused = time.perf_counter(), prefix.length
         self.num_reused_tokens += prefix.length
-        self.num_prompt_tokens += len(ticket.request.prompt)
-        slot = self.slots.take(ticket, prefix)
+        self.num_prompt_tokens += len(request_state.request.prompt)
+        slot = self.slots.take(request_state, prefix)
         self._state = self._programs.insert(self._state, one, slot)
 
     def _dispatch(self, *, follows: bool) -> Dispatch:
@@ -417,7 +417,7 @@ class Engine:
             inputs = dataclasses.replace(inputs, memory=self._keys.of(self.memory))
         return inputs
 
-    def _read(self, dispatch: Dispatch) -> list[tuple[Ticket, Settled]]:
+    def _read(self, dispatch: Dispatch) -> list[tuple[RequestState, Settled]]:
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
@@ -428,21 +428,21 @@ class Engine:
             self.costs.observe(dispatch.program, rounds, taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
-            for slot, ticket in enumerate(dispatch.occupants):
-                if ticket is None or ticket.is_finished:
+            for slot, request_state in enumerate(dispatch.occupants):
+                if request_state is None or request_state.is_finished:
                     continue
-                settled = ticket.book(output, (index, slot), self.spec)
+                settled = request_state.book(output, (index, slot), self.spec)
                 if settled is None:
                     continue
-                ticket.first_token = ticket.first_token or now
-                ticket.generation.seconds = now - (ticket.seated or now)
-                shown = ticket.spell(settled)
+                request_state.first_token = request_state.first_token or now
+                request_state.generation.seconds = now - (request_state.seated or now)
+                shown = request_state.detokenize(settled)
                 if shown is None:
                     continue
                 if shown.finish_reason is not None:
-                    ticket.finished = now
+                    request_state.finished = now
                     self.slots.give_back(slot)
                     if settled.finish_reason is None:  # a stop string, of which the row knows not
                         self._state = self._programs.release(self._state, slot)
-                found.append((ticket, shown))
+                found.append((request_state, shown))
         return found

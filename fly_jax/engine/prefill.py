@@ -13,7 +13,7 @@ import numpy as np
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import LEAST_SHARED, Prefix
 
 
@@ -22,7 +22,7 @@ class Intake:
 
     Attributes:
       sizes: that pieces may have, in ascending order.
-      ticket: whose prompt is being taken in; None for nobody's.
+      request_state: whose prompt is being taken in; None for nobody's.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Intake:
           max_length: see `Engine`.
         """
         self.sizes = piece_sizes(prefill_chunk)
-        self.ticket: Ticket | None = None
+        self.request_state: RequestState | None = None
         self._prefix = Prefix(0, 0)
         self._programs, self._spec = programs, spec
         self._steps, self._max_length = steps, max_length
@@ -54,18 +54,18 @@ class Intake:
         """Length at which a request is done."""
         return min(len(request.prompt) + request.max_new_tokens, self._max_length)
 
-    def row(self, ticket: Ticket) -> DecodeState:
+    def row(self, request_state: RequestState) -> DecodeState:
         """A state of one row, of whose prompt nothing has been run."""
-        limit = self.limit(ticket.request)
-        return row_of(self._programs, self._spec, ticket, limit, self._steps[-1])
+        limit = self.limit(request_state.request)
+        return row_of(self._programs, self._spec, request_state, limit, self._steps[-1])
 
-    def begin(self, ticket: Ticket, prefix: Prefix, state: DecodeState) -> None:
+    def begin(self, request_state: RequestState, prefix: Prefix, state: DecodeState) -> None:
         """Takes the next prompt, behind what it shares with a slot of the state."""
-        one = self.row(ticket)
+        one = self.row(request_state)
         if prefix.length:
             one = self._programs.copy_row(one, state, prefix.slot)
-        self.ticket, self._prefix, self._one = ticket, prefix, one
-        length = len(ticket.request.prompt)
+        self.request_state, self._prefix, self._one = request_state, prefix, one
+        length = len(request_state.request.prompt)
         self._planned.extend(pieces(prefix.length, length, self.sizes, self._steps))
 
     def run(self) -> tuple[int, DecodeState | None]:
@@ -75,16 +75,16 @@ class Intake:
         self._one = self._programs.take_in(self._one, piece.size, piece.start, piece.attended)
         return piece.size, None if self._planned else self._one.attending(None)
 
-    def end(self) -> tuple[Ticket, Prefix]:
+    def end(self) -> tuple[RequestState, Prefix]:
         """Whose prompt has been run, and what of it was copied."""
-        ticket = self.ticket
-        assert ticket is not None
+        request_state = self.request_state
+        assert request_state is not None
         self.drop()
-        return ticket, self._prefix
+        return request_state, self._prefix
 
     def drop(self) -> None:
         """Is free for the next prompt."""
-        self.ticket = self._one = None
+        self.request_state = self._one = None
         self._planned.clear()
 
     def needed(self, prompts: Sequence[Sequence[int]], *, shares: bool) -> list[tuple[int, int]]:
@@ -167,24 +167,24 @@ def empty_rows(programs: Programs, spec: RoundSpec, num_slots: int, capacity: in
 
 
 def row_of(
-    programs: Programs, spec: RoundSpec, ticket: Ticket, limit: int, capacity: int
+    programs: Programs, spec: RoundSpec, request_state: RequestState, limit: int, capacity: int
 ) -> DecodeState:
     """A state of one row, of whose prompt nothing has been run.
 
     Args:
       programs: that will run it.
       spec: of the rounds.
-      ticket: whose row it is.
+      request_state: whose row it is.
       limit: length at which it is done.
       capacity: of the caches.
     """
-    prompt = ticket.request.prompt
+    prompt = request_state.request.prompt
     text = np.zeros((1, capacity), np.int32)
     text[0, : len(prompt)] = prompt
     length, end, seed = (
-        np.array([number]) for number in (len(prompt), limit, ticket.request.seed % 2**32)
+        np.array([number]) for number in (len(prompt), limit, request_state.request.seed % 2**32)
     )
-    return _begun(programs, spec, text, length, end, seed, ticket.budget)
+    return _begun(programs, spec, text, length, end, seed, request_state.budget)
 
 
 def _begun(

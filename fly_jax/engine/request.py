@@ -45,7 +45,7 @@ class Request:
     protected_token_ids: Sequence[int] | None = None
 
 
-class Ticket:
+class RequestState:
     """A request that was handed in.
 
     Attributes:
@@ -69,7 +69,7 @@ class Ticket:
           tokenizer: spells its tokens; None if nobody asks for text.
         """
         self.request, self.rule = request, rule
-        self._spelling = None if tokenizer is None else Spelling(tokenizer, request.stop)
+        self._stop_checker = None if tokenizer is None else StopChecker(tokenizer, request.stop)
         self.generation = Generation(tuple(request.prompt))
         self.num_reused = 0
         self.submitted = time.perf_counter()
@@ -114,15 +114,15 @@ class Ticket:
             ignores_eos=self.request.ignores_eos,
         )
 
-    def spell(self, settled: Settled) -> Settled | None:
+    def detokenize(self, settled: Settled) -> Settled | None:
         """Adds the texts to what has settled, and ends the generation at a stop string.
 
         Returns:
           What may be handed out; None for nothing yet.
         """
-        if self._spelling is None:
+        if self._stop_checker is None:
             return settled
-        shown, num_kept = self._spelling.push(settled)
+        shown, num_kept = self._stop_checker.push(settled)
         if shown is not None and shown.finish_reason == "stop":
             self.generation.stop(len(settled.token_ids) - num_kept)
         return shown
@@ -228,7 +228,7 @@ class _Token(NamedTuple):
     text: str
 
 
-class Spelling:
+class StopChecker:
     """The text of one request, token by token.
 
     A token in whose text a stop string may have begun is held back until that is decided, so

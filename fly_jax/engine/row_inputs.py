@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RuleInputs
-from fly_jax.engine.request import Ticket
+from fly_jax.engine.request import RequestState
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
@@ -36,7 +36,7 @@ class RowNumbers:
         """
         self._own, self._like = own, (own, Exact(), *rules)
         self.united: Any = per_row([own] * num_slots, self._like)
-        self._last: tuple[tuple[Ticket | None, ...], RuleInputs] | None = None
+        self._last: tuple[tuple[RequestState | None, ...], RuleInputs] | None = None
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of one of the kinds."""
@@ -46,7 +46,7 @@ class RowNumbers:
     def inputs(
         self,
         programs: Programs,
-        occupants: Sequence[Ticket | None],
+        occupants: Sequence[RequestState | None],
         protection: Protection,
         *,
         sampled: bool,
@@ -93,11 +93,11 @@ class Protection:
         self._held: list[Sequence[int] | None] = [None] * num_slots
         self._rows = programs.put_protected([*own, *always], num_slots)
 
-    def of(self, occupants: Sequence[Ticket | None]) -> Bool[Array, "slots vocab"]:
+    def of(self, occupants: Sequence[RequestState | None]) -> Bool[Array, "slots vocab"]:
         """The tokens of these requests."""
-        for slot, ticket in enumerate(occupants):
-            wanted = None if ticket is None else ticket.request.protected_token_ids
-            if ticket is None or wanted == self._held[slot]:
+        for slot, request_state in enumerate(occupants):
+            wanted = None if request_state is None else request_state.request.protected_token_ids
+            if request_state is None or wanted == self._held[slot]:
                 continue  # nobody is rescued anything in a slot without a request
             self.hold(slot, wanted)
         return self._rows

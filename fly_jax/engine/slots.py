@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fly_jax.decoding.kept import num_shared
 from fly_jax.decoding.state import RoundOutput
-from fly_jax.engine.request import Ticket
+from fly_jax.engine.request import RequestState
 
 # Copying a row for fewer tokens than this takes longer than running them.
 LEAST_SHARED = 16
@@ -36,14 +36,14 @@ class Slots:
           steps: how many slots, from the first on, rounds may be made for; the last is all.
         """
         number = steps[-1]
-        self.occupants: list[Ticket | None] = [None] * number
-        self._last: list[Ticket | None] = [None] * number
+        self.occupants: list[RequestState | None] = [None] * number
+        self._last: list[RequestState | None] = [None] * number
         self._steps = steps
         # Slots that are free, the one that was freed first in front.
         self._free = list(range(number))
 
     @property
-    def live(self) -> list[tuple[int, Ticket]]:
+    def live(self) -> list[tuple[int, RequestState]]:
         """The slots in use, with who is in them."""
         return [(slot, one) for slot, one in enumerate(self.occupants) if one is not None]
 
@@ -61,14 +61,14 @@ class Slots:
     def shared(self, prompt: Sequence[int]) -> Prefix:
         """The longest beginning of a prompt that the caches of a slot hold: see `num_shared`."""
         found = [
-            Prefix(slot, num_shared(_text(ticket), prompt))
-            for slot, ticket in enumerate(self._last)
-            if ticket is not None
+            Prefix(slot, num_shared(_text(request_state), prompt))
+            for slot, request_state in enumerate(self._last)
+            if request_state is not None
         ]
         best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
         return best if best.length >= LEAST_SHARED else Prefix(0, 0)
 
-    def take(self, ticket: Ticket, prefix: Prefix) -> int:
+    def take(self, request_state: RequestState, prefix: Prefix) -> int:
         """Gives a request a free slot: the one whose text it goes on with, or the stalest.
 
         It is one of the first, as far as these are free: so rounds are made for few.
@@ -82,7 +82,7 @@ class Slots:
             goes_on = prefix.length > 0 and prefix.length == num_shared(text, (*text, 0))
             slot = prefix.slot if goes_on else slot
         self._free.remove(slot)
-        self.occupants[slot] = self._last[slot] = ticket
+        self.occupants[slot] = self._last[slot] = request_state
         return slot
 
     def forget(self, slot: int) -> None:
@@ -95,8 +95,8 @@ class Slots:
         self._free.append(slot)
 
 
-def _text(ticket: Ticket) -> tuple[int, ...]:
-    return (*ticket.generation.prompt_token_ids, *ticket.generation.token_ids)
+def _text(request_state: RequestState) -> tuple[int, ...]:
+    return (*request_state.generation.prompt_token_ids, *request_state.generation.token_ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Dispatch:
     """
 
     output: RoundOutput
-    occupants: tuple[Ticket | None, ...]
+    occupants: tuple[RequestState | None, ...]
     attended: int
     is_timed: bool
 

@@ -211,11 +211,11 @@ def _decode(
 
             texts = [prompt.text for prompt in prompts]
             audit = stack.enter_context(auditing(values, config, pair, spec, texts, ids))
-        tickets = [engine.submit(request) for request in requests]
+        states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:
             """Of a prompt and all before it everything is there."""
-            generation = tickets[index].generation
+            generation = states[index].generation
             if values.json:
                 record = _record(pair, config, prompts[index], generation)
                 print(json.dumps(record), flush=True)
@@ -228,14 +228,14 @@ def _decode(
         if not values.json:
             view = TextView(sys.stdout, pair.tokenizer)
             view.begin([_shown(prompt) for prompt in prompts], ended)
-        rows = {ticket: row for row, ticket in enumerate(tickets)}
+        rows = {state: row for row, state in enumerate(states)}
         num_ended = 0
-        for ticket, settled in engine.run(()):
+        for state, settled in engine.run(()):
             if view is not None:
                 done = settled.finish_reason is not None
-                view.push(rows[ticket], settled.token_ids, settled.why, done=done)
+                view.push(rows[state], settled.token_ids, settled.why, done=done)
                 continue
-            while num_ended < len(tickets) and tickets[num_ended].is_finished:
+            while num_ended < len(states) and states[num_ended].is_finished:
                 ended(num_ended)
                 num_ended += 1
 

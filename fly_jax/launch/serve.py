@@ -33,7 +33,7 @@ from fly_jax.sharding.processes import joint_errors, process_id
 if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
-    from fly_jax.serving.http.asking import Choices
+    from fly_jax.serving.http.request_builder import RequestBuilder
     from fly_jax.serving.http.service import Limits, Service
 
 _HELP = """\
@@ -147,16 +147,16 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
     from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import check_spec
     from fly_jax.serving.async_engine import AsyncEngine
-    from fly_jax.serving.http.asking import Choices
+    from fly_jax.serving.http.request_builder import RequestBuilder
     from fly_jax.serving.http.run import bound
     from fly_jax.serving.http.service import Service
     from fly_jax.serving.lockstep import LeadingEngine, follow
 
     # All that can be known to be wrong is found before weights are read.
-    choices = Choices.of(config, values.rules or None)
-    spec = RoundSpec.of(choices.for_engine, num_drafts=1).served()
-    check_spec(spec, choices.kinds)
-    if any(rule.uses_memory for rule in (spec.rule, *choices.kinds)):
+    builder = RequestBuilder.of(config, values.rules or None)
+    spec = RoundSpec.of(builder.for_engine, num_drafts=1).served()
+    check_spec(spec, builder.kinds)
+    if any(rule.uses_memory for rule in (spec.rule, *builder.kinds)):
         raise FlyJaxError(
             "The rule csd looks mismatches up in a memory, which the server does not take; leave "
             "it out of --rule and --rules, or decode with generate, or Engine(..., memory=...)."
@@ -164,7 +164,7 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
     if process_id() != 0:
         with joint_errors():
             pass  # what only process 0 looks at
-        _, follower = _made(values, choices, Engine)
+        _, follower = _made(values, builder, Engine)
         for number in (signal.SIGTERM, signal.SIGINT):  # process 0 gets it too, and drains first
             signal.signal(number, signal.SIG_IGN)
         follow(follower)
@@ -173,10 +173,10 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
         with joint_errors():
             limits = _limits(values)
             listening = stack.enter_context(contextlib.closing(bound(values.host, values.port)))
-        pair, engine = _made(values, choices, LeadingEngine)
+        pair, engine = _made(values, builder, LeadingEngine)
         stack.callback(engine.end)
         name = values.served_model_name or _name(values.target)
-        _answer(values, Service(name, AsyncEngine(engine), pair, choices, limits), listening)
+        _answer(values, Service(name, AsyncEngine(engine), pair, builder, limits), listening)
 
 
 def _answer(values: FlagValues, service: Service, listening: socket.socket) -> None:
@@ -188,7 +188,7 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
     say("Compiling, which is quick where programs were kept from an earlier start.")
     with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
 
-        def progress(done: int, total: int) -> None:
+        def on_progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
             if bar.disable and 4 * done // total > 4 * (done - 1) // total:
@@ -201,8 +201,8 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
                 service,
                 listening,
                 grace_period=values.grace_period,
-                told=say,
-                progress=progress,
+                say=say,
+                on_progress=on_progress,
             )
         except ServerFailed as error:
             cause = error.__cause__
@@ -213,22 +213,22 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
             sys.exit(_EXIT_FAILED)
 
 
-def _made(values: FlagValues, choices: Choices, kind: type[_Engine]) -> tuple[Pair, _Engine]:
+def _made(values: FlagValues, builder: RequestBuilder, kind: type[_Engine]) -> tuple[Pair, _Engine]:
     """Opens the models, checks the sizes, reads the weights, and makes an engine of them."""
     from fly_jax.engine.engine import DEFAULT_LENGTH
     from fly_jax.engine.request import check_sizes
 
-    models, mesh = open_models(values, choices.config)
+    models, mesh = open_models(values, builder.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
-    pair = load_opened(values, choices.config, models, mesh, rows=values.num_slots, longest=length)
+    pair = load_opened(values, builder.config, models, mesh, rows=values.num_slots, longest=length)
     engine = kind.of(
         pair,
-        choices.for_engine,
+        builder.for_engine,
         num_slots=values.num_slots,
         max_length=length,
         prefill_chunk=values.prefill_chunk,
-        rules=choices.kinds,
+        rules=builder.kinds,
         audits=True,
         max_logprobs=values.max_logprobs,
         load_may_change_text=values.load_may_change_text,

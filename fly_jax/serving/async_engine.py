@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
 
 _T = TypeVar("_T")
@@ -34,10 +34,10 @@ class TokenStream(AsyncIterator[Settled]):
     a task that is cancelled while it waits for tokens does so by itself.
 
     Attributes:
-      ticket: of the request; its `generation` has what has come so far.
+      state: of the request; its `generation` has what has come so far.
     """
 
-    ticket: Ticket
+    state: RequestState
 
     def __init__(self, owner: AsyncEngine, max_unread: float = math.inf) -> None:
         """Waits for a request.
@@ -110,7 +110,7 @@ class AsyncEngine:
         """
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[Ticket, TokenStream] = {}
+        self._streams: dict[RequestState, TokenStream] = {}
         self._waits_for_idle: list[Future[None]] = []
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # around what is handed to the thread, and its end
@@ -163,8 +163,8 @@ class AsyncEngine:
         stream = TokenStream(self, max_unread)
 
         def hand_in() -> TokenStream:
-            stream.ticket = self.engine.submit(request)
-            self._streams[stream.ticket] = stream
+            stream.state = self.engine.submit(request)
+            self._streams[stream.state] = stream
             return stream
 
         try:
@@ -177,9 +177,9 @@ class AsyncEngine:
         """Stops a request before the next rounds. Its stream ends."""
 
         def stop() -> None:
-            ticket = getattr(stream, "ticket", None)
-            if ticket is not None and self._streams.pop(ticket, None) is not None:
-                self.engine.cancel(ticket)
+            state = getattr(stream, "state", None)
+            if state is not None and self._streams.pop(state, None) is not None:
+                self.engine.cancel(state)
                 stream.arrive(None)
 
         self._do(stop)
@@ -231,10 +231,10 @@ class AsyncEngine:
         refusal = _STOPPED
         try:
             while self._take_commands():
-                for ticket, settled in self.engine.step():
-                    self._streams[ticket].arrive(settled)
+                for state, settled in self.engine.step():
+                    self._streams[state].arrive(settled)
                     if settled.finish_reason is not None:
-                        del self._streams[ticket]
+                        del self._streams[state]
         except Exception as error:
             refusal = f"The engine has failed, and stopped: {error}"
             self._failure = error
@@ -245,10 +245,10 @@ class AsyncEngine:
             if command is not None:
                 command()
         self._tell_idle()
-        for ticket, stream in self._streams.items():
+        for state, stream in self._streams.items():
             stream.arrive(self._refused())
             with contextlib.suppress(Exception):  # what failed may have taken the state with it
-                self.engine.cancel(ticket)
+                self.engine.cancel(state)
         self._streams.clear()
         self._end.set_result(None)
 

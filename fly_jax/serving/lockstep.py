@@ -16,7 +16,7 @@ import numpy as np
 
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.sharding.processes import Json, broadcast
 from fly_jax.verification.rules import RULES, Budget, Exact
 from fly_jax.verification.rules.rule import Both, Either
@@ -35,37 +35,37 @@ class LeadingEngine(Engine):
     def __init__(self, *arguments: Any, **given: Any) -> None:
         """Makes an engine; see `Engine`."""
         super().__init__(*arguments, **given)
-        self._told: list[Json] = []
+        self._messages: list[Json] = []
         self._going = _Going()
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request) -> RequestState:
         """See `Engine`."""
-        ticket = super().submit(request)
-        self._told.append(encoded(ticket.request))
-        self._going.add(ticket)
-        return ticket
+        state = super().submit(request)
+        self._messages.append(encoded(state.request))
+        self._going.add(state)
+        return state
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, state: RequestState) -> None:
         """See `Engine`."""
-        if not ticket.is_finished:
-            self._told.append(self._going.number(ticket))
-        super().cancel(ticket)
+        if not state.is_finished:
+            self._messages.append(self._going.number(state))
+        super().cancel(state)
 
-    def step(self) -> list[tuple[Ticket, Settled]]:
+    def step(self) -> list[tuple[RequestState, Settled]]:
         """See `Engine`."""
-        broadcast(self._told)
-        self._told = []
+        broadcast(self._messages)
+        self._messages = []
         self._going.forget_finished()
         return super().step()
 
-    def warm_up(self, told: Callable[[int, int], None] | None = None) -> None:
-        """See `Engine`. Where `told` raises, the others' ends as well."""
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """See `Engine`. Where `on_progress` raises, the others' ends as well."""
 
         def tell(done: int, total: int) -> None:
             goes_on = False
             try:
-                if told is not None:
-                    told(done, total)
+                if on_progress is not None:
+                    on_progress(done, total)
                 goes_on = True
             finally:
                 broadcast(goes_on)
@@ -82,10 +82,10 @@ def follow(engine: Engine) -> None:
     going = _Going()
     with contextlib.suppress(_Ended):
         engine.warm_up(_go_on)
-    while (told := broadcast(None)) is not None:
-        for one in told:
+    while (messages := broadcast(None)) is not None:
+        for one in messages:
             if isinstance(one, int):
-                engine.cancel(going.ticket(one))
+                engine.cancel(going.state(one))
             else:
                 going.add(engine.submit(decoded(one)))
         going.forget_finished()
@@ -105,23 +105,23 @@ class _Going:
     """The requests that are not finished, numbered in the order in which they were handed in."""
 
     def __init__(self) -> None:
-        self._tickets: dict[int, Ticket] = {}
+        self._states: dict[int, RequestState] = {}
         self._count = 0
 
-    def add(self, ticket: Ticket) -> None:
-        self._tickets[self._count] = ticket
+    def add(self, state: RequestState) -> None:
+        self._states[self._count] = state
         self._count += 1
 
-    def ticket(self, number: int) -> Ticket:
-        return self._tickets[number]
+    def state(self, number: int) -> RequestState:
+        return self._states[number]
 
-    def number(self, ticket: Ticket) -> int:
-        return next(number for number, one in self._tickets.items() if one is ticket)
+    def number(self, state: RequestState) -> int:
+        return next(number for number, one in self._states.items() if one is state)
 
     def forget_finished(self) -> None:
-        for number, ticket in list(self._tickets.items()):
-            if ticket.is_finished:
-                del self._tickets[number]
+        for number, state in list(self._states.items()):
+            if state.is_finished:
+                del self._states[number]
 
 
 def encoded(value: Any) -> Json:

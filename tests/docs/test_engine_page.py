@@ -30,11 +30,11 @@ def page() -> dict[str, Any]:
 
 
 def test_rules_and_draws_differ(page: dict[str, Any]) -> None:
-    found = {name: one.generation for name, one in page["tickets"].items()}
+    found = {name: one.generation for name, one in page["states"].items()}
     assert all(len(one.token_ids) > 4 for one in found.values())
     assert found["lossless"].num_rescued_tokens == 0
     assert found["drawn"].token_ids != found["lossless"].token_ids
-    assert page["tickets"]["lossless"].num_reused == len(page["prompt"]) - 1 or (
+    assert page["states"]["lossless"].num_reused == len(page["prompt"]) - 1 or (
         len(page["prompt"]) < 16
     )
 

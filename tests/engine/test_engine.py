@@ -22,7 +22,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import pieces
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Csd, Exact, Why
@@ -50,15 +50,15 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
     ]
 
 
-def finished(engine: Engine, given: Sequence[Request]) -> list[Ticket]:
-    tickets = [engine.submit(request) for request in given]
+def finished(engine: Engine, given: Sequence[Request]) -> list[RequestState]:
+    states = [engine.submit(request) for request in given]
     while not engine.is_idle:
         engine.step()
-    return tickets
+    return states
 
 
-def account(ticket: Ticket) -> tuple[object, ...]:
-    one = ticket.generation
+def account(state: RequestState) -> tuple[object, ...]:
+    one = state.generation
     counts = (one.num_rounds, one.num_draft_tokens, one.num_rescued_tokens, one.num_rollbacks)
     # Passes of other widths round other than alone.
     reports = [
@@ -68,7 +68,7 @@ def account(ticket: Ticket) -> tuple[object, ...]:
     return one.token_ids, one.why, one.finish_reason, counts, reports
 
 
-def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> Ticket:
+def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> RequestState:
     """By a decoder of this rule and this sampling."""
     protected = request.protected_token_ids
     key = (request.rule, request.sampling, protected)
@@ -85,18 +85,18 @@ def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> Tick
             protected_token_ids=protected or (),
             memory=kind.memory,
         )
-    ticket = Ticket(request, kind.spec.rule)
-    (ticket.generation,) = decoders[key].decode(
+    state = RequestState(request, kind.spec.rule)
+    (state.generation,) = decoders[key].decode(
         [request.prompt], request.max_new_tokens, seed=[request.seed]
     )
-    return ticket
+    return state
 
 
-def check_logprobs(found: Sequence[Ticket]) -> None:
+def check_logprobs(found: Sequence[RequestState]) -> None:
     """They are those of a pass over the whole text, why ever a token stands there."""
     whys = set()
-    for ticket in found:
-        one, asked = ticket.generation, ticket.request.logprobs
+    for state in found:
+        one, asked = state.generation, state.request.logprobs
         if asked is None:
             assert one.logprobs == []
             continue
@@ -111,7 +111,7 @@ def check_logprobs(found: Sequence[Ticket]) -> None:
             top = [value for _, value in given.top]
             assert top == pytest.approx(-np.sort(-values)[:asked], abs=1e-4)
             assert top == pytest.approx([values[token] for token, _ in given.top], abs=1e-4)
-        whys |= {(why, ticket.request.sampling is None) for why in one.why}
+        whys |= {(why, state.request.sampling is None) for why in one.why}
     decided = {Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS}
     assert {why for why, _ in whys} == decided
     # One that was drawn from the residual is neither the draft's nor the likeliest.
@@ -166,18 +166,18 @@ def test_offline_what_is_known_beforehand_compiles_beforehand(
     engine = engine_for(kind, offline=True)
     engine.warm_up_for(given)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        tickets = [engine.submit(request) for request in given]
+        states = [engine.submit(request) for request in given]
         engine.step()
         assert engine.slots.num_free == 0  # however many tokens that took
-        found = [ticket for ticket, settled in engine.run(()) if settled.finish_reason]
+        found = [state for state, settled in engine.run(()) if settled.finish_reason]
         assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
     assert engine.num_reused_tokens >= 3 * 30
-    assert sorted(map(id, found)) == sorted(map(id, tickets))
+    assert sorted(map(id, found)) == sorted(map(id, states))
     expected = greedy(models(None, 0)[0], prompts, 24)
-    for ticket, tokens in zip(tickets, expected, strict=True):
-        mine = ticket.generation.token_ids
+    for state, tokens in zip(states, expected, strict=True):
+        mine = state.generation.token_ids
         assert mine == tokens[: len(mine)]
-        assert len(mine) == ticket.request.max_new_tokens or mine[-1] in EOS
+        assert len(mine) == state.request.max_new_tokens or mine[-1] in EOS
 
 
 @pytest.mark.parametrize("name", ["rules and sampling", "defer, stop"])
@@ -190,10 +190,10 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     endless = [
         dataclasses.replace(one, ignores_eos=index % 2 == 0) for index, one in enumerate(given)
     ]
-    for before, ticket in zip(ended, finished(engine, endless), strict=True):
-        one = ticket.generation
+    for before, state in zip(ended, finished(engine, endless), strict=True):
+        one = state.generation
         assert one.token_ids[: len(before.token_ids)] == before.token_ids
-        if ticket.request.ignores_eos:
+        if state.request.ignores_eos:
             assert (len(one.token_ids), one.finish_reason) == (24, "length")
         else:
             assert one.token_ids == before.token_ids
@@ -231,11 +231,11 @@ def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     one, other = (Request([number] * 4, 24, rule=Exact()) for number in (1, 2))
     finished(engine, [dataclasses.replace(one, sampling=Sampling(1.0, top_k=5))])
     assert len(memory) == 0
-    tickets = [engine.submit(one), engine.submit(other)]
+    states = [engine.submit(one), engine.submit(other)]
     engine.step()
-    engine.cancel(tickets[0])  # whose rounds are on their way, with the other's
-    tickets += finished(engine, [one])
-    corrected = [ticket.generation.why.count(Why.CORRECTED) for ticket in tickets]
+    engine.cancel(states[0])  # whose rounds are on their way, with the other's
+    states += finished(engine, [one])
+    corrected = [state.generation.why.count(Why.CORRECTED) for state in states]
     assert corrected[0] == 0 < corrected[2]
     assert sum(count for *_, count in memory.counts()) == sum(corrected)
 
@@ -256,23 +256,23 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
     kind = KINDS["rules and sampling"]
     engine, given = engine_for(kind), requests(kind, 9, seed=3)
     decoders: dict[object, Decoder] = {}
-    tickets = [engine.submit(request) for request in given]
-    engine.cancel(tickets[5])  # it waits
+    states = [engine.submit(request) for request in given]
+    engine.cancel(states[5])  # it waits
     engine.step()
     running = engine.slots.live[0][1]
-    assert running is tickets[0]
+    assert running is states[0]
     engine.cancel(running)
     engine.cancel(running)
     assert engine.slots.num_free >= 1
-    told = [ticket for _ in range(200) for ticket, _ in engine.step()]
+    heard = [state for _ in range(200) for state, _ in engine.step()]
     assert engine.is_idle
     assert engine.slots.num_free == kind.num_slots
-    for index, ticket in enumerate(tickets):
-        assert ticket.is_finished
+    for index, state in enumerate(states):
+        assert state.is_finished
         if index in (0, 5):
-            assert ticket not in told
+            assert state not in heard
         else:
-            assert account(ticket) == account(alone(kind, ticket.request, decoders))
+            assert account(state) == account(alone(kind, state.request, decoders))
 
 
 def test_a_prompt_that_is_cancelled_while_it_is_taken_in() -> None:
@@ -352,11 +352,11 @@ def test_warming_up_again_shares_nothing_that_it_has_overwritten() -> None:
 def test_the_prompt_is_the_one_that_was_handed_in() -> None:
     kind = KINDS["autoregressive"]
     engine, prompt = engine_for(kind, num_slots=1), [5, 4, 3, 2]
-    ticket = engine.submit(Request(prompt, 8))
+    state = engine.submit(Request(prompt, 8))
     prompt.reverse()
     finished(engine, [])
     expected = alone(kind, Request([5, 4, 3, 2], 8), {})
-    assert account(ticket) == account(expected)
+    assert account(state) == account(expected)
 
 
 def test_what_runs_into_the_engines_length_ends_there() -> None:

@@ -17,7 +17,7 @@ from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.serving.http.metrics import Metrics
 from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
@@ -71,11 +71,11 @@ class Schedule(Clock):
         return np.where(np.equal(DEPTHS, next(self.said)), 1, np.inf).astype(np.float32)
 
 
-def decoded(by: Engine, *requests: Request) -> list[Ticket]:
-    tickets = [by.submit(request) for request in requests]
+def decoded(by: Engine, *requests: Request) -> list[RequestState]:
+    states = [by.submit(request) for request in requests]
     while not by.is_idle:
         by.step()
-    return tickets
+    return states
 
 
 def test_lossless_requests_do_not_notice() -> None:
@@ -83,8 +83,8 @@ def test_lossless_requests_do_not_notice() -> None:
     one.costs = costs = Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4)))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
     found = decoded(one, *(Request(prompt, LIMIT) for prompt in prompts))
-    for ticket, expected in zip(found, greedy(random_target(2), prompts, LIMIT), strict=True):
-        tokens = ticket.generation.token_ids
+    for state, expected in zip(found, greedy(random_target(2), prompts, LIMIT), strict=True):
+        tokens = state.generation.token_ids
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == LIMIT or tokens[-1] in EOS
     assert set(costs.taken) == set(DEPTHS)
@@ -135,8 +135,8 @@ def test_the_lookup_proposes_where_that_gives_more() -> None:
     def taken(seconds: list[float]) -> set[int]:
         one.costs = costs = Clock({1: seconds}, choices)
         found = decoded(one, *(Request(prompt, LIMIT) for prompt in prompts))
-        for ticket, tokens in zip(found, expected, strict=True):
-            mine = ticket.generation.token_ids
+        for state, tokens in zip(found, expected, strict=True):
+            mine = state.generation.token_ids
             assert mine == tokens[: len(mine)]
             assert len(mine) == LIMIT or mine[-1] in EOS
         return set(costs.taken)
@@ -177,7 +177,7 @@ def test_without_leave_neither_loosened_nor_drawn_requests_are_drafted_less_for(
         Request([1, 2, 3], LIMIT, rule=FLY),
         Request([1, 2, 3], LIMIT, sampling=Sampling(0.5)),
     ):
-        assert not Ticket(request, request.rule or Exact()).is_settled
+        assert not RequestState(request, request.rule or Exact()).is_settled
 
 
 def test_it_looks_again_ever_more_seldom() -> None:

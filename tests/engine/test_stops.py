@@ -12,7 +12,7 @@ from random_pairs import random_draft, random_target
 from fly_jax.decoding.generation import Settled
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Spelling, Ticket
+from fly_jax.engine.request import Request, RequestState, StopChecker
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.verification.rules import Exact, Why
@@ -44,7 +44,7 @@ def shown(
     stops: list[str], ids: list[int], sizes: list[int], *, ends: bool = True
 ) -> tuple[list[Settled], int | None]:
     """What is handed out piece by piece, and how many tokens are left of the piece that stops."""
-    spelling, found = Spelling(PIECES, stops), []
+    stop_checker, found = StopChecker(PIECES, stops), []
     at = 0
     for size in sizes:
         some = ids[at : at + size]
@@ -52,7 +52,7 @@ def shown(
         if not some:
             break
         reason = "length" if ends and at >= len(ids) else None
-        out, kept = spelling.push(Settled(0, tuple(some), (Why.MATCHED,) * len(some), reason))
+        out, kept = stop_checker.push(Settled(0, tuple(some), (Why.MATCHED,) * len(some), reason))
         if out is not None:
             found.append(out)
         if kept < len(some) or (out is not None and out.finish_reason == "stop"):
@@ -114,13 +114,13 @@ def engine() -> Engine:
     return Engine(target, draft, spec, num_slots=2, max_length=90, tokenizer=LETTERS)
 
 
-def run(engine: Engine, *requests: Request) -> list[tuple[Ticket, str]]:
-    tickets = [engine.submit(one) for one in requests]
-    texts = dict.fromkeys(tickets, "")
+def run(engine: Engine, *requests: Request) -> list[tuple[RequestState, str]]:
+    states = [engine.submit(one) for one in requests]
+    texts = dict.fromkeys(states, "")
     while not engine.is_idle:
-        for ticket, settled in engine.step():
-            texts[ticket] += "".join(settled.texts)
-    return [(ticket, texts[ticket]) for ticket in tickets]
+        for state, settled in engine.step():
+            texts[state] += "".join(settled.texts)
+    return [(state, texts[state]) for state in states]
 
 
 def test_a_request_ends_before_its_stop_string_and_frees_its_slot(engine: Engine) -> None:
@@ -130,14 +130,14 @@ def test_a_request_ends_before_its_stop_string_and_frees_its_slot(engine: Engine
     requests = [Request([1, 2, 3], 40, stop=[stop, "?"]) for stop in stops]
     found = run(engine, *requests, Request([1, 2, 3], 40, stop=["?"]))
     assert found[-1][1] == text
-    for stop, (ticket, cut) in zip(stops, found, strict=False):
+    for stop, (state, cut) in zip(stops, found, strict=False):
         assert cut == text[: text.index(stop)]
-        one = ticket.generation
+        one = state.generation
         assert one.finish_reason == "stop"
         assert one.token_ids == whole.generation.token_ids[: len(cut) + len(stop)]
         assert one.why == whole.generation.why[: len(one.token_ids)]
         assert [report.token_id for report in one.reports] == one.token_ids
-        assert ticket.is_finished
+        assert state.is_finished
     assert engine.slots.num_free == 2
     assert engine.is_idle
 

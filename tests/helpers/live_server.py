@@ -21,9 +21,9 @@ from tiny_pair import write_pair
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Ticket
+from fly_jax.engine.request import RequestState
 from fly_jax.serving.async_engine import AsyncEngine
-from fly_jax.serving.http.asking import Choices
+from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Limits, Service
 
@@ -47,7 +47,7 @@ class Gated(Engine):
 
     gate: threading.Event
 
-    def step(self) -> list[tuple[Ticket, Settled]]:
+    def step(self) -> list[tuple[RequestState, Settled]]:
         if not self.gate.is_set():
             time.sleep(0.002)
             return []
@@ -125,7 +125,7 @@ def started(service: Service, listening: socket.socket) -> tuple[Any, asyncio.Ev
         stop = asyncio.Event()
         begun.set_result((asyncio.get_running_loop(), stop))
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        await serve(service, listening, grace_period=5, stop=stop, told=nothing, progress=nothing)
+        await serve(service, listening, grace_period=5, stop=stop, say=nothing, on_progress=nothing)
 
     def thread() -> None:
         try:
@@ -145,16 +145,16 @@ def live_server(folder: Path) -> Iterator[Live]:
     target, draft = write_pair(folder)
     (target / "chat_template.jinja").write_text(TEMPLATE)
     pair = load_pair(target, draft, dtype="float32")
-    choices = Choices.of(pair.config(**GIVEN))
+    builder = RequestBuilder.of(pair.config(**GIVEN))
     engine = Gated.of(
-        pair, choices.for_engine, num_slots=SLOTS, max_length=LENGTH,
-        rules=choices.kinds, prefill_chunk=32, audits=True, max_logprobs=4,
+        pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH,
+        rules=builder.kinds, prefill_chunk=32, audits=True, max_logprobs=4,
     )  # fmt: skip
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()
     engine.gate.set()
     limits = Limits(max_queue=QUEUE, max_body=20_000, api_key=KEY)
-    service = Service(NAME, AsyncEngine(engine), pair, choices, limits)
+    service = Service(NAME, AsyncEngine(engine), pair, builder, limits)
     listening = bound("127.0.0.1", 0)
     url = address(listening)
     loop, stop, ended = started(service, listening)

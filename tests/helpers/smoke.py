@@ -32,15 +32,15 @@ class Smoke:
         (self._model,) = self._client.models.list().data
         self._fly: dict[str, Any] = (self._model.model_extra or {})["fly"]
 
-    def run(self, told: Callable[[str], None] = print) -> None:
+    def run(self, on_progress: Callable[[str], None] = print) -> None:
         """All of them.
 
         Args:
-          told: gets the name of each that holds.
+          on_progress: gets the name of each that holds.
         """
         for name in (name for name in vars(Smoke) if not name.startswith("_") and name != "run"):
             if getattr(self, name)() is not False:
-                told(name)
+                on_progress(name)
 
     def _completion(self, prompt: str = _PROMPTS[0], **given: Any) -> Any:
         return self._client.completions.create(

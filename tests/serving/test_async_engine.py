@@ -11,7 +11,7 @@ from random_pairs import CONFIG, random_target
 
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, Ticket
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
 from fly_jax.verification.rules import Exact, Margin
@@ -34,10 +34,10 @@ def requests(number: int) -> list[Request]:
 
 
 def expected(engine: Engine, given: list[Request]) -> list[list[int]]:
-    tickets = [engine.submit(one) for one in given]
+    states = [engine.submit(one) for one in given]
     while not engine.is_idle:
         engine.step()
-    return [one.generation.token_ids for one in tickets]
+    return [one.generation.token_ids for one in states]
 
 
 async def tokens(running: AsyncEngine, request: Request) -> list[int]:
@@ -66,7 +66,7 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
     given = requests(12)
     wanted = expected(engine, given)
 
-    async def leave(running: AsyncEngine, request: Request, how: int) -> Ticket:
+    async def leave(running: AsyncEngine, request: Request, how: int) -> RequestState:
         stream = await running.submit(request)
         if how == 0:  # after the first tokens
             async with contextlib.aclosing(stream):
@@ -81,13 +81,13 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
         else:
             waiting = asyncio.ensure_future(tokens_of(stream))
             await asyncio.sleep(0)
-            was_done = stream.ticket.is_finished  # if this machine had this thread wait that long
+            was_done = stream.state.is_finished  # if this machine had this thread wait that long
             running.cancel(stream)
             assert was_done or len(await waiting) < 90
             await waiting
-        return stream.ticket
+        return stream.state
 
-    async def run() -> tuple[list[list[int]], list[Ticket]]:
+    async def run() -> tuple[list[list[int]], list[RequestState]]:
         async with AsyncEngine(engine) as running:
             going = [asyncio.create_task(tokens(running, one)) for one in given]
             left = [await leave(running, Request([index], 90), index % 3) for index in range(9)]
@@ -139,7 +139,7 @@ def test_leaving_cancels_what_is_going(engine: Engine) -> None:
         async with AsyncEngine(engine) as running:
             streams = [await running.submit(Request([index], 90)) for index in range(5)]
         for stream in streams:
-            assert stream.ticket.is_finished
+            assert stream.state.is_finished
             with pytest.raises(FlyJaxError, match="does not run"):
                 async for _ in stream:
                     pass
@@ -198,10 +198,10 @@ def test_who_reads_too_slowly_is_stopped(engine: Engine) -> None:
             going = await running.submit(Request([2], 90))
             assert len(await tokens_of(going)) == 90
             await running.drain()
-            assert stream.ticket.generation.finish_reason == "cancelled"
+            assert stream.state.generation.finish_reason == "cancelled"
             with pytest.raises(FlyJaxError, match="not read as they came"):
                 await tokens_of(stream)
-            assert 0 < len(stream.ticket.generation.token_ids) < 90
+            assert 0 < len(stream.state.generation.token_ids) < 90
         await running.ended()
 
     asyncio.run(run())

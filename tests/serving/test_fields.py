@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from fly_jax.serving.http.errors import of_validation
-from fly_jax.serving.http.protocol import Asked, ChatRequest, CompletionRequest
+from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
 
 HELLO = [{"role": "user", "content": "Hello"}]
 # Of other servers, and with values that say nothing.
@@ -48,7 +48,7 @@ def test_what_changes_nothing_is_passed_over() -> None:
     ],
 )
 def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
-    bodies: list[tuple[type[Asked], dict[str, Any]]] = [
+    bodies: list[tuple[type[GenerationRequest], dict[str, Any]]] = [
         (CompletionRequest, {"prompt": "a"}),
         (ChatRequest, {"messages": HELLO}),
     ]
@@ -73,7 +73,9 @@ def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: 
          "tool_calls"),
     ],
 )  # fmt: skip
-def test_what_one_endpoint_refuses(kind: type[Asked], fields: dict[str, Any], words: str) -> None:
+def test_what_one_endpoint_refuses(
+    kind: type[GenerationRequest], fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate({"prompt": "a", "messages": HELLO} | fields)
     assert words in str(caught.value)

@@ -21,7 +21,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
-from fly_jax.serving.http.asking import Choices
+from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Limits, Service
 from fly_jax.verification.rules import Exact
@@ -30,7 +30,7 @@ from fly_jax.verification.rules import Exact
 class Stuck(Engine):
     """An engine that takes requests and decodes nothing."""
 
-    def warm_up(self, told: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         pass
 
     def step(self) -> list[Any]:
@@ -44,8 +44,8 @@ def service() -> Service:
     engine = Stuck(target, None, RoundSpec(Exact(), 0, audits=True), num_slots=1, max_length=60)
     tokenizer = types.SimpleNamespace(chat_template=None)
     pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
-    choices = Choices.of(DecodingConfig().without_draft())
-    return Service("stuck", AsyncEngine(engine), pair, choices, Limits())
+    builder = RequestBuilder.of(DecodingConfig().without_draft())
+    return Service("stuck", AsyncEngine(engine), pair, builder, Limits())
 
 
 def fail(*_: object, **__: object) -> None:
@@ -89,7 +89,7 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
 
     asking = threading.Thread(target=client)
     asking.start()
-    run(service, listening, grace_period=3600, told=said.append, progress=lambda *_: None)
+    run(service, listening, grace_period=3600, say=said.append, on_progress=lambda *_: None)
     asking.join()
     error, end = seen
     assert "stopped before it was done" in json.loads(error)["error"]["message"]

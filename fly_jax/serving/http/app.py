@@ -15,7 +15,7 @@ from fly_jax.serving.http.connection import EventStream, in_one_piece
 from fly_jax.serving.http.errors import ErrorReply, add_handlers, invalid
 from fly_jax.serving.http.guard import Guard
 from fly_jax.serving.http.page import HEADERS, page
-from fly_jax.serving.http.protocol import Asked, ChatRequest, CompletionRequest
+from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.service import COMPLETION_TOKENS, Prompt, Service
 
@@ -41,7 +41,7 @@ def make_app(service: Service) -> FastAPI:
         Guard,  # type: ignore[arg-type]
         api_key=limits.api_key,
         max_body=limits.max_body,
-        told=service.metrics.refused,
+        on_refused=service.metrics.refused,
     )
     add_handlers(app)
     app.include_router(_answers(service))
@@ -54,7 +54,11 @@ def _answers(service: Service) -> APIRouter:
     router = APIRouter(responses=_ERRORS)
 
     async def answered(
-        request: Request, asked: Asked, prompts: Sequence[Prompt], limit: int | None, style: Style
+        request: Request,
+        asked: GenerationRequest,
+        prompts: Sequence[Prompt],
+        limit: int | None,
+        style: Style,
     ) -> Response:
         limits = service.limits
         answering = await service.answer(asked, prompts, limit, style)
@@ -100,8 +104,8 @@ def _about(service: Service) -> APIRouter:
             "owned_by": "fly_jax",
             "max_model_len": engine.max_length,
             "fly": {
-                "rule": service.choices.config.rule,
-                "rules": service.choices.names,
+                "rule": service.builder.config.rule,
+                "rules": service.builder.names,
                 "num_speculative_tokens": engine.spec.num_speculative_tokens,
                 "max_logprobs": engine.spec.max_logprobs,
                 "has_chat_template": service.has_template,

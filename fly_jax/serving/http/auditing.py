@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.engine.request import Ticket
+from fly_jax.engine.request import RequestState
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.http.replies import Audit
@@ -22,16 +22,16 @@ class Auditor:
     tokenizer: Tokenizer
     run: Run
 
-    def audit(self, ticket: Ticket) -> Audit:
+    def audit(self, state: RequestState) -> Audit:
         """Every mismatch of an answer that is done."""
         found, _ = audited(
             0,
             "",
-            ticket.generation,
+            state.generation,
             self.tokenizer,
             self.run,
-            has_window=ticket.rule.longest_window > 0,
-            budget=ticket.budget,
+            has_window=state.rule.longest_window > 0,
+            budget=state.budget,
         )
         return Audit(
             rule=self.run.rule,

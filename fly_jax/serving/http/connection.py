@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from fly_jax.serving.http.answering import Answering
 from fly_jax.serving.http.errors import NO_RETRY, ApiError
+from fly_jax.serving.http.response_stream import ResponseStream
 
 _T = TypeVar("_T")
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
@@ -59,7 +59,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def in_one_piece(receive: Receive, seconds: float, answering: Answering) -> Response:
+async def in_one_piece(receive: Receive, seconds: float, answering: ResponseStream) -> Response:
     """The whole reply, as JSON."""
     async with answering:
         try:
@@ -74,7 +74,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answering: Answering, seconds: float, client_seconds: float) -> None:
+    def __init__(self, answering: ResponseStream, seconds: float, client_seconds: float) -> None:
         """Sends nothing yet.
 
         Args:

@@ -19,7 +19,7 @@ class Guard:
     """An ASGI application in front of another."""
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, max_body: int, told: Callable[[int], None]
+        self, app: ASGIApp, api_key: str | None, max_body: int, on_refused: Callable[[int], None]
     ) -> None:
         """Takes what is asked of requests.
 
@@ -27,9 +27,9 @@ class Guard:
           app: gets those that pass.
           api_key: what a request under /v1 has to bring; None for nothing.
           max_body: bytes of a body.
-          told: gets the status of each reply that is not a success.
+          on_refused: gets the status of each reply that is not a success.
         """
-        self._app, self._max_body, self._told = app, max_body, told
+        self._app, self._max_body, self._on_refused = app, max_body, on_refused
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,7 +41,7 @@ class Guard:
 
         async def telling(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._told(message["status"])
+                self._on_refused(message["status"])
             await send(message)
 
         error = self._refusal(scope)

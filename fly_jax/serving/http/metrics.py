@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Ticket
+from fly_jax.engine.request import RequestState
 from fly_jax.serving.http.speculative import speculative_decoding
 
 PREFIX = "fly_jax:"
@@ -111,11 +111,11 @@ class Metrics:
         for _ in range(0 if seconds is None else number):
             self._between.observe((seconds or 0) / number)
 
-    def ended(self, ticket: Ticket) -> None:
+    def ended(self, state: RequestState) -> None:
         """Counts a request whose last tokens have come, or which was cancelled."""
-        one = ticket.generation
+        one = state.generation
         found = speculative_decoding([one], self._engine.spec.num_speculative_tokens)
-        self._ends.labels(one.finish_reason if ticket.is_finished else "cancelled").inc()
+        self._ends.labels(one.finish_reason if state.is_finished else "cancelled").inc()
         self._drafts.inc(found.num_spec_steps)
         self._drafted.inc(found.num_draft_tokens)
         self._accepted.inc(found.num_accepted_draft_tokens)
@@ -126,14 +126,14 @@ class Metrics:
         for position in range(len(found.acceptance_histogram) - 1):
             reached = sum(found.acceptance_histogram[position + 1 :])
             self._per_position.labels(str(position)).inc(reached)
-        if ticket.seated is not None:
-            self._prompt.inc(len(ticket.request.prompt))
-            self._reused.inc(ticket.num_reused)
-            self._queued.observe(ticket.seated - ticket.submitted)
-        if ticket.first_token is not None:
-            self._first.observe(ticket.first_token - ticket.submitted)
-        if ticket.finished is not None and one.finish_reason != "cancelled":
-            self._whole.observe(ticket.finished - ticket.submitted)
+        if state.seated is not None:
+            self._prompt.inc(len(state.request.prompt))
+            self._reused.inc(state.num_reused)
+            self._queued.observe(state.seated - state.submitted)
+        if state.first_token is not None:
+            self._first.observe(state.first_token - state.submitted)
+        if state.finished is not None and one.finish_reason != "cancelled":
+            self._whole.observe(state.finished - state.submitted)
 
     def refused(self, status: int) -> None:
         """Counts a request that was not taken."""

@@ -85,7 +85,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asked(_Fields):
+class GenerationRequest(_Fields):
     """What both endpoints take.
 
     Attributes:
@@ -127,7 +127,7 @@ class Asked(_Fields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(GenerationRequest):
     """The body of /v1/completions.
 
     Attributes:
@@ -153,7 +153,7 @@ class CompletionRequest(Asked):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Asked`."""
+        """See `GenerationRequest`."""
         return self.logprobs
 
     @property
@@ -198,7 +198,7 @@ class Message(_Fields):
         return {"role": self.role, "content": text}
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationRequest):
     """The body of /v1/chat/completions.
 
     Attributes:
@@ -229,5 +229,5 @@ class ChatRequest(Asked):
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `Asked`."""
+        """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None

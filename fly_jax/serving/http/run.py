@@ -74,8 +74,8 @@ async def serve(
     *,
     grace_period: float,
     stop: asyncio.Event,
-    told: Callable[[str], None],
-    progress: Callable[[int, int], None],
+    say: Callable[[str], None],
+    on_progress: Callable[[int, int], None],
 ) -> None:
     """Answers requests until `stop` is set and those that are going are done.
 
@@ -84,8 +84,8 @@ async def serve(
       listening: from `bound`.
       grace_period: seconds for requests that are going when it is to stop.
       stop: set from the same loop.
-      told: gets a line when it is ready, and when it is about to stop.
-      progress: gets how many of how many programs are compiled.
+      say: gets a line when it is ready, and when it is about to stop.
+      on_progress: gets how many of how many programs are compiled.
 
     Raises:
       FlyJaxError: somebody else listens there by now.
@@ -104,20 +104,20 @@ async def serve(
     serving = asyncio.create_task(server.serve([listening]))
     stopping = asyncio.create_task(stop.wait())
     try:
-        if not await _is_warm(service, stop, progress):
+        if not await _is_warm(service, stop, on_progress):
             return
         _check_answers(serving)
         async with service.engine:
             ending = asyncio.create_task(service.engine.ended())
             service.state = "ready"
-            told(f"Ready on {address(listening)}: {service.described}.")
+            say(f"Ready on {address(listening)}: {service.described}.")
             tasks = (stopping, ending, serving)
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                told(f"Stopping: {service.num_open} under way may go on for {grace_period:g} s.")
+                say(f"Stopping: {service.num_open} under way may go on for {grace_period:g} s.")
                 left = await service.drain(grace_period)
                 if left:
-                    told(f"{left} requests were not done in that time, and were cancelled.")
+                    say(f"{left} requests were not done in that time, and were cancelled.")
             else:
                 service.state = "draining"
                 _check_answers(serving)
@@ -135,20 +135,20 @@ class _Stopped(Exception):
 
 
 async def _is_warm(
-    service: Service, stop: asyncio.Event, progress: Callable[[int, int], None]
+    service: Service, stop: asyncio.Event, on_progress: Callable[[int, int], None]
 ) -> bool:
     """Whether it has warmed up before it was told to stop.
 
     A program that is being compiled is waited for: the process cannot end under its feet.
     """
 
-    def told(done: int, total: int) -> None:
+    def counted(done: int, total: int) -> None:
         if stop.is_set():
             raise _Stopped
-        progress(done, total)
+        on_progress(done, total)
 
     try:
-        await asyncio.to_thread(service.warm_up, told)
+        await asyncio.to_thread(service.warm_up, counted)
     except _Stopped:
         return False
     except Exception as error:
@@ -176,8 +176,8 @@ def run(
     listening: socket.socket,
     *,
     grace_period: float,
-    told: Callable[[str], None],
-    progress: Callable[[int, int], None],
+    say: Callable[[str], None],
+    on_progress: Callable[[int, int], None],
 ) -> None:
     """`serve` in a loop of its own, which SIGTERM and SIGINT stop; a second one cuts off."""
 
@@ -196,8 +196,8 @@ def run(
             listening,
             grace_period=grace_period,
             stop=stop,
-            told=told,
-            progress=progress,
+            say=say,
+            on_progress=on_progress,
         )
 
     asyncio.run(until_signalled())

@@ -17,13 +17,13 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
-from fly_jax.serving.http.answering import Answering
-from fly_jax.serving.http.asking import Choices
 from fly_jax.serving.http.auditing import Auditor
 from fly_jax.serving.http.errors import ApiError, invalid, unavailable
 from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.http.protocol import Asked
+from fly_jax.serving.http.protocol import GenerationRequest
 from fly_jax.serving.http.replies import Style
+from fly_jax.serving.http.request_builder import RequestBuilder
+from fly_jax.serving.http.response_stream import ResponseStream
 
 COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MAX_UNREAD = 1024
@@ -57,7 +57,7 @@ class Service:
       name: of the model.
       engine: decodes; whoever runs the service enters and leaves it.
       pair: the models.
-      choices: how it decodes.
+      builder: how it decodes.
       limits: what clients may do.
       metrics: of all that happens.
       state: "starting" until it is warmed up; "draining" when it is about to stop.
@@ -65,24 +65,24 @@ class Service:
     """
 
     def __init__(
-        self, name: str, engine: AsyncEngine, pair: Pair, choices: Choices, limits: Limits
+        self, name: str, engine: AsyncEngine, pair: Pair, builder: RequestBuilder, limits: Limits
     ) -> None:
         """Is not ready yet; see the class."""
         self.name, self.engine, self.pair = name, engine, pair
-        self.choices, self.limits = choices, limits
+        self.builder, self.limits = builder, limits
         self.metrics = Metrics(engine.engine)
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.created = int(time.time())
-        self._open: set[Answering] = set()
+        self._open: set[ResponseStream] = set()
         self._num_open = 0
         self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
         entropy = engine.engine.spec.needs.entropy
         assert entropy is not None, "the engine audits"
         self._entropy = entropy.name
 
-    def warm_up(self, told: Callable[[int, int], None]) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Does once what the first request would wait for; see `Engine.warm_up`."""
-        self.engine.engine.warm_up(told)
+        self.engine.engine.warm_up(on_progress)
         if self.has_template:
             with contextlib.suppress(FlyJaxError):  # it may want other messages
                 self.pair.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
@@ -102,8 +102,8 @@ class Service:
         """What is served, in a line."""
         engine = self.engine.engine
         return (
-            f"{self.name}, rule {self.choices.config.rule} (requests may ask for "
-            f"{', '.join(self.choices.names)}), {len(engine.slots.occupants)} slots of "
+            f"{self.name}, rule {self.builder.config.rule} (requests may ask for "
+            f"{', '.join(self.builder.names)}), {len(engine.slots.occupants)} slots of "
             f"{engine.max_length} tokens"
         )
 
@@ -123,8 +123,8 @@ class Service:
             )
 
     async def answer(
-        self, asked: Asked, prompts: Sequence[Prompt], limit: int | None, style: Style
-    ) -> Answering:
+        self, asked: GenerationRequest, prompts: Sequence[Prompt], limit: int | None, style: Style
+    ) -> ResponseStream:
         """Hands a request to the engine.
 
         Args:
@@ -143,10 +143,10 @@ class Service:
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in prompts]
             engine = self.engine.engine
             limit = engine.max_length if limit is None else limit
-            requests = self.choices.requests(asked, ids, limit, engine, self._protected)
+            requests = self.builder.requests(asked, ids, limit, engine, self._protected)
             streams = await self._submitted(requests)
-            rule = self.choices.rule_name(asked)
-            answering = Answering(
+            rule = self.builder.rule_name(asked)
+            answering = ResponseStream(
                 asked,
                 style,
                 streams,
@@ -201,7 +201,7 @@ class Service:
             self._num_open -= number
             raise
 
-    def _leave(self, answering: Answering) -> None:
+    def _leave(self, answering: ResponseStream) -> None:
         self._open.discard(answering)
         self._num_open -= answering.num_streams
 

@@ -18,7 +18,7 @@ from fly_jax.serving.async_engine import TokenStream
 from fly_jax.serving.http.auditing import Auditor
 from fly_jax.serving.http.errors import unavailable
 from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.http.protocol import Asked
+from fly_jax.serving.http.protocol import GenerationRequest
 from fly_jax.serving.http.replies import (
     CachedTokens,
     ChoiceExtras,
@@ -40,12 +40,12 @@ class _Answer:
     last: float | None = None
 
 
-class Answering:
+class ResponseStream:
     """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
 
     def __init__(
         self,
-        asked: Asked,
+        asked: GenerationRequest,
         style: Style,
         streams: Sequence[TokenStream],
         auditor: Auditor,
@@ -53,7 +53,7 @@ class Answering:
         model: str,
         num_speculative_tokens: int,
         metrics: Metrics,
-        left: Callable[[Answering], None],
+        left: Callable[[ResponseStream], None],
     ) -> None:
         """Begins to answer.
 
@@ -81,7 +81,7 @@ class Answering:
         """Requests that the engine has of it."""
         return len(self._answers)
 
-    async def __aenter__(self) -> Answering:
+    async def __aenter__(self) -> ResponseStream:
         """Nothing to be done."""
         return self
 
@@ -90,7 +90,7 @@ class Answering:
         self.cancel()
         self._left(self)
         for answer in self._answers:
-            self._metrics.ended(answer.stream.ticket)
+            self._metrics.ended(answer.stream.state)
 
     def cancel(self) -> None:
         """Stops decoding; whoever waits for a reply is told so."""
@@ -109,7 +109,7 @@ class Answering:
             self._style.answer(
                 "".join(answer.texts),
                 index=index,
-                finish_reason=answer.stream.ticket.generation.finish_reason,
+                finish_reason=answer.stream.state.generation.finish_reason,
                 **self._logprobs(answer, 0),
                 **self._extras(answer, is_last=True),
             )
@@ -179,7 +179,7 @@ class Answering:
         """The field `logprobs` of the tokens from `begin` on, if it was asked for."""
         if self._asked.num_logprobs is None:
             return {}
-        found, texts = answer.stream.ticket.generation.logprobs, answer.texts
+        found, texts = answer.stream.state.generation.logprobs, answer.texts
         num_before = sum(map(len, texts[:begin]))
         of = self._style.logprobs(
             found[begin : len(texts)], texts[begin:], num_before, self._auditor.tokenizer
@@ -193,7 +193,7 @@ class Answering:
         fields = dict[str, Any]()
         fly = self._asked.fly
         if fly is not None and fly.audit and is_last:
-            fields["audit"] = self._auditor.audit(answer.stream.ticket)
+            fields["audit"] = self._auditor.audit(answer.stream.state)
         if tokens:
             fields["tokens"] = list(tokens)
         return {"fly": ChoiceExtras(**fields)} if fields else {}
@@ -203,17 +203,17 @@ class Answering:
         if fly is None or not fly.stream_why:
             return []
         texts = answer.texts
-        reports = answer.stream.ticket.generation.reports[begin : len(texts)]
+        reports = answer.stream.state.generation.reports[begin : len(texts)]
         return [
             _token(report, text, self._auditor.tokenizer)
             for report, text in zip(reports, texts[begin:], strict=True)
         ]
 
     def _usage(self) -> Usage:
-        tickets = [answer.stream.ticket for answer in self._answers]
-        firsts = tickets[:: self._asked.n]
+        states = [answer.stream.state for answer in self._answers]
+        firsts = states[:: self._asked.n]
         prompt = sum(len(one.request.prompt) for one in firsts)
-        completion = sum(len(one.generation.token_ids) for one in tickets)
+        completion = sum(len(one.generation.token_ids) for one in states)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -222,13 +222,13 @@ class Answering:
         )
 
     def _figures(self) -> ReplyMetrics:
-        tickets = [answer.stream.ticket for answer in self._answers]
-        submitted = min(one.submitted for one in tickets)
-        finished = max(one.finished or submitted for one in tickets)
-        generations = [one.generation for one in tickets]
+        states = [answer.stream.state for answer in self._answers]
+        submitted = min(one.submitted for one in states)
+        finished = max(one.finished or submitted for one in states)
+        generations = [one.generation for one in states]
         waits, decodes, per_token = [0.0], [0.0], list[float]()
         firsts = [0.0]
-        for one in tickets:
+        for one in states:
             assert one.seated is not None
             assert one.first_token is not None
             assert one.finished is not None

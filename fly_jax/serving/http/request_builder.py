@@ -11,7 +11,7 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.errors import invalid
-from fly_jax.serving.http.protocol import Asked
+from fly_jax.serving.http.protocol import GenerationRequest
 from fly_jax.verification.expression import LOSSLESS_RULES
 from fly_jax.verification.rules import Budget, Loose, Rule
 
@@ -22,7 +22,7 @@ _GREEDY_BELOW = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class RequestBuilder:
     """How the server decodes, and what a request may have otherwise.
 
     Attributes:
@@ -34,7 +34,7 @@ class Choices:
     rules: tuple[str, ...]
 
     @classmethod
-    def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> Choices:
+    def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:
         """The choices of a server.
 
         Args:
@@ -84,7 +84,7 @@ class Choices:
         """What a request may give as its rule."""
         return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
 
-    def protect(self, asked: Asked) -> tuple[str, ...]:
+    def protect(self, asked: GenerationRequest) -> tuple[str, ...]:
         """The patterns whose tokens are never rescued.
 
         A pattern of the client's own is not taken: some take forever to be searched for.
@@ -107,7 +107,7 @@ class Choices:
 
     def requests(
         self,
-        asked: Asked,
+        asked: GenerationRequest,
         prompts: Sequence[Sequence[int]],
         limit: int,
         engine: Engine,
@@ -148,12 +148,12 @@ class Choices:
             for index in range(asked.n)
         ]
 
-    def rule_name(self, asked: Asked) -> str:
+    def rule_name(self, asked: GenerationRequest) -> str:
         """The rule that a request is decoded with."""
         given = None if asked.fly is None else asked.fly.rule
         return self.config.rule if given is None else str(given)
 
-    def _config(self, asked: Asked) -> DecodingConfig:
+    def _config(self, asked: GenerationRequest) -> DecodingConfig:
         """The server's config with what was asked for."""
         given = {} if asked.fly is None else asked.fly.model_dump(exclude_unset=True)
         values = {
@@ -178,7 +178,7 @@ class Choices:
     def _or_own(self, name: str, given: float | None) -> float | None:
         return getattr(self.config, name) if given is None else given
 
-    def _rule(self, asked: Asked, config: DecodingConfig, engine: Engine) -> Rule:
+    def _rule(self, asked: GenerationRequest, config: DecodingConfig, engine: Engine) -> Rule:
         """The rule that was asked for, if the engine was made for it."""
         if not self.config.num_drafted:
             self._check_name(config.rule, lossless=("autoregressive",))

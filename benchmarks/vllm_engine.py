@@ -125,7 +125,7 @@ def _decode(way: str, source: Path, output: Path) -> None:
 
 def _counted_passes() -> list[int]:
     """Of the draft model, one number for each of the engine's steps from now on."""
-    from fly_jax.integrations.vllm_tpu.proposer import DraftModelProposer
+    from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
 
     propose, passes = DraftModelProposer.propose, []
 

@@ -88,9 +88,9 @@ def main(_: list[str]) -> None:
     from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
     from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 
-    from fly_jax.integrations.vllm_tpu.rows import RowRules
-    from fly_jax.integrations.vllm_tpu.sampler import kept_on
-    from fly_jax.integrations.vllm_tpu.settings import decoding_config
+    from fly_jax.integrations.vllm_tpu.row_rules import RowRules
+    from fly_jax.integrations.vllm_tpu.runner import kept_on
+    from fly_jax.integrations.vllm_tpu.startup import decoding_config
     from fly_jax.planning.topology import slice_mesh
     from fly_jax.sharding.chips import CHIPS
     from fly_jax.sharding.mesh import parse_mesh

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from fly_jax.integrations.vllm_tpu.settings import asked_for, decoding_config, known
+from fly_jax.integrations.vllm_tpu.startup import asked_for, decoding_config, known
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")

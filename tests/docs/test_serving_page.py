@@ -15,8 +15,8 @@ from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.slots import Slots
 from fly_jax.launch import serve
-from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.http.page import HEADERS, page
+from fly_jax.serving.http.app import HEADERS, page
+from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
 from fly_jax.serving.http.service import Limits
 
@@ -31,7 +31,7 @@ def metrics() -> set[str]:
     spec = types.SimpleNamespace(num_speculative_tokens=2)
     costs = DepthCosts((0, 2))
     engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), num_waiting=0, costs=costs)
-    text = Metrics(cast(Engine, engine)).text().decode()
+    text = ServerMetrics(cast(Engine, engine)).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20
     endings = {"counter": ("",), "gauge": ("",), "histogram": ("", "_bucket", "_sum", "_count")}

@@ -18,7 +18,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.serving.http.metrics import Metrics
+from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
 
@@ -88,7 +88,7 @@ def test_lossless_requests_do_not_notice() -> None:
         assert tokens == expected[: len(tokens)]
         assert len(tokens) == LIMIT or tokens[-1] in EOS
     assert set(costs.taken) == set(DEPTHS)
-    metrics = Metrics(one)
+    metrics = ServerMetrics(one)
     for text in (metrics.text().decode(), metrics.text().decode()):
         assert f"\nfly_jax:spec_decode_depth {costs.taken[-1]:.1f}\n" in text
         for depth in DEPTHS:
@@ -145,7 +145,7 @@ def test_the_lookup_proposes_where_that_gives_more() -> None:
     # The draft model has rested, and takes in what it has missed.
     assert LOOKUP not in taken([9.0, 9.0, 1.0, 9.0])
     assert taken([1.5, 1.6, 1.7, 1.2]) > {LOOKUP}  # by what each row repeats
-    assert '{depth="lookup"}' in Metrics(one).text().decode()
+    assert '{depth="lookup"}' in ServerMetrics(one).text().decode()
     (drawn,) = decoded(one, Request([1, 2, 3], LIMIT, sampling=Sampling(0.9)))
     assert drawn.generation.num_draft_passes > 0
 

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import scipy.stats
 
-from fly_jax.integrations.vllm_tpu.kept import Requests, keep
+from fly_jax.integrations.vllm_tpu.row_rules import Requests, keep
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40

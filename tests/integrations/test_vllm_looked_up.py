@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.integrations.vllm_tpu.looked_up import (
+from fly_jax.integrations.vllm_tpu.draft_inputs import (
     Fed,
     begin,
     drafted,

@@ -26,8 +26,7 @@ if importlib.util.find_spec("tpu_inference") is None:
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.integrations.vllm_tpu import proposer
-from fly_jax.integrations.vllm_tpu.proposer import DraftModelProposer
+from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
 
 VOCAB, K, ROWS, LIMIT, SIZE = 12, 7, 3, 64, 16
 TEXTS = {"a": [1, 2, 3, 4] * 2, "b": [5], "c": [*range(11)]}

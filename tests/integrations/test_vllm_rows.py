@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from fly_jax.integrations.vllm_tpu.rows import RowRules
-from fly_jax.integrations.vllm_tpu.settings import decoding_config
+from fly_jax.integrations.vllm_tpu.row_rules import RowRules
+from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.verification.rules import Exact, Fly, per_row
 
 REQUESTS = {

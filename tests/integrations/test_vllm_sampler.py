@@ -34,9 +34,9 @@ from test_vllm_kept import (
 from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
 from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 
-from fly_jax.integrations.vllm_tpu.rows import RowRules
-from fly_jax.integrations.vllm_tpu.sampler import LoosenedSampler
-from fly_jax.integrations.vllm_tpu.settings import decoding_config
+from fly_jax.integrations.vllm_tpu.row_rules import RowRules
+from fly_jax.integrations.vllm_tpu.runner import LoosenedSampler
+from fly_jax.integrations.vllm_tpu.startup import decoding_config
 
 FLY = {"rule": "fly", "entropy_threshold": THRESHOLD, "window_size": WINDOW}
 RANKS = 2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.integrations.vllm_tpu.settings import (
+from fly_jax.integrations.vllm_tpu.startup import (
     asked_for,
     decoding_config,
     request_rule,

@@ -56,7 +56,7 @@ def test_nothing_changes_unless_it_is_asked_for(update: Callable[[Any], None]) -
 def test_what_is_asked_for_names_the_worker(update: Callable[[Any], None]) -> None:
     one = config(fly_jax={"any_version": True})
     update(one)
-    assert one.parallel_config.worker_cls == "fly_jax.integrations.vllm_tpu.worker.Worker"
+    assert one.parallel_config.worker_cls == "fly_jax.integrations.vllm_tpu.runner.Worker"
 
 
 def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fly_jax.integrations.vllm_tpu.taken_in import Step, decoding_step, take_in
+from fly_jax.integrations.vllm_tpu.draft_inputs import TargetStep, decoding_step, take_in
 
 ROWS, TOKENS, LIMIT = 4, 10, 64
 
@@ -18,7 +18,7 @@ def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     missing = ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
     return take_in(
-        Step(
+        TargetStep(
             tokens=np.array(flat + [99] * pad),
             positions=np.array(positions + [5] * pad),
             starts=np.array([0, *np.cumsum(counts), *[1] * missing]),

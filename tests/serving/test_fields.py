@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from fly_jax.serving.http.errors import of_validation
-from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from fly_jax.serving.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    of_validation,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 # Of other servers, and with values that say nothing.

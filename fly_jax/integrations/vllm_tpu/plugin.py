@@ -5,7 +5,7 @@
 | `TpuPlatform.check_and_update_config` | itself, then `startup.prepare` if anything is asked for, |
 |   | which checks that and names the worker class |
 | `TpuPlatform.validate_request` | `startup.check_request` if the request has a rule, then itself |
-| `tpu_worker.TPUModelRunner` | its subclass `runner.Runner`, by `worker.Worker`, while it starts |
+| `tpu_worker.TPUModelRunner` | its subclass `runner.Runner`, by `runner.Worker`, while it starts |
 
 `Runner` overrides `_init_speculative_decoding`, `get_kv_cache_spec` and `capture_model`, and its
 manager of drafts three methods more. Tried with the versions in `startup.TRIED`.

@@ -1,25 +1,243 @@
-"""The engine's runner with the rule and the draft model: all that is overridden of the engine."""
+"""The engine's worker, runner and rejection sampler with a loosened rule in them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+from prometheus_client import REGISTRY, Counter
 from tpu_inference import envs
+from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
+from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
 from tpu_inference.runner.speculative_decoding_manager import SpeculativeDecodingManager
 from tpu_inference.runner.tpu_runner import TPUModelRunner
 from tpu_inference.runner.utils import host_extract_sampled_tokens
+from tpu_inference.worker import tpu_worker
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.integrations.vllm_tpu.metrics import RescueCounter
-from fly_jax.integrations.vllm_tpu.proposer import DraftModelProposer, draft_cache_shape
-from fly_jax.integrations.vllm_tpu.rows import RowRules
-from fly_jax.integrations.vllm_tpu.sampler import LoosenedSampler
-from fly_jax.integrations.vllm_tpu.settings import KEY, decoding_config
-from fly_jax.integrations.vllm_tpu.startup import target_tokenizer
+from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer, draft_cache_shape
+from fly_jax.integrations.vllm_tpu.row_rules import Requests, RowRules, StepRows, keep
+from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.rules import Rule
+
+NAME = "vllm:spec_decode_num_rescued_tokens"
+_LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
+_SECONDS_BETWEEN_LINES = 10.0
+# One in a process, whichever engine counts; vLLM takes its own off the registry when it starts.
+_COUNTER = Counter(
+    NAME,
+    "Accepted draft tokens that the target refused and the loosened rule kept.",
+    ["model_name", "engine"],
+    registry=None,
+)
+
+
+class RescueCounter:
+    """Counts what the sampler has rescued, one step late so that no step waits for it."""
+
+    def __init__(self, model_name: str, engine: int) -> None:
+        """For one engine.
+
+        Args:
+          model_name: as it is served.
+          engine: its number among those that are data parallel.
+        """
+        self._labels = model_name, str(engine)
+        self._waiting: Int32[Array, ""] | None = None
+        self._is_registered = False
+        self._since_line, self._last_line = 0, time.monotonic()
+
+    def wait_for(self, num_rescued: Int32[Array, ""]) -> None:
+        """Notes a step's figure, which is still on the device."""
+        self.flush()
+        num_rescued.copy_to_host_async()
+        self._waiting = num_rescued
+
+    def flush(self) -> None:
+        """Counts what was noted."""
+        if self._waiting is None:
+            return
+        number, self._waiting = int(np.asarray(self._waiting)), None
+        if not self._is_registered:
+            with contextlib.suppress(ValueError):  # another engine's has been
+                REGISTRY.register(_COUNTER)
+            self._is_registered = True
+        _COUNTER.labels(*self._labels).inc(number)
+        self._since_line += number
+        if time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES and self._since_line:
+            _LOGGER.info("fly_jax: %d accepted draft tokens were rescues", self._since_line)
+            self._since_line, self._last_line = 0, time.monotonic()
+
+
+class LoosenedSampler(RejectionSampler):
+    """The engine's sampler, but for what the rule keeps besides.
+
+    It has the engine's layout: each device decides on its share of the requests, over a vocabulary
+    that is whole where the stock sampler has it whole.
+
+    Attributes:
+      num_rescued: rescued tokens of the last step, on the device; None before the first.
+    """
+
+    def __init__(
+        self,
+        mesh: jax.sharding.Mesh,
+        rows: RowRules,
+        *,
+        max_drafted: int,
+        protected: Bool[np.ndarray, " vocab"],
+        memory: Int32[np.ndarray, "pairs 2"] | None,
+    ) -> None:
+        """Puts on the devices what stays there.
+
+        Args:
+          mesh: the engine's.
+          rows: the rules of the engine's requests.
+          max_drafted: K.
+          protected: see `accept`.
+          memory: see `accept`.
+        """
+        super().__init__(mesh)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self.num_rescued: Int32[Array, ""] | None = None
+        self._max_drafted = max_drafted
+        self._protected = jax.device_put(protected, everywhere)
+        self._memory = None if memory is None else jax.device_put(memory, everywhere)
+        self._rows = rows
+        self._step: StepRows | None = None
+        self._budgets = jax.device_put(np.zeros(rows.num_slots, np.float32), everywhere)
+
+    def begin(
+        self,
+        rows: Sequence[str | None],
+        live: Collection[str],
+        parameters: Callable[[str], Any],
+    ) -> None:
+        """Says whose the rows of the next step are; see `RowRules.step`."""
+        self._step = self._rows.step(rows, live, parameters)
+
+    def __call__(
+        self,
+        draft_token_ids: Int[Array, " tokens"],
+        num_draft_tokens: Int[Array, " requests"],
+        draft_probs: Float[Array, "tokens vocab"] | None,
+        target_logits: Float[Array, "tokens vocab"],
+        bonus_token_ids: Int[Array, " requests"],
+        sampling_metadata: TPUSupportedSamplingMetadata,
+        key: Key[Array, ""] | None = None,
+    ) -> Int32[Array, " emitted"]:
+        """As `RejectionSampler.__call__`."""
+        # The engine also calls to compile ahead, with no requests.
+        step = self._step or self._rows.padding(num_draft_tokens.shape[0])
+        tokens, self.num_rescued, self._budgets = kept_on(
+            step,
+            self._budgets,
+            draft_token_ids,
+            num_draft_tokens,
+            draft_probs,
+            target_logits,
+            bonus_token_ids,
+            sampling_metadata,
+            key,
+            self._protected,
+            self._memory,
+            mesh=self.mesh,
+            max_drafted=self._max_drafted,
+        )
+        self._step = None
+        return tokens
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "max_drafted"))
+def kept_on(
+    step: StepRows,
+    budgets: Float32[Array, " slots"],
+    draft_tokens: Int[Array, " tokens"],
+    num_drafted: Int[Array, " requests"],
+    draft_probs: Float[Array, "tokens vocab"] | None,
+    logits: Float[Array, "tokens vocab"],
+    bonus_tokens: Int[Array, " requests"],
+    metadata: TPUSupportedSamplingMetadata,
+    key: Key[Array, ""] | None,
+    protected: Bool[Array, " vocab"],
+    memory: Int32[Array, "pairs 2"] | None,
+    *,
+    mesh: jax.sharding.Mesh,
+    max_drafted: int,
+) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:
+    """`keep` on every device's share of the requests.
+
+    Returns:
+      The tokens, in the engine's layout, how many of them are rescues, and the budgets.
+    """
+    rule = step.rule
+    requests: Requests | None = None
+    budget: Array | None = None
+    if metadata.do_sampling:
+        requests = Requests(metadata.temperature, metadata.top_k, metadata.top_p)
+    if rule.budget is not None:
+        # A row without a slot has a budget of 0.
+        before = budgets.at[step.slots].get(mode="fill", fill_value=0)
+        is_new = step.is_new & (step.slots < budgets.shape[0])
+        budget = jnp.where(is_new, rule.budget, before)
+
+    def of_a_device(
+        rule: Rule,
+        draft_tokens: Array,
+        num_drafted: Array,
+        logits: Array,
+        bonus_tokens: Array,
+        requests: Requests | None,
+        draft_probs: Array | None,
+        budget: Array | None,
+        key: Array | None,
+        protected: Array,
+        memory: Array | None,
+    ) -> tuple[Array, Array, Array | None]:
+        if key is not None:
+            key = jax.random.fold_in(key, jax.lax.axis_index(ShardingAxisName.ATTN_DATA))
+        found = keep(
+            rule,
+            draft_tokens,
+            num_drafted,
+            logits,
+            bonus_tokens,
+            max_drafted=max_drafted,
+            requests=requests,
+            draft_probs=draft_probs,
+            key=key,
+            protected=protected,
+            memory=memory,
+            budget=budget,
+        )
+        return found.tokens, found.num_rescued, found.budget
+
+    split, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
+    tokens, rescued, left = jax.shard_map(
+        of_a_device,
+        mesh=mesh,
+        in_specs=(*[split] * 8, *[whole] * 3),
+        out_specs=split,
+        check_vma=False,
+    )(
+        rule, draft_tokens, num_drafted, logits, bonus_tokens, requests, draft_probs, budget,
+        key, protected, memory,
+    )  # fmt: skip
+    if rule.budget is not None:
+        budgets = budgets.at[step.slots].set(left, mode="drop")
+    return tokens, jnp.sum(rescued), budgets
 
 
 class Runner(TPUModelRunner):  # type: ignore[misc]
@@ -181,3 +399,16 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
 def _padded(of_ranks: list[list[str]], length: int) -> list[str | None]:
     """The rows of a step: those of one rank after the other, each as many."""
     return [name for names in of_ranks for name in [*names, *[None] * (length - len(names))]]
+
+
+class Worker(tpu_worker.TPUWorker):  # type: ignore[misc]
+    """tpu-inference's, with `Runner` for its runner."""
+
+    def init_device(self) -> None:
+        """As `TPUWorker.init_device`, which makes the runner by this name."""
+        stock = tpu_worker.TPUModelRunner
+        tpu_worker.TPUModelRunner = Runner
+        try:
+            super().init_device()
+        finally:
+            tpu_worker.TPUModelRunner = stock

@@ -1,22 +1,36 @@
-"""The routes of the server."""
+"""The routes of the server, the page at /, and what is turned away before anything reads it."""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
-from collections.abc import Sequence
+import json
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 from fastapi import APIRouter, Body, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fly_jax.serving.http.connection import EventStream, in_one_piece
-from fly_jax.serving.http.errors import ErrorReply, add_handlers, invalid
-from fly_jax.serving.http.guard import Guard
-from fly_jax.serving.http.page import HEADERS, page
-from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
+from fly_jax.serving.http.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    ErrorReply,
+    GenerationRequest,
+    add_handlers,
+    invalid,
+)
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
+from fly_jax.serving.http.response_stream import EventStream, in_one_piece
 from fly_jax.serving.http.service import COMPLETION_TOKENS, Prompt, Service
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -149,3 +163,95 @@ def _about(service: Service) -> APIRouter:
         return HTMLResponse(page(), headers=HEADERS)
 
     return router
+
+
+_GUARDED = "/v1"
+
+
+class Guard:
+    """An ASGI application in front of another."""
+
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, max_body: int, on_refused: Callable[[int], None]
+    ) -> None:
+        """Takes what is asked of requests.
+
+        Args:
+          app: gets those that pass.
+          api_key: what a request under /v1 has to bring; None for nothing.
+          max_body: bytes of a body.
+          on_refused: gets the status of each reply that is not a success.
+        """
+        self._app, self._max_body, self._on_refused = app, max_body, on_refused
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or hands it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        size = 0
+
+        async def telling(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._on_refused(message["status"])
+            await send(message)
+
+        error = self._refusal(scope)
+        if error is not None:
+            await error.response(scope, receive, telling)
+            return
+
+        async def measured() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_body:  # its length was not said, or wrongly
+                raise HTTPException(413, self._too_large)
+            return message
+
+        await self._app(scope, measured, telling)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if self._expected is not None and scope["path"].startswith(_GUARDED):
+            given = headers.get("authorization", "").encode("latin-1", "replace")
+            if not secrets.compare_digest(given, self._expected):
+                return ApiError(
+                    401,
+                    "The API key is missing or wrong; send the server's as a bearer token.",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        length = headers.get("content-length", "0")
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > self._max_body:
+            return ApiError(413, self._too_large, code="body_too_large")
+        return None
+
+    @property
+    def _too_large(self) -> str:
+        return (
+            f"The body has more than {self._max_body} bytes; send less, or start the server with a "
+            "larger --max_body."
+        )
+
+
+_FILE = Path(__file__).with_name("page.html")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:; form-action 'none'; "
+    "base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@functools.cache
+def page() -> str:
+    """The page, in the words and colours of the command line."""
+    kinds = {
+        why.name.lower(): {"letter": why.letter, "word": word, "meaning": MEANINGS[why]}
+        for why, word in WORDS.items()
+    }
+    text = _FILE.read_text(encoding="utf-8")
+    return text.replace("/*PALETTE*/", PALETTE).replace('"KINDS"', json.dumps(kinds))

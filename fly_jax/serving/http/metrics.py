@@ -11,7 +11,7 @@ from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
-from fly_jax.serving.http.speculative import speculative_decoding
+from fly_jax.serving.http.replies import speculative_decoding
 
 PREFIX = "fly_jax:"
 _SECONDS = (
@@ -30,7 +30,7 @@ def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
 jax.monitoring.register_event_duration_secs_listener(_count)
 
 
-class Metrics:
+class ServerMetrics:
     """The metrics of one server, in a registry of their own.
 
     Gauges and the engine's totals are read when somebody scrapes; the rest is counted as tokens

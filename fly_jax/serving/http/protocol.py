@@ -1,13 +1,19 @@
-"""What clients may ask for: the fields of OpenAI's API, and FLy's own under `fly`."""
+"""What clients may ask for: OpenAI's fields and FLy's own under `fly`; and what a refusal says."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Self
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+from starlette.exceptions import HTTPException
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, parameters_of
-from fly_jax.serving.http.unsupported import check_others
 from fly_jax.verification.rules import RULES, Budget
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
@@ -231,3 +237,168 @@ class ChatRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+_NOTHING: tuple[Any, ...] = (0, "", [], {})
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the text or add to the reply, with the
+# values that do not.
+_CHANGING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
+            *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
+            *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
+            *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
+            *("tools", "tool_calls", "functions", "function_call", "audio", "web_search_options"),
+            *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
+            *("echo", "prompt_logprobs", "return_tokens_as_token_ids", "logits_processors"),
+            *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
+        ),
+        _NOTHING,
+    ),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+# So much like a field that there is, one was meant to be that.
+_ALIKE = 0.9
+
+
+def check_others(others: Mapping[str, Any], known: Collection[str]) -> None:
+    """Passes over fields that are not known and change nothing.
+
+    Args:
+      others: the fields, with their values.
+      known: names of the fields that there are.
+
+    Raises:
+      ValueError: one would change the answer, or is a known one misspelt.
+    """
+    for name, value in others.items():
+        changes = name in _CHANGING and value is not None and value not in _CHANGING[name]
+        if changes:
+            raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
+        meant = difflib.get_close_matches(name, known, 1, _ALIKE)
+        if meant:
+            raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
+
+
+_INVALID = "invalid_request_error"
+# A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong.
+
+    Attributes:
+      message: a sentence.
+      type: whose fault it is.
+      param: the field that is wrong, if one is.
+      code: a word that programs can compare.
+    """
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A reply that is not a success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = _INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes what the reply says.
+
+        Args:
+          status: of HTTP.
+          message: see `ErrorDetail`.
+          type: see `ErrorDetail`.
+          param: see `ErrorDetail`.
+          code: see `ErrorDetail`.
+          headers: of the reply.
+        """
+        super().__init__(message)
+        self.status, self.headers = status, headers
+        self.body = ErrorReply(
+            error=ErrorDetail(message=message, type=type, param=param, code=code)
+        )
+
+    @property
+    def response(self) -> JSONResponse:
+        """The reply."""
+        return JSONResponse(self.body.model_dump(), self.status, self.headers)
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the server is not ready, or about to stop; another one may answer."""
+    return ApiError(503, message, type="service_unavailable", headers={"Retry-After": "1"})
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be answered as it stands."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Has every error of an app told in this shape."""
+
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        return error.response
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        return invalid(str(error)).response
+
+    async def malformed(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return of_validation(error.errors()).response
+
+    async def of_framework(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response
+
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        message = "The server has failed in a way that it should not; its log says how."
+        return ApiError(500, message, type="server_error").response
+
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(FlyJaxError, refused)
+    app.add_exception_handler(RequestValidationError, malformed)
+    app.add_exception_handler(HTTPException, of_framework)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first thing that is wrong with a body, as pydantic tells it, with the path to it."""
+    # A field of several types has an error of each: of use is that of the type that was given.
+    error = max(errors, key=lambda one: not str(one["type"]).endswith("_type"))
+    if error["type"] == "json_invalid":
+        reason = error.get("ctx", {}).get("error", "it ends too early")
+        return invalid(f"The body is not valid JSON ({reason}); correct it.")
+    # Where a field may be one of several types, a part names the type, as pydantic writes it.
+    parts = [str(part) for part in error["loc"][1:]]
+    path = ".".join(part for part in parts if part.isidentifier() or part.isdecimal())
+    if error["type"] == "extra_forbidden":
+        return invalid(f"The field {path!r} is unknown; leave it out.", path, "unknown_field")
+    message = str(error["msg"]).removeprefix("Value error, ").rstrip(".")
+    return invalid(f"{path or 'The body'}: {message}.", path or None)

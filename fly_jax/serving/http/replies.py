@@ -2,21 +2,202 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
+from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.reports import TokenLogprobs
-from fly_jax.evaluation.audit import Mismatch
+from fly_jax.engine.request import RequestState
+from fly_jax.evaluation.audit import Mismatch, Run, audited, refused_by
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.serving.http.logprobs import (
-    ChatLogprobs,
-    TextLogprobs,
-    chat_logprobs,
-    text_logprobs,
-)
-from fly_jax.serving.http.speculative import SpeculativeDecoding
+
+# What JSON has instead of -inf, as in OpenAI's and vLLM's replies.
+_LEAST = -9999.0
+
+
+class TextLogprobs(BaseModel):
+    r"""Of /v1/completions: lists of the same length.
+
+    Attributes:
+      tokens: what each spells by itself, or "bytes:\xe2\x80" for a part of a character.
+      token_logprobs: theirs.
+      top_logprobs: the most probable tokens at each position with theirs, and the token itself.
+      text_offset: where in the answer what it adds begins.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    """A token of /v1/chat/completions.
+
+    Attributes:
+      token: what it spells by itself; U+FFFD stands for a part of a character.
+      logprob: in nats.
+      bytes: the UTF-8 of what it spells.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was decoded.
+
+    Attributes:
+      top_logprobs: the most probable ones there.
+    """
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of /v1/chat/completions.
+
+    Attributes:
+      content: all tokens.
+    """
+
+    content: list[TokenLogprob]
+
+
+def text_logprobs(
+    found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
+) -> TextLogprobs:
+    """In the shape of /v1/completions.
+
+    Args:
+      found: of some tokens.
+      texts: what each of them adds to the answer.
+      begin: characters of the answer before them.
+      tokenizer: of the models.
+    """
+
+    def top(one: TokenLogprobs) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for token_id, value in (*one.top, (one.token_id, one.logprob)):
+            # Of tokens that spell the same, the most probable one stands for all.
+            values.setdefault(_spelt(token_id, tokenizer), max(value, _LEAST))
+        return values
+
+    ends = itertools.accumulate(map(len, texts), initial=begin)
+    return TextLogprobs(
+        tokens=[_spelt(one.token_id, tokenizer) for one in found],
+        token_logprobs=[max(one.logprob, _LEAST) for one in found],
+        top_logprobs=[top(one) for one in found],
+        text_offset=list(ends)[:-1],
+    )
+
+
+def chat_logprobs(found: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
+    """In the shape of /v1/chat/completions."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, object]:
+        data = _bytes(token_id, tokenizer)
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": max(logprob, _LEAST),
+            "bytes": list(data),
+        }
+
+    return ChatLogprobs(
+        content=[
+            TokenLogprob.model_validate(
+                shown(one.token_id, one.logprob)
+                | {"top_logprobs": [shown(*other) for other in one.top]}
+            )
+            for one in found
+        ]
+    )
+
+
+def _bytes(token_id: int, tokenizer: Tokenizer) -> bytes:
+    return tokenizer.vocabulary.token_bytes(token_id, False)
+
+
+def _spelt(token_id: int, tokenizer: Tokenizer) -> str:
+    data = _bytes(token_id, tokenizer)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class SpeculativeDecoding(BaseModel):
+    """Figures of one request, over all its answers.
+
+    Attributes:
+      mean_acceptance_length: 1 + accepted draft tokens per step, as vLLM has it.
+      draft_acceptance_rate: accepted over drafted tokens.
+      acceptance_histogram: how many steps kept 0, 1, ... K draft tokens.
+      num_spec_steps: passes of the target over a draft.
+      num_accepted_draft_tokens: draft tokens kept, rescued ones included.
+      num_draft_tokens: draft tokens that the target saw.
+      num_spec_tokens: K.
+      mean_accepted_tokens: settled tokens per pass of the target, bonus included.
+      num_rescued_tokens: mismatches kept.
+      num_revoked_windows: deferred windows that failed after their block.
+      refused_by: mismatches refused, by what refused them.
+      regret: what rescues took from the risk budgets, in nats; None without one.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    mean_accepted_tokens: float
+    num_rescued_tokens: int
+    num_revoked_windows: int
+    refused_by: dict[str, int]
+    regret: float | None
+
+
+def speculative_decoding(generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
+    """The figures of some generations.
+
+    Args:
+      generations: with reports.
+      k: draft tokens of a round.
+    """
+    # A deferred window may settle more than K tokens at once.
+    kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
+    accepted = sum(one.num_accepted_tokens for one in generations)
+    drafted = sum(one.num_draft_tokens for one in generations)
+    refused = collections.Counter(
+        reason
+        for one in generations
+        for report in one.reports
+        if (reason := refused_by(report)) is not None
+    )
+    regrets = [one.regret for one in generations if one.regret is not None]
+    return SpeculativeDecoding(
+        mean_acceptance_length=1 + accepted / max(kept.total(), 1),
+        draft_acceptance_rate=accepted / max(drafted, 1),
+        acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
+        num_spec_steps=kept.total(),
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=k,
+        mean_accepted_tokens=sum(len(one.token_ids) for one in generations)
+        / max(sum(one.num_rounds for one in generations), 1),
+        num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
+        num_revoked_windows=sum(one.num_rollbacks for one in generations),
+        refused_by=dict(refused),
+        regret=sum(regrets) if regrets else None,
+    )
+
 
 FinishReason = Literal["stop", "length"]
 
@@ -47,7 +228,7 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
-class Metrics(BaseModel):
+class RequestMetrics(BaseModel):
     """What a request took, by vLLM's names; times of several answers are those of the slowest.
 
     Attributes:
@@ -67,7 +248,7 @@ class Metrics(BaseModel):
     speculative_decoding: SpeculativeDecoding
 
 
-class Audit(BaseModel):
+class AnswerAudit(BaseModel):
     """Every mismatch of an answer.
 
     Attributes:
@@ -116,7 +297,7 @@ class ChoiceExtras(BaseModel):
       tokens: with `fly.stream_why`, of this chunk.
     """
 
-    audit: Audit | None = None
+    audit: AnswerAudit | None = None
     tokens: list[Token] | None = None
 
 
@@ -179,7 +360,7 @@ class Reply(BaseModel):
     created: int
     model: str
     usage: Usage | None = None
-    metrics: Metrics | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Completion(Reply):
@@ -252,3 +433,34 @@ class ChatStyle:
 
 
 Style = TextStyle | ChatStyle
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerAuditor:
+    """What the audits of a request have in common.
+
+    Attributes:
+      tokenizer: of the models.
+      run: the rule and what entropies are.
+    """
+
+    tokenizer: Tokenizer
+    run: Run
+
+    def audit(self, state: RequestState) -> AnswerAudit:
+        """Every mismatch of an answer that is done."""
+        found, _ = audited(
+            0,
+            "",
+            state.generation,
+            self.tokenizer,
+            self.run,
+            has_window=state.rule.longest_window > 0,
+            budget=state.budget,
+        )
+        return AnswerAudit(
+            rule=self.run.rule,
+            entropy_measure=self.run.entropy_measure,
+            rescues=[one for one in found if one.is_rescue],
+            refusals=[one for one in found if not one.is_rescue],
+        )

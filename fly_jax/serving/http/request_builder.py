@@ -10,8 +10,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.http.errors import invalid
-from fly_jax.serving.http.protocol import GenerationRequest
+from fly_jax.serving.http.protocol import GenerationRequest, invalid
 from fly_jax.verification.expression import LOSSLESS_RULES
 from fly_jax.verification.rules import Budget, Loose, Rule
 

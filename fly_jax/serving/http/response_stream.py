@@ -1,4 +1,4 @@
-"""One request while it is answered: its streams of tokens, and the replies that they become."""
+"""One request while it is answered: its tokens, its replies, and a client that may leave."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import contextlib
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from fly_jax.decoding.generation import Settled
 from fly_jax.decoding.reports import TokenReport
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.serving.async_engine import TokenStream
-from fly_jax.serving.http.auditing import Auditor
-from fly_jax.serving.http.errors import unavailable
-from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.http.protocol import GenerationRequest
+from fly_jax.serving.http.metrics import ServerMetrics
+from fly_jax.serving.http.protocol import NO_RETRY, ApiError, GenerationRequest, unavailable
 from fly_jax.serving.http.replies import (
+    AnswerAuditor,
     CachedTokens,
     ChoiceExtras,
     Reply,
+    RequestMetrics,
     Style,
     Token,
     Usage,
+    speculative_decoding,
 )
-from fly_jax.serving.http.replies import Metrics as ReplyMetrics
-from fly_jax.serving.http.speculative import speculative_decoding
 
 
 @dataclasses.dataclass
@@ -48,11 +50,11 @@ class ResponseStream:
         asked: GenerationRequest,
         style: Style,
         streams: Sequence[TokenStream],
-        auditor: Auditor,
+        auditor: AnswerAuditor,
         *,
         model: str,
         num_speculative_tokens: int,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         left: Callable[[ResponseStream], None],
     ) -> None:
         """Begins to answer.
@@ -221,7 +223,7 @@ class ResponseStream:
             prompt_tokens_details=CachedTokens(cached_tokens=sum(one.num_reused for one in firsts)),
         )
 
-    def _figures(self) -> ReplyMetrics:
+    def _figures(self) -> RequestMetrics:
         states = [answer.stream.state for answer in self._answers]
         submitted = min(one.submitted for one in states)
         finished = max(one.finished or submitted for one in states)
@@ -238,7 +240,7 @@ class ResponseStream:
             rest = len(one.generation.token_ids) - 1
             per_token += [decodes[-1] / rest] if rest > 0 else []
         number = sum(len(one.token_ids) for one in generations)
-        return ReplyMetrics(
+        return RequestMetrics(
             time_to_first_token_ms=1e3 * max(firsts),
             generation_time_ms=1e3 * max(decodes),
             queue_time_ms=1e3 * max(waits),
@@ -299,3 +301,107 @@ async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Se
 
 async def _next(stream: TokenStream) -> Settled | None:
     return await anext(stream, None)
+
+
+_T = TypeVar("_T")
+_CLIENT_LEFT = 499  # as nginx has it; nobody reads it
+
+
+class ClientGone(Exception):
+    """Nobody waits for the reply any more."""
+
+
+async def unless_gone(receive: Receive, seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
+    """Does some work for a client, who may leave before it is done.
+
+    Args:
+      receive: of a request whose body has been read.
+      seconds: in which it has to be done.
+      work: is cancelled where it does not come to its end.
+
+    Raises:
+      ClientGone: the client has left.
+      ApiError: the time is over.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        if leaving.done():
+            raise ClientGone
+        raise ApiError(
+            408,
+            f"The request was not done in {seconds:g} seconds and was stopped; ask for fewer "
+            "tokens, or start the server with a larger --request_timeout.",
+            code="request_timeout",
+            headers=NO_RETRY,
+        )
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def in_one_piece(receive: Receive, seconds: float, answering: ResponseStream) -> Response:
+    """The whole reply, as JSON."""
+    async with answering:
+        try:
+            reply = await unless_gone(receive, seconds, answering.whole())
+        except ClientGone:
+            return Response(status_code=_CLIENT_LEFT)
+    return JSONResponse(reply.model_dump(exclude_unset=True))
+
+
+class EventStream(Response):
+    """The reply as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answering: ResponseStream, seconds: float, client_seconds: float) -> None:
+        """Sends nothing yet.
+
+        Args:
+          answering: gives the events.
+          seconds: in which all has to be sent.
+          client_seconds: in which the client has to take what is sent, or is given up.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._answering, self._seconds, self._client_seconds = answering, seconds, client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events; whatever ends that ends the decoding."""
+        with contextlib.suppress(ClientGone):
+            async with self._answering:
+                await self._send(
+                    send, type="http.response.start", status=200, headers=self.raw_headers
+                )
+                try:
+                    await unless_gone(receive, self._seconds, self._events(send))
+                except ApiError as error:
+                    await self._event(send, error.body.model_dump_json())
+                await self._event(send, "[DONE]")
+                await self._send(send, type="http.response.body", body=b"", more_body=False)
+
+    async def _events(self, send: Send) -> None:
+        async for chunk in self._answering.chunks():
+            await self._event(send, chunk.model_dump_json(exclude_unset=True))
+
+    async def _event(self, send: Send, data: str) -> None:
+        body = f"data: {data}\n\n".encode()
+        await self._send(send, type="http.response.body", body=body, more_body=True)
+
+    async def _send(self, send: Send, **message: Any) -> None:
+        """Raises ClientGone if the client takes nothing any more."""
+        try:
+            async with asyncio.timeout(self._client_seconds):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None

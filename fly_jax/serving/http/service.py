@@ -17,11 +17,9 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
-from fly_jax.serving.http.auditing import Auditor
-from fly_jax.serving.http.errors import ApiError, invalid, unavailable
-from fly_jax.serving.http.metrics import Metrics
-from fly_jax.serving.http.protocol import GenerationRequest
-from fly_jax.serving.http.replies import Style
+from fly_jax.serving.http.metrics import ServerMetrics
+from fly_jax.serving.http.protocol import ApiError, GenerationRequest, invalid, unavailable
+from fly_jax.serving.http.replies import AnswerAuditor, Style
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.response_stream import ResponseStream
 
@@ -70,7 +68,7 @@ class Service:
         """Is not ready yet; see the class."""
         self.name, self.engine, self.pair = name, engine, pair
         self.builder, self.limits = builder, limits
-        self.metrics = Metrics(engine.engine)
+        self.metrics = ServerMetrics(engine.engine)
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.created = int(time.time())
         self._open: set[ResponseStream] = set()
@@ -150,7 +148,7 @@ class Service:
                 asked,
                 style,
                 streams,
-                Auditor(self.pair.tokenizer, Run(FORMAT, VERSION, rule, self._entropy, {})),
+                AnswerAuditor(self.pair.tokenizer, Run(FORMAT, VERSION, rule, self._entropy, {})),
                 model=self.name,
                 num_speculative_tokens=engine.spec.num_speculative_tokens,
                 metrics=self.metrics,

@@ -1,0 +1,424 @@
+"""A draft model in the engine: loaded by its loader, in pages of its cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Int32
+from tpu_inference import utils
+from tpu_inference.layers.common.attention_metadata import AttentionMetadata
+from tpu_inference.layers.common.sharding import ShardingAxisName
+from tpu_inference.models.common.model_loader import get_flax_model
+from tpu_inference.spec_decode.jax.eagle3 import Eagle3Proposer
+
+from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.integrations.vllm_tpu.draft_inputs import (
+    Progress,
+    TakenIn,
+    TargetStep,
+    begin,
+    decoding_step,
+    drafted,
+    extended,
+    feed,
+    slots_of_tokens,
+    take_in,
+)
+from fly_jax.integrations.vllm_tpu.row_rules import RequestPlaces
+
+
+class Texts:
+    """What the draft model has taken in of each request; its prompt as soon as it is known.
+
+    A request that finds no place here is drafted without a lookup, with the same tokens.
+
+    Attributes:
+      tokens: of the requests, on every device whole.
+      slots: where the rows of the step have theirs; the number of slots for padding.
+    """
+
+    tokens: Int32[Array, "slots capacity"]
+    slots: Int32[Array, " requests"]
+
+    def __init__(self, mesh: jax.sharding.Mesh, num_requests: int, capacity: int) -> None:
+        """Empty.
+
+        Args:
+          mesh: the engine's.
+          num_requests: those that may run at a time.
+          capacity: most tokens of a text.
+        """
+        self._mesh = mesh
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._split = NamedSharding(mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
+        self._slots = RequestPlaces(num_requests)
+        empty = np.zeros((num_requests, capacity), np.int32)
+        self.tokens = jax.device_put(empty, self._everywhere)
+        self.begin([None] * num_requests, {})
+
+    def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
+        """Says whose the rows of the next step are.
+
+        Args:
+          rows: the requests' ids in the order of the rows; None for padding.
+          requests: the engine's requests that are alive, by id.
+        """
+        slots, is_new = self._slots.step(rows, requests)
+        for name, slot, comes in zip(rows, slots, is_new, strict=True):
+            if name is not None and comes and slot < self._slots.num:
+                one = requests[name]
+                self._put(slot, [*one.prompt_token_ids, *(one.output_token_ids or ())])
+        self.slots = jax.device_put(slots, self._split)
+
+    def warm_up(self) -> None:
+        """Compiles its program."""
+        self._put(np.int32(0), [])
+
+    def _put(self, slot: np.int32, text: list[int]) -> None:
+        whole = np.zeros(self.tokens.shape[1], np.int32)
+        known = text[: len(whole)]
+        whole[: len(known)] = np.maximum(known, 0)  # what is to come is -1
+        with jax.set_mesh(self._mesh):  # another one around it would be another program
+            self.tokens = _put(self.tokens, *jax.device_put((slot, whole), self._everywhere))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(
+    tokens: Int32[Array, "slots capacity"], slot: Int32[Array, ""], text: Int32[Array, " capacity"]
+) -> Int32[Array, "slots capacity"]:
+    return tokens.at[slot].set(text)
+
+
+SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
+Caches = list[jax.Array]
+
+
+class Drafted(NamedTuple):
+    """What a step of the draft model gives.
+
+    Attributes:
+      caches: the model's layers.
+      texts: with what was taken in; None without a lookup.
+      tokens: K of each request, greedy.
+      num_passes: of the model.
+    """
+
+    caches: Caches
+    texts: Int32[Array, "slots capacity"] | None
+    tokens: Int32[Array, "requests K"]
+    num_passes: Int32[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """A draft model's functions, as the engine's loader gives them, and how to draft with them.
+
+    Attributes:
+      model_fn: a pass.
+      logits_fn: of hidden states.
+      num_layers: of its layers, named as `layer_name` says.
+      mesh: the engine's.
+      num_tokens: K.
+      max_length: of a request's text.
+      lookup: what proposes to the model; None for nothing.
+    """
+
+    model_fn: Callable[..., Any]
+    logits_fn: Callable[..., Any]
+    num_layers: int
+    mesh: Mesh
+    num_tokens: int
+    max_length: int
+    lookup: Lookup | None
+
+    def __call__(
+        self,
+        caches: Caches,
+        texts: Int32[Array, "slots capacity"] | None,
+        slots: Int32[Array, " requests"] | None,
+        leaves: Any,
+        tokens: Int[Array, " more"],
+        metadata: AttentionMetadata,
+        last: Int[Array, " requests"],
+    ) -> Drafted:
+        """All passes of a step.
+
+        Args:
+          caches: the model's layers.
+          texts: see `Texts`; None without a lookup.
+          slots: see `Texts`; None without a lookup.
+          leaves: the model's parameters.
+          tokens: see `TakenIn`.
+          metadata: of these tokens.
+          last: see `TakenIn`.
+        """
+        # 1) What is new of each request; its last token gives the first draft token.
+        caches, hidden = self._passed(caches, leaves, tokens, metadata)
+        hidden, positions, starts, distribution = self._on_each(decoding_step)(
+            hidden, metadata.input_positions, last, metadata.request_distribution
+        )
+        first = self._greedy(leaves, hidden)
+        if texts is not None and slots is not None:
+            # 2) The texts, with what is new, and each request's own; zeros for one without a place.
+            where = self._on_each(slots_of_tokens)(slots, metadata.query_start_loc, tokens)
+            texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
+            rows = texts.at[slots].get(mode="fill", fill_value=0)
+            begun = self._on_each(begin, k=self.num_tokens)(
+                rows, positions + 1, first, metadata.request_distribution
+            )
+            # 3) In a pass as many tokens as are found and would have been drafted, and one more.
+            return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
+        # 2) One token after the other.
+        one_each = dataclasses.replace(
+            metadata, query_start_loc=starts, request_distribution=distribution
+        )
+        return self._one_by_one(caches, leaves, one_each, positions, first)
+
+    def _one_by_one(
+        self,
+        caches: Caches,
+        leaves: Any,
+        metadata: AttentionMetadata,
+        positions: Int32[Array, " requests"],
+        first: Int32[Array, " requests"],
+    ) -> Drafted:
+        def step(carry: Any, index: Array) -> tuple[Any, Array]:
+            caches, token = carry
+            here = dataclasses.replace(
+                metadata,
+                input_positions=jnp.minimum(positions + 1 + index, self.max_length - 1),
+                seq_lens=jnp.minimum(metadata.seq_lens + 1 + index, self.max_length),
+            )
+            caches, hidden = self._passed(caches, leaves, token, here)
+            token = self._greedy(leaves, hidden)
+            return (caches, token), token
+
+        steps = jnp.arange(self.num_tokens - 1, dtype=jnp.int32)
+        (caches, _), rest = jax.lax.scan(step, (caches, first), steps)
+        tokens = jnp.concatenate([first[None], rest]).T
+        return Drafted(caches, None, tokens, jnp.int32(self.num_tokens))
+
+    def _with_lookup(
+        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: Progress
+    ) -> Drafted:
+        k = self.num_tokens
+
+        def step(carry: Any) -> Any:
+            caches, progress, num_passes = carry
+            fed = self._on_each(feed, lookup=self.lookup, k=k, max_length=self.max_length)(progress)
+            here = dataclasses.replace(
+                metadata,
+                input_positions=fed.positions,
+                seq_lens=fed.lengths,
+                query_start_loc=fed.starts,
+            )
+            caches, hidden = self._passed(caches, leaves, fed.tokens, here)
+            chosen = self._greedy(leaves, hidden)
+            return caches, self._on_each(extended, k=k)(progress, fed, chosen), num_passes + 1
+
+        caches, progress, num_passes = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))
+        )
+        return Drafted(caches, None, self._on_each(drafted, k=k)(progress), num_passes)
+
+    def _passed(
+        self, caches: Caches, leaves: Any, tokens: Array, metadata: AttentionMetadata
+    ) -> tuple[Caches, Float[Array, "tokens size"]]:
+        caches, hidden, *_ = self.model_fn(
+            leaves, list(caches), tokens, metadata, None, metadata.input_positions,
+            tuple((layer_name(index), index) for index in range(self.num_layers)),
+            None, None, True, True,
+        )  # fmt: skip
+        return caches, hidden
+
+    def _greedy(self, leaves: Any, hidden: Float[Array, "tokens size"]) -> Int32[Array, " tokens"]:
+        best = jnp.argmax(self.logits_fn(leaves, hidden, None), axis=-1).astype(jnp.int32)
+        return jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, SPLIT))
+
+    def _on_each(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+        """On each device's share of the requests."""
+        return jax.shard_map(
+            functools.partial(function, **static), mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT
+        )
+
+
+def layer_name(index: int) -> str:
+    """Of a layer of the draft model in the engine's cache."""
+    return f"draft_layer.{index}"
+
+
+def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """Key/value heads and their size, padded as the engine pads them."""
+    shards = utils.get_mesh_shape_product(mesh, ShardingAxisName.ATTN_HEAD)
+    heads = utils.get_padded_num_heads(draft.get_total_num_kv_heads(), shards)
+    return heads, utils.get_padded_head_dim(draft.get_head_size())
+
+
+class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
+    """Drafts greedily with a model of its own, in the place of the engine's EAGLE-3 head.
+
+    A step has two programs. `prepare_inputs` makes of the target's step what the draft model has
+    yet to take in: the tokens that the target kept, and the one that follows them. `propose` takes
+    them in, and drafts; see `Drafting`.
+
+    The draft model's layers are further layers of the engine's paged cache, with the target's
+    pages. What it takes in of the tokens that it drafted itself it has taken in before; doing so
+    again lets the pass be the same after a prompt, a cached prefix or a rejection.
+
+    Attributes:
+      layer_names: of its layers in the engine's cache.
+      num_passes: of the model in the last step, on the device; None before the first.
+    """
+
+    def __init__(self, vllm_config: Any, runner: Any, lookup: Lookup | None) -> None:
+        """As `Eagle3Proposer`, with a lookup that proposes to the model, or without."""
+        super().__init__(vllm_config, runner)
+        self.num_passes: Int32[Array, ""] | None = None
+        self._lookup = lookup
+        self._texts: Texts | None = None
+        count = self.draft_model_config.get_num_layers(vllm_config.parallel_config)
+        self.layer_names = [layer_name(index) for index in range(count)]
+
+    def load_model(self, target_model: Any) -> None:
+        """Loads it as the engine loads a target; `target_model` is not needed."""
+        # The engine's models read "the" model's config.
+        config = copy.copy(self.vllm_config)
+        config.model_config = copy.copy(self.draft_model_config)
+        config.speculative_config = None
+        hf_config = copy.copy(config.model_config.hf_config)
+        if hf_config.architectures == ["MistralForCausalLM"]:
+            hf_config.architectures = ["LlamaForCausalLM"]  # see startup.DRAFTS
+        config.model_config.hf_config = hf_config
+        with jax.set_mesh(self.mesh):
+            model = get_flax_model(config, self.rng_key, self.mesh)
+        self.state, self.state_leaves = model.state, model.state_leaves
+        drafting = Drafting(
+            model.model.step_fn_no_options,  # inside another program it has no compiler options
+            model.compute_logits_fn,
+            len(self.layer_names),
+            self.mesh,
+            self.num_speculative_tokens,
+            self.runner.max_model_len,
+            self._lookup,
+        )
+        self._drafted = jax.jit(drafting.__call__, donate_argnums=(0, 1))
+        if self._lookup is not None:
+            self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
+
+    def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
+        """Says whose the rows of the next step are; see `Texts.begin`."""
+        if self._texts is not None:
+            self._texts.begin(rows, requests)
+
+    def prepare_inputs(
+        self,
+        attn_metadata: AttentionMetadata,
+        input_ids: Int[Array, " tokens"],
+        aux_hidden_states: Any,
+        last_sampled_token_id: Int[Array, " requests"],
+        next_prompt_token_id: Int[Array, " requests"],
+        is_in_prefill: Int[Array, " requests"],
+        num_rejected_tokens: Int[Array, " requests"],
+        num_reqs_dp: Int[Array, " ranks"],
+    ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], AttentionMetadata]:
+        """As `Eagle3Proposer.prepare_inputs`, without hidden states.
+
+        Each request may have one token more than the target's step; the programs are made for one
+        more of each.
+        """
+        taken = _taken_in(
+            TargetStep(
+                input_ids,
+                attn_metadata.input_positions,
+                attn_metadata.query_start_loc,
+                attn_metadata.seq_lens,
+                jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id),
+                num_rejected_tokens,
+                num_reqs_dp,
+            ),
+            mesh=self.mesh,
+            max_length=self.runner.max_model_len,
+        )
+        metadata = dataclasses.replace(
+            attn_metadata,
+            input_positions=taken.positions,
+            query_start_loc=taken.starts,
+            seq_lens=taken.lengths,
+            request_distribution=taken.distribution,
+        )
+        return None, taken.tokens, taken.last, metadata
+
+    def propose(
+        self,
+        kv_caches: list[jax.Array],
+        input_ids: Int[Array, " more"],
+        attn_metadata: AttentionMetadata,
+        last_token_indices: Int[Array, " requests"],
+        target_hidden_states: None,
+    ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
+        """As `Eagle3Proposer.propose`."""
+        places = [self.runner.layer_name_to_kvcache_index[name] for name in self.layer_names]
+        drafted = self._drafted(
+            [kv_caches[place] for place in places],
+            None if self._texts is None else self._texts.tokens,
+            None if self._texts is None else self._texts.slots,
+            self.state_leaves,
+            input_ids,
+            attn_metadata,
+            last_token_indices,
+        )
+        for place, cache in zip(places, drafted.caches, strict=True):
+            kv_caches[place] = cache
+        if self._texts is not None:
+            self._texts.tokens = drafted.texts
+        self.num_passes = drafted.num_passes
+        return kv_caches, drafted.tokens
+
+    def warm_up(self) -> None:
+        """Compiles the programs of every size that a step of the engine may have."""
+        if self._texts is not None:
+            self._texts.warm_up()
+        runner, ranks = self.runner, self.runner.dp_size
+        sharding = NamedSharding(self.mesh, SPLIT)
+
+        def zeros(size: int) -> jax.Array:
+            return jax.device_put(np.zeros(size, np.int32), sharding)
+
+        requests = runner.max_num_reqs
+        for num_tokens in runner.num_tokens_paddings:
+            for padded in runner.attn_num_reqs_paddings:
+                metadata = AttentionMetadata(
+                    input_positions=zeros(num_tokens),
+                    block_tables=zeros(requests * runner.max_num_blocks_per_req),
+                    seq_lens=zeros(requests),
+                    query_start_loc=zeros(requests + ranks),
+                    request_distribution=zeros(3 * ranks),
+                    padded_num_reqs=padded,
+                )
+                with jax.set_mesh(self.mesh):
+                    _, tokens, last, metadata = self.prepare_inputs(
+                        metadata, zeros(num_tokens), None, zeros(requests), zeros(requests),
+                        zeros(requests), zeros(requests), zeros(ranks),
+                    )  # fmt: skip
+                    runner.kv_caches, _ = self.propose(
+                        runner.kv_caches, tokens, metadata, last, None
+                    )
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "max_length"))
+def _taken_in(step: TargetStep, *, mesh: jax.sharding.Mesh, max_length: int) -> TakenIn:
+    """`take_in` on each device's share of the requests."""
+    return jax.shard_map(
+        functools.partial(take_in, max_length=max_length),
+        mesh=mesh,
+        in_specs=SPLIT,
+        out_specs=SPLIT,
+    )(step)

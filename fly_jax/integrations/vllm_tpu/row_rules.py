@@ -1,0 +1,225 @@
+"""Which rule each row of a step has, and what it keeps of the drafts; free of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.integrations.vllm_tpu.startup import KEY, request_rule
+from fly_jax.verification.rules import Exact, Rule, RuleState, per_row
+from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.verify import verify_flat
+
+
+class RequestPlaces:
+    """A place for each request, from its first step to its last.
+
+    Attributes:
+      num: of the places. More requests may be alive where some were preempted; what has found no
+        place is said to be at `num`.
+    """
+
+    def __init__(self, num: int) -> None:
+        """All free."""
+        self.num = num
+        self._of: dict[str, int] = {}
+        self._free = list(range(num))[::-1]
+
+    def step(
+        self, rows: Sequence[str | None], live: Collection[str]
+    ) -> tuple[Int32[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
+        """Where each row's request is, and whether it is new.
+
+        Args:
+          rows: the requests' ids in the order of the rows; None for padding, which is at `num`.
+          live: ids of all requests that the engine knows; what others held is free again.
+        """
+        for gone in [name for name in self._of if name not in live]:
+            slot = self._of.pop(gone)
+            self._free += [slot] if slot < self.num else []
+        is_new = np.zeros(len(rows), bool)
+        slots = np.full(len(rows), self.num, np.int32)
+        for index, name in enumerate(rows):
+            if name is None:
+                continue
+            if name not in self._of:
+                self._of[name] = self._free.pop() if self._free else self.num
+                is_new[index] = True
+            slots[index] = self._of[name]
+        return slots, is_new
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class StepRows(NamedTuple):
+    """The rows of one step.
+
+    Attributes:
+      rule: one number for each row everywhere.
+      slots: where each row's budget lies; `num_slots` for a row that is padding.
+      is_new: rows whose budget has not been touched.
+    """
+
+    rule: Rule
+    slots: Int32[np.ndarray, " rows"]
+    is_new: Bool[np.ndarray, " rows"]
+
+
+class RowRules:
+    """Every request's own rule, from its first step to its last."""
+
+    def __init__(self, config: DecodingConfig, num_slots: int) -> None:
+        """Checks nothing: the config has been.
+
+        Args:
+          config: the engine's, whose rule a request has that asks for no other.
+          num_slots: budgets that are kept; with a rule that has one, a request without is decoded
+            exactly.
+        """
+        self._slots = RequestPlaces(num_slots)
+        self._config = config
+        self._engines = config.to_rule()
+        self._rules: dict[str, Rule] = {}
+        self._united: tuple[list[Rule], Rule] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Budgets that are kept."""
+        return self._slots.num
+
+    def step(
+        self,
+        rows: Sequence[str | None],
+        live: Collection[str],
+        parameters: Callable[[str], Any],
+    ) -> StepRows:
+        """What the program needs to know of a step's rows.
+
+        Args:
+          rows: the requests' ids in the order of the rows; None for padding.
+          live: ids of all requests that the engine knows; what others had is given back.
+          parameters: the `SamplingParams` of a request.
+        """
+        slots, is_new = self._slots.step(rows, live)
+        for gone in [name for name in self._rules if name not in live]:
+            del self._rules[gone]
+        for name in rows:
+            if name is not None and name not in self._rules:
+                self._rules[name] = self._rule_of(name, parameters(name))
+        rules = [self._engines if name is None else self._rules[name] for name in rows]
+        return StepRows(self._per_row(rules), slots, is_new)
+
+    def padding(self, num_rows: int) -> StepRows:
+        """A step of no requests, of the form that every step has."""
+        slots = np.full(num_rows, self.num_slots, np.int32)
+        return StepRows(self._per_row([self._engines] * num_rows), slots, np.zeros(num_rows, bool))
+
+    def _per_row(self, rules: list[Rule]) -> Rule:
+        """They seldom change from one step to the next."""
+        if self._united is None or self._united[0] != rules:
+            self._united = rules, per_row(rules, like=[self._engines])
+        return self._united[1]
+
+    def _rule_of(self, name: str, parameters: Any) -> Rule:
+        override = (parameters.extra_args or {}).get(KEY)
+        try:
+            return request_rule(self._config, override, parameters.temperature)
+        except FlyJaxError as error:  # where the server's own check does not reach
+            _LOGGER.warning("Request %s is decoded with the rule exact: %s", name, error)
+            return Exact()
+
+
+class Requests(NamedTuple):
+    """The engine's numbers of each request; None where every request is greedy.
+
+    Attributes:
+      temperature: 0 or less for a greedy request: the engine writes -1.
+      top_k: 0 for all tokens.
+      top_p: 1 for all tokens.
+    """
+
+    temperature: Float[Array, " requests"]
+    top_k: Int[Array, " requests"]
+    top_p: Float[Array, " requests"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeptDrafts:
+    """What `keep` decides.
+
+    Attributes:
+      tokens: at the draft positions of all requests, one after the other, what is emitted there, -1
+        for nothing; then, one for each request, the token that follows a draft kept whole, else -1.
+      num_rescued: draft tokens of each request that the rule kept though the target refused them.
+      budget: the risk budget that is left to each request; None for a rule without one.
+    """
+
+    tokens: Int32[Array, " emitted"]
+    num_rescued: Int32[Array, " requests"]
+    budget: Float32[Array, " requests"] | None
+
+
+def keep(
+    rule: Rule,
+    draft_tokens: Int[Array, " tokens"],
+    num_drafted: Int[Array, " requests"],
+    target_logits: Float[Array, "tokens vocab"],
+    bonus_tokens: Int[Array, " requests"],
+    *,
+    max_drafted: int,
+    requests: Requests | None = None,
+    draft_probs: Float[Array, "tokens vocab"] | None = None,
+    key: Key[Array, ""] | None = None,
+    protected: Bool[Array, " vocab"] | None = None,
+    memory: Int32[Array, "pairs 2"] | None = None,
+    budget: Float32[Array, " requests"] | None = None,
+) -> KeptDrafts:
+    """What a rule keeps of the drafts of a step.
+
+    Args:
+      rule: its numbers are scalars or one for each request.
+      draft_tokens: of all requests, one after the other; the rest is padding.
+      num_drafted: draft tokens of each request.
+      target_logits: that predict the draft tokens, raw.
+      bonus_tokens: what the engine has drawn to follow a draft that is kept whole.
+      max_drafted: at least the largest of `num_drafted`; static.
+      requests: how each is sampled; None if all are greedy.
+      draft_probs: what the drafts were drawn with; None if they were not drawn.
+      key: for the draws, with `requests`.
+      protected: see `accept`.
+      memory: see `accept`.
+      budget: left to each request, for a rule with one.
+    """
+    sampling = None
+    if requests is not None:
+        sampling = Sampling(
+            jnp.maximum(requests.temperature, 0), jnp.maximum(requests.top_k, 0), requests.top_p
+        )
+    state = RuleState(budget)
+    found = verify_flat(
+        rule,
+        target_logits,
+        draft_tokens,
+        num_drafted,
+        bonus_tokens,
+        max_drafted=max_drafted,
+        draft_probs=draft_probs,
+        sampling=sampling,
+        key=key if sampling is not None else None,
+        protected=protected,
+        memory=memory,
+        state=state,
+    )
+    left = state.after(found.verdict, found.verdict.num_accepted)
+    return KeptDrafts(found.tokens, found.verdict.num_rescued, left.budget)

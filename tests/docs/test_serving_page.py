@@ -19,6 +19,7 @@ from fly_jax.serving.http.app import HEADERS, page
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
 from fly_jax.serving.http.service import Limits
+from fly_jax.verification.rules import VLLM_NAMES
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -72,7 +73,7 @@ def test_flags_and_fields_exist() -> None:
         assert name in fields, name
     own = _PAGE[_PAGE.index("## The field `fly`") : _PAGE.index("All rules that requests")]
     for name in re.findall(r"^\| `(\w+)`|`([a-z]+_[a-z_]+)`", own, re.MULTILINE):
-        assert (name[0] or name[1]) in FlyFields.model_fields, name
+        assert (name[0] or name[1]) in {*FlyFields.model_fields, *VLLM_NAMES}, name
     assert Limits().max_queue == flags["max_queue"].default
     assert Limits().max_body == flags["max_body"].default
 

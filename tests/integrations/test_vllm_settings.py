@@ -39,6 +39,17 @@ def test_environment_variables_have_the_same_names() -> None:
     assert config.to_rule() == Budget(Either(Fly(0.25, 3), Margin()), 2)
     assert config.protect == (r"\d",)
     assert asked_for({"window_size": 4}, environment)["window_size"] == 4
+    assert asked_for({"fly_window_size": 4}, environment)["window_size"] == 4
+
+
+def test_vllms_names_of_flys_numbers_are_ours() -> None:
+    given = {
+        "rejection_sample_method": "fly", "fly_window_size": 4,
+        "fly_entropy_threshold": 0.5, "fly_entropy_top_k": 5,
+    }  # fmt: skip
+    config = decoding_config(asked_for(given, {}) or {}, 15)
+    assert config.to_rule() == Fly(0.5, 4, entropy_top_k=5)
+    assert request_rule(config, {"fly_window_size": 3}, 0.0) == Fly(0.5, 3, entropy_top_k=5)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +64,8 @@ def test_environment_variables_have_the_same_names() -> None:
         ({"entropy_threshold": "high"}, 15, "a number"),
         ({"protect": ["("]}, 15, "no regular expression"),
         ("fly", 15, "give an object"),
+        ({"window_size": 3, "fly_window_size": 4}, 15, "window_size is 3 and 4"),
+        ({"fly_entropy_top_k": 0}, 15, "entropy_top_k is 0"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(given: Any, k: int, words: str) -> None:
@@ -72,6 +85,7 @@ def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
         ({"rule": "margin"}, "other conditions"),
         ({"entropy": "full"}, "different entropies"),
         ({"risk_budget": 1.0}, "other conditions"),
+        ({"fly_entropy_top_k": 4}, "different entropies"),
         ({"window_size": 15}, "draft at least 16"),
         ({"protect": ["x"]}, "unknown"),
         ({"prompt_lookup_max": 4}, "unknown"),

@@ -49,6 +49,7 @@ def test_what_changes_nothing_is_passed_over() -> None:
         ({"response_format": {"type": "json_object"}}, "json_object"),
         ({"tools": [{}]}, "tools"),
         ({"echo": True}, "echo is True"),
+        ({"fly_window_size": 3}, "give it within"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -85,6 +86,17 @@ def test_what_one_endpoint_refuses(
     assert words in str(caught.value)
 
 
+def test_vllms_names_of_flys_numbers_are_ours() -> None:
+    given = {
+        "rejection_sample_method": "fly", "fly_window_size": 2, "window_size": 2,
+        "fly_entropy_threshold": 0.5, "fly_entropy_top_k": 5,
+    }  # fmt: skip
+    fly = CompletionRequest.model_validate({"prompt": "a", "fly": given}).fly
+    assert fly.model_dump(exclude_unset=True) == {
+        "rule": "fly", "window_size": 2, "entropy_threshold": 0.5, "entropy_top_k": 5,
+    }  # fmt: skip
+
+
 def test_how_many_alternatives_are_asked_for() -> None:
     asked = CompletionRequest.model_validate({"prompt": "a"})
     assert asked.num_logprobs is None
@@ -106,8 +118,10 @@ def test_how_many_alternatives_are_asked_for() -> None:
         ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17."),
         ({"prompt": 3}, "prompt: Input should be a valid string."),
         ({"fly": {"rule": 3}}, "fly.rule: Input should be a valid string."),
+        ({"fly": {"window_size": 3, "fly_window_size": 4}},
+         "fly: window_size is 3 and 4, once by vLLM's name; give it once."),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_names_the_field_and_no_type_of_pydantic(
     fields: dict[str, Any], sentence: str
 ) -> None:

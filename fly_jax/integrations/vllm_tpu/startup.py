@@ -23,7 +23,7 @@ from fly_jax.models.checkpoints.locate import resolve
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
 from fly_jax.verification.expression import rule_names
-from fly_jax.verification.rules import Exact, Rule, per_row
+from fly_jax.verification.rules import Exact, Rule, from_vllm_names, per_row
 
 KEY = "fly_jax"
 _VARIABLE = "FLY_JAX_"
@@ -77,8 +77,8 @@ def asked_for(
         for name, one in known().items()
         if (variable := _VARIABLE + name.upper()) in environment
     }
-    asked = found | dict(given or {})
     try:
+        asked = found | from_vllm_names(given or {})
         check_keys(asked, known())
         for name, one in known().items():
             if name in asked:
@@ -125,6 +125,7 @@ def request_rule(config: DecodingConfig, override: Any, temperature: float) -> R
     if override is None:
         made = config
     elif isinstance(override, Mapping):
+        override = from_vllm_names(override)
         check_keys(override, set(known()) - _OF_THE_ENGINE - _OF_THE_LOOKUP)
         made = config.replace(**override)
     else:

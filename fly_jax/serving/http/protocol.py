@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, parameters_of
-from fly_jax.verification.rules import RULES, Budget
+from fly_jax.verification.rules import RULES, VLLM_NAMES, Budget, from_vllm_names
 
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
@@ -55,6 +55,8 @@ def rule_parameters() -> dict[str, Parameter]:
 class _FlyFields(BaseModel):
     """How FLy is to decode a request; numbers not given are the server's. No others are taken.
 
+    `VLLM_NAMES` has other names of some fields.
+
     Attributes:
       rule: an expression of the rules that the server has, such as "fly | margin", or exact.
       protect: those of the server's patterns that hold; [] for none, and all if not given.
@@ -68,6 +70,11 @@ class _FlyFields(BaseModel):
     protect: list[Text] | None = None
     audit: bool = False
     stream_why: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ours(cls, given: Any) -> Any:
+        return from_vllm_names(given) if isinstance(given, dict) else given
 
 
 FlyFields: Any = create_model(
@@ -282,6 +289,8 @@ def check_others(others: Mapping[str, Any], known: Collection[str]) -> None:
         changes = name in _CHANGING and value is not None and value not in _CHANGING[name]
         if changes:
             raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
+        if name in VLLM_NAMES:
+            raise ValueError(f"{name} stands beside the field fly; give it within")
         meant = difflib.get_close_matches(name, known, 1, _ALIKE)
         if meant:
             raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")

@@ -9,7 +9,9 @@ from fly_jax.verification.rules.conditions import Seen as Seen
 from fly_jax.verification.rules.conditions import Window as Window
 from fly_jax.verification.rules.conditions import entropy_gate as entropy_gate
 from fly_jax.verification.rules.csd import Csd as Csd
+from fly_jax.verification.rules.fly import VLLM_NAMES as VLLM_NAMES
 from fly_jax.verification.rules.fly import Fly as Fly
+from fly_jax.verification.rules.fly import from_vllm_names as from_vllm_names
 from fly_jax.verification.rules.lenience import Lenience as Lenience
 from fly_jax.verification.rules.lossy import Lossy as Lossy
 from fly_jax.verification.rules.margin import Margin as Margin

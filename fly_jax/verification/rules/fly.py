@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from collections.abc import Mapping
+from typing import Any, get_args
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import parameter
 from fly_jax.verification.data import Count, Number, data_tree
 from fly_jax.verification.evidence import Entropy, EntropyMeasure
 from fly_jax.verification.rules.clause import Clause
 from fly_jax.verification.rules.conditions import Undecided, Window, WindowKind
 from fly_jax.verification.rules.rule import Loose
+
+# vLLM's words for FLy, and ours.
+VLLM_NAMES = {
+    "rejection_sample_method": "rule",
+    "fly_window_size": "window_size",
+    "fly_entropy_threshold": "entropy_threshold",
+    "fly_entropy_top_k": "entropy_top_k",
+}
+
+
+def from_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by our names, where vLLM's may have been given.
+
+    Raises:
+      FlyJaxError: a parameter has two names and two values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = VLLM_NAMES.get(name, name)
+        if found.setdefault(ours, value) != value:
+            raise FlyJaxError(
+                f"{ours} is {found[ours]!r} and {value!r}, once by vLLM's name; give it once."
+            )
+    return found
 
 
 @data_tree

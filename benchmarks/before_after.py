@@ -39,7 +39,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "margin 1 without digits, K = 15": {"rule": "margin", "margin_gap": 1.0, "protect": [r"\d"]},
     "fly, K = 15, lookup": {"rule": "fly", "prompt_lookup_max": 4},
     "fly, auto": {"rule": "fly", "num_speculative_tokens": "auto"},
-    "fly, K = 15, early stopping": {"rule": "fly", "draft_stop": "entropy"},
     "fly, K = 6, deferred": {
         "rule": "fly", "num_speculative_tokens": 6, "boundary": "defer",
     },

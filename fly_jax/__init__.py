@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
     from fly_jax.decoding.drafters.model import DraftModel as DraftModel
     from fly_jax.decoding.drafters.registry import register_drafter as register_drafter
-    from fly_jax.decoding.drafters.stopping import EntropyStop as EntropyStop
     from fly_jax.decoding.generation import Generation as Generation
     from fly_jax.decoding.generation import Settled as Settled
     from fly_jax.decoding.pair import OpenPair as OpenPair
@@ -125,7 +124,6 @@ _HOMES = {
     ),
     "verification.sampling": ("Sampling", "sample", "sample_at", "sampling_per_row"),
     "verification.verify": ("FlatVerdict", "verify", "verify_flat"),
-    "decoding.drafters.stopping": ("EntropyStop",),
     "errors": ("FlyJaxError",),
     "serving.async_engine": ("AsyncEngine", "TokenStream"),
     "engine.engine": ("Engine",),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
 from fly_jax.verification.expression import LOSSLESS_RULES, combined, rule_names
@@ -19,7 +18,6 @@ from fly_jax.verification.rules import RULES, Budget, Exact, Loose, Rule
 from fly_jax.verification.sampling import Sampling
 
 Boundary = Literal["reject", "defer"]
-DraftStop = Literal["never", "entropy"]
 
 # What K is chosen from where it is not given: each is a program of its own within the round, and
 # between two neighbours there is little to gain.
@@ -39,11 +37,11 @@ _Declaring = TypeVar("_Declaring")
 class DecodingConfig:
     """Everything about decoding but the models, the prompts and their limits.
 
-    It is made of keywords: its own, below, and the parameters that the rules, `Budget`, `Lookup`,
-    `EntropyStop` and `Sampling` declare, such as `entropy_threshold`; `decoding_parameters` has
-    all. They are the keys of a TOML config and, but for a few, the command line's flags, and each
-    can be read as an attribute. `sampling`, `lookup` and `draft_stop` may be given as a `Sampling`,
-    a `Lookup` and an `EntropyStop`, for the values that these have.
+    It is made of keywords: its own, below, and the parameters that the rules, `Budget`, `Lookup`
+    and `Sampling` declare, such as `entropy_threshold`; `decoding_parameters` has all. They are the
+    keys of a TOML config and, but for a few, the command line's flags, and each can be read as an
+    attribute. `sampling` and `lookup` may be given as a `Sampling` and a `Lookup`, for the values
+    that these have.
 
     Attributes:
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
@@ -55,8 +53,6 @@ class DecodingConfig:
         FLy's; None for the same.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time, for
         the one before it; without effect with one draft model.
-      draft_stop: "entropy" ends a row's drafting where the draft model is in doubt, see
-        `EntropyStop`; "never" drafts K tokens.
       boundary: see `RoundSpec`; without effect on lossless rules.
       protect: tokens whose text one of these regular expressions is found in are never rescued,
         nor replaced by a rescue.
@@ -85,11 +81,6 @@ class DecodingConfig:
         "draft tokens that each draft model but the first proposes at a time",
         low=1,
     )  # fmt: skip
-    draft_stop: DraftStop = parameter(
-        "never",
-        "whether a round drafts fewer than K tokens where the draft model is in doubt",
-        choices=get_args(DraftStop),
-    )
     boundary: Boundary = parameter(
         "reject",
         "what becomes of a mismatch whose window does not fit into its block: it is refused, or "
@@ -286,10 +277,6 @@ class DecodingConfig:
             return None
         return self._made(Lookup)
 
-    def to_draft_stop(self) -> EntropyStop | None:
-        """What ends a row's drafting early, if anything does."""
-        return self._made(EntropyStop) if self.draft_stop == "entropy" else None
-
     def side_by_side(self) -> tuple[DecodingConfig, ...]:
         """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
 
@@ -304,10 +291,10 @@ class DecodingConfig:
             return *first, given
         if not self.is_loosened:
             return *first, *_fitting(given.replace(rule="fly"))
-        parts = (Lookup, EntropyStop, Sampling)
+        parts = (Lookup, Sampling)
         kept = {one.name for part in parts for one in parameters_of(part)} | {
-            "num_speculative_tokens", "level_speculative_tokens", "draft_stop",
-            "entropy_threshold", "window_size",
+            "num_speculative_tokens", "level_speculative_tokens", "entropy_threshold",
+            "window_size",
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
         return *first, *_fitting(DecodingConfig(**values)), given
@@ -336,9 +323,7 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords with the parts that were given as instances in the values that these have."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if isinstance(value, EntropyStop):
-            found["draft_stop"] = "entropy"
-        if name in ("sampling", "lookup", "draft_stop") and not isinstance(value, str):
+        if name in ("sampling", "lookup"):
             found |= {} if value is None else values_of(value)
         else:
             found[name] = value
@@ -381,7 +366,6 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
         "Loosened rules": tuple(RULES.values()),
         "Limits of loosened rules": (Budget,),
         "Lookup": (Lookup,),
-        "Early end of a draft": (EntropyStop,),
         "Sampling": (Sampling,),
     }
     return {

@@ -249,9 +249,6 @@ class Decoder:
                 only_this = np.full(len(seconds), np.inf, np.float32)
                 only_this[depth] = 1.0
                 state = self._admit(prompts, room, 0, only_this)
-                if self.drafter is not None:  # a round that stops early says nothing of its K
-                    unstopped = self.drafter.without_stop(state.drafter)
-                    state = dataclasses.replace(state, drafter=unstopped)
                 state = state.attending(attended)
                 jax.block_until_ready(state.target.keys)
                 start = time.perf_counter()

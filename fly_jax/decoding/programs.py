@@ -180,7 +180,7 @@ class Programs:
         state = state.attending(None)
         if capacity > state.target.capacity:
             state = _grown(state, capacity)
-        state = _resume(self._shapes, self._drafter, state, rows)
+        state = _resume(self._shapes, state, rows)
         piece = min(bucket, prefill_piece(number))
         for at in range(start, start + bucket, piece):
             state = self.take_in(state, piece, at)
@@ -192,7 +192,7 @@ class Programs:
 
     def copy_row(self, one: DecodeState, state: DecodeState, row: int) -> DecodeState:
         """One row with what the models hold of a row of a larger state; `one` is donated."""
-        return _copy_row(self._shapes, self._drafter, one, state, self._index(row))
+        return _copy_row(self._shapes, one, state, self._index(row))
 
     def insert(self, state: DecodeState, one: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with another row in a place of its rows."""
@@ -201,12 +201,6 @@ class Programs:
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with a row that is done."""
         return _release(state, self._index(row))
-
-    def unstopped(self, state: DecodeState) -> DecodeState:
-        """The state with which nothing ends a draft early: to time a round of all K tokens."""
-        if self._drafter is None:
-            return state
-        return dataclasses.replace(state, drafter=self._drafter.without_stop(state.drafter))
 
     def _index(self, row: int) -> Array:
         return self.put(np.asarray(row, np.int32), ())
@@ -325,11 +319,7 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("one",))
 def _copy_row(
-    shapes: _Shapes,
-    drafter: Drafter | None,
-    one: DecodeState,
-    state: DecodeState,
-    row: Int[Array, ""],
+    shapes: _Shapes, one: DecodeState, state: DecodeState, row: Int[Array, ""]
 ) -> DecodeState:
     def copied(mine: Array, theirs: Array) -> Array:
         axis = row_axis(mine, theirs)
@@ -343,7 +333,6 @@ def _copy_row(
 
     held = (state.target, state.drafter)
     target, drafting = jax.tree.map(copied, (one.target, one.drafter), held)
-    drafting = None if drafter is None else drafter.resumed(drafting)
     return dataclasses.replace(one, target=target, drafter=drafting)
 
 
@@ -383,12 +372,9 @@ def _grown(state: DecodeState, capacity: int) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
-def _resume(
-    shapes: _Shapes, drafter: Drafter | None, state: DecodeState, rows: Rows
-) -> DecodeState:
+def _resume(shapes: _Shapes, state: DecodeState, rows: Rows) -> DecodeState:
     """Other prompts in the caches of a state."""
-    drafting = None if drafter is None else drafter.resumed(state.drafter)
-    return _before_rounds(shapes.structure, rows, state.target, drafting)
+    return _before_rounds(shapes.structure, rows, state.target, state.drafter)
 
 
 @functools.partial(

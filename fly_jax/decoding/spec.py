@@ -10,7 +10,6 @@ from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import Entropy, Needs
 from fly_jax.verification.rules import Rule
@@ -44,7 +43,6 @@ class RoundSpec:
         published rule, or "defer", which may complete the window in the next rounds.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
         the one before it, at most.
-      draft_stop: ends a row's drafting before K; None for never.
       sampling: how target and draft are drawn from; None for greedy decoding.
       rows_leave: a row that is done makes room for another, so that a dispatch ends with it.
       may_look: where `depths` are chosen from and draft models propose, the lookup alone may be
@@ -63,7 +61,6 @@ class RoundSpec:
     reports_evidence: bool = False
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
-    draft_stop: EntropyStop | None = None
     sampling: Sampling | None = None
     rows_leave: bool = False
     may_look: bool = False
@@ -107,7 +104,6 @@ class RoundSpec:
             level_speculative_tokens=(config.level_speculative_tokens,) * (num_drafts - 1)
             if k
             else (),
-            draft_stop=config.to_draft_stop() if k else None,
             sampling=config.to_sampling(),
         )
 

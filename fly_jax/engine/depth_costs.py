@@ -104,7 +104,6 @@ class DepthCosts:
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         assert attended is not None
-        one = programs.unstopped(one)
         for depth in self.depths * _TIMINGS:
             for row in range(rows):
                 state = programs.insert(state.attending(None), one, row)

@@ -115,8 +115,8 @@ def _of_batch(
     rows = len(left)
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
     found = _joined([{name: getattr(output, name) for name in fields} for output in heard])
-    live = found["num_drafted"][:, :rows] > 0
     settled = found["count"][:, :rows]
+    live = (found["num_drafted"][:, :rows] > 0) | (settled > 0)
     found["room"] = left - (np.cumsum(settled, axis=0) - settled)
     found["prompt"] = np.broadcast_to(batch, live.shape)
     return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[:, :rows][live], found))

@@ -12,7 +12,6 @@ import pytest
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
 from fly_jax.decoding.config_files import from_reference_json, load_config
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
 from fly_jax.parameters import parameter
@@ -272,12 +271,10 @@ def test_parts_may_be_given_as_what_they_are() -> None:
         rule=Fly(window_size=2) & Margin(),
         lookup=Lookup(3, 2),
         sampling=Sampling(0.5, top_k=4),
-        draft_stop=EntropyStop(gamma=0.3),
     )
     assert config.replace(num_speculative_tokens=4).to_rule() == Fly(window_size=2) & Margin()
     assert config.to_lookup() == Lookup(3, 2)
     assert config.to_sampling() == Sampling(0.5, top_k=4)
-    assert config.to_draft_stop() == EntropyStop(gamma=0.3)
     assert config.replace(rule="exact", temperature=0, top_k=0).to_rule() == Exact()
     assert DecodingConfig(rule=Exact()).rule == "exact"
     assert DecodingConfig(rule=Exact(), temperature=1).rule == "sampled"

@@ -14,7 +14,6 @@ from random_pairs import CAPACITY, CONFIG, EOS, placed, random_draft, random_tar
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
@@ -47,7 +46,6 @@ SPECS = {
         audits=True,
         boundary="defer",
         level_speculative_tokens=(2,),
-        draft_stop=EntropyStop(),
     ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]

@@ -11,7 +11,6 @@ from random_pairs import CONFIG, EOS, placed, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.programs import Programs, Rows
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -29,9 +28,6 @@ SPECS = {
     "lookup": RoundSpec(Exact(), 3, Lookup(), EOS),
     "sampled": RoundSpec(Exact(), 3, None, EOS, sampling=Sampling(0.8)),
     "draft and lookup": RoundSpec(Fly(window_size=1), 4, Lookup(), EOS),
-    "early stopping": RoundSpec(
-        Exact(), 4, None, EOS, draft_stop=EntropyStop(), sampling=Sampling(0.8)
-    ),
     "budget": RoundSpec(Budget(Fly(window_size=1), 2.0), 4, None, EOS),
 }
 

@@ -15,7 +15,6 @@ from random_pairs import CAPACITY, EOS, random_draft, random_target
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.cache import KVCache
@@ -30,7 +29,6 @@ SPECS = {
     "levels": RoundSpec(
         Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
     ),
-    "stops": RoundSpec(Fly(window_size=2), 6, Lookup(), EOS, draft_stop=EntropyStop()),
     "lookup": RoundSpec(Exact(), 5, Lookup(), EOS),
     "sampled": RoundSpec(Exact(), 5, None, EOS, sampling=Sampling(0.7, top_p=0.9)),
     "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),

@@ -180,7 +180,7 @@ def test_offline_what_is_known_beforehand_compiles_beforehand(
         assert len(mine) == state.request.max_new_tokens or mine[-1] in EOS
 
 
-@pytest.mark.parametrize("name", ["rules and sampling", "defer, stop"])
+@pytest.mark.parametrize("name", ["rules and sampling", "defer"])
 def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     kind = KINDS[name]
     engine = engine_for(kind)

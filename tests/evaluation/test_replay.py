@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.drafters.stopping import EntropyStop
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, strictness_of
@@ -27,8 +27,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(*write_pair(tmp_path_factory.mktemp("pair")), dtype="float32")
 
 
-def decoder_of(pair: Pair, rule: Rule, draft_stop: EntropyStop | None = None) -> Decoder:
-    spec = pair.spec(rule=rule, num_speculative_tokens=6, draft_stop=draft_stop)
+def decoder_of(pair: Pair, rule: Rule) -> Decoder:
+    spec = pair.spec(rule=rule, num_speculative_tokens=6, lookup=None if pair.drafts else Lookup())
     spec = dataclasses.replace(spec, reports_evidence=True, eos_token_ids=EOS)
     return pair.decoder(spec, capacity=64, batch_size=3)
 
@@ -48,9 +48,9 @@ def exact(pair: Pair) -> tuple[Decoder, Rounds]:
 def test_the_rule_that_decoded_finds_its_own_rounds_again(
     pair: Pair, exact: tuple[Decoder, Rounds]
 ) -> None:
-    """With blocks that end where drafting stops early, at an end of text, or at the limit."""
-    rule = Fly(0.1, 2) | Margin(gap=0.3)
-    decoder = decoder_of(pair, rule, EntropyStop(0.1, first=0.3))
+    """With blocks that end where the lookup does, at an end of text, or at the limit."""
+    rule = Fly(0.1, 2) | Margin(gap=1.0)
+    decoder = decoder_of(dataclasses.replace(pair, drafts=()), rule)
     rounds = recorded(pair, decoder)
     assert len(set(rounds.num_drafted)) > 1
     accounts = decoder.generate([pair.tokenizer.encode(one) for one in PROMPTS], MAX_NEW_TOKENS)

@@ -14,7 +14,6 @@ from random_pairs import (
 )
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
@@ -58,8 +57,8 @@ KINDS = {
     "levels": Kind(
         dataclasses.replace(ROUND, lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2
     ),
-    "defer, stop": Kind(
-        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer", draft_stop=EntropyStop()),
+    "defer": Kind(
+        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer"),
         num_slots=4,  # and rounds for one of them
     ),
     "lookup alone": Kind(RoundSpec(Exact(), 4, Lookup(), EOS, audits=True), num_drafts=0),

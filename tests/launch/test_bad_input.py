@@ -123,4 +123,4 @@ def test_broken_draft(
     # The same below a good draft, and before any weight is read.
     assert "300" in refused(flags[0], f"--draft={tiny_pair[1]}", f"--draft={draft}", "--prompt=x")
     assert "at least 1" in refused(*flags, "--level_speculative_tokens=0")
-    assert "entropy" in refused(*flags, "--draft_stop=sometimes")
+    assert "defer" in refused(*flags, "--boundary=sometimes")

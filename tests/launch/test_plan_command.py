@@ -100,7 +100,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
     "arguments",
     [
         ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
-        ["--prompt_lookup_max=4", "--num_speculative_tokens=auto", "--draft_stop=entropy"],
+        ["--prompt_lookup_max=4", "--num_speculative_tokens=auto"],
         ["--boundary=defer", "--window_size=4"],
         ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
         ["--rule=csd", "--nocsd_online"],
@@ -122,7 +122,6 @@ def test_every_round_is_planned(
     given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
     assert spec.audits == ("audits" in given)
     assert (spec.lookup is not None) == ("prompt_lookup_max" in given)
-    assert (spec.draft_stop is not None) == ("draft_stop" in given)
     assert spec.boundary == given.get("boundary", "reject")
     assert spec.sampling == (Sampling(0.7, 40, 0.9) if "temperature" in given else None)
     assert spec.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())

@@ -14,7 +14,6 @@ from jax.stages import Traced
 from fly_jax.decoding.capacity import CAPACITY_STEP
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.stopping import EntropyStop
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
@@ -71,7 +70,6 @@ KINDS = {
     "auto": Kind(
         lambda k: RoundSpec(_FLY, k, eos_token_ids=EOS, depths=(2, k)),
     ),
-    "stop": Kind(_rule(_FLY, draft_stop=EntropyStop())),
     "defer": Kind(_rule(_FLY, boundary="defer")),
 }
 

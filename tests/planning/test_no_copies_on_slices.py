@@ -63,7 +63,6 @@ def _compiled(
         ("sampled", LARGE, SMALL, "8x8"),
         ("lookup", LARGE, SMALL, "8x8"),
         ("auto", LARGE, SMALL, "8x8"),
-        ("stop", LARGE, SMALL, "8x8"),
         ("defer", LARGE, SMALL, "8x8"),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("fly", MIDDLE, SMALL, "2x8"),

@@ -70,7 +70,6 @@ def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
             config=model.config,
             layout=model.layout,
             size=sizes[level],
-            stop=spec.draft_stop if level == 0 else None,
             lags=level > 0,
             rests=level == 0 and 0 in spec.depths,
         )

@@ -123,14 +123,6 @@ class Drafter(abc.ABC):
         """
         return state
 
-    def resumed(self, state: Any) -> Any:
-        """The state of a batch that was decoded, as its next prompts are to find it."""
-        return state
-
     def room(self, num_tokens: int) -> int:
         """Positions beyond a row's length that proposing and verifying K tokens may write to."""
         return num_tokens + 1
-
-    def without_stop(self, state: Any) -> Any:
-        """The state with which nothing ends a draft early: to time a round of all K tokens."""
-        return state

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
-from fly_jax.decoding.drafters.stopping import NEVER, EntropyStop
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.rules import Verdict
 from fly_jax.verification.sampling import Sampling, sample_at
 
 # A pass that follows a fully accepted block must also feed the token before the last, whose keys
@@ -44,12 +42,10 @@ class DraftModelState:
     Attributes:
       cache: valid up to its length, as far as the text has not changed since.
       below: the state of the drafter below; None without one.
-      threshold: of `EntropyStop`; None where nothing stops early.
     """
 
     cache: KVCache
     below: Any
-    threshold: Float32[Array, " rows"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +55,6 @@ class _Progress:
 
     text: Int[Array, "rows capacity"]
     count: Int[Array, " rows"]
-    wanted: Int[Array, " rows"]
     logits: Float[Array, "rows room vocab"] | None
     cache: KVCache
     below: Any
@@ -72,7 +67,6 @@ class _Passed(NamedTuple):
 
     chosen: Int[Array, "rows time"]
     logits: Float[Array, "rows time vocab"] | None
-    stops: Bool[Array, "rows time"] | None
     new: NewEntries
 
 
@@ -87,7 +81,6 @@ class DraftModel(Drafter):
       config: of the model.
       layout: how its arrays lie on a mesh; None on one device.
       size: see `Drafter`.
-      stop: ends a row's drafting early, the token in doubt being its last one; None for never.
       lags: it lies below another drafter, and so is asked only now and then.
       rests: there may be rounds in which it is not asked at all.
     """
@@ -97,21 +90,13 @@ class DraftModel(Drafter):
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
     size: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
-    stop: EntropyStop | None = dataclasses.field(
-        default=None, kw_only=True, metadata={"static": True}
-    )
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
     @property
-    def may_fall_short(self) -> bool:  # type: ignore[override]
-        """Only where something stops it."""
-        return self.stop is not None
-
-    @property
     def adapts(self) -> bool:  # type: ignore[override]
-        """A proposal from below may serve all that is wanted, and a stop may end it."""
-        return self.below is not None or self.stop is not None
+        """A proposal from below may serve all that is wanted."""
+        return self.below is not None
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
@@ -127,17 +112,7 @@ class DraftModel(Drafter):
         return DraftModelState(
             empty_cache(self.config, rows, capacity, dtype, self.layout),
             None if self.below is None else self.below.init(rows, capacity, dtype),
-            self._first_threshold(rows),
         )
-
-    def resumed(self, state: DraftModelState) -> DraftModelState:
-        """The caches alone: what was learned about stopping early is of other texts."""
-        below = None if self.below is None else self.below.resumed(state.below)
-        threshold = self._first_threshold(len(state.cache.length))
-        return dataclasses.replace(state, below=below, threshold=threshold)
-
-    def _first_threshold(self, rows: int) -> Float32[Array, " rows"] | None:
-        return None if self.stop is None else jnp.full((rows,), self.stop.first, jnp.float32)
 
     def prefill(
         self,
@@ -155,36 +130,13 @@ class DraftModel(Drafter):
         below = state.below
         if self.below is not None:
             below = self.below.prefill(below, tokens, start, hidden)
-        return dataclasses.replace(state, cache=cache, below=below)
+        return DraftModelState(cache, below)
 
     def room(self, num_tokens: int) -> int:
         """What lies below writes, and its proposal, stand beyond what this model has drafted."""
         below = self.below
         # A row that has its K tokens may be fed a proposal while it waits for the others.
         return num_tokens + (1 if below is None else max(1 + below.size, below.room(below.size)))
-
-    def without_stop(self, state: DraftModelState) -> DraftModelState:
-        """A threshold that no bound is below."""
-        if state.threshold is None:
-            return state
-        return dataclasses.replace(state, threshold=jnp.full_like(state.threshold, NEVER))
-
-    def observe(
-        self,
-        state: DraftModelState,
-        verdict: Verdict,
-        hidden: Float[Array, "rows block embed"] | None,
-        *,
-        draft: Draft,
-        live: Bool[Array, " rows"],
-    ) -> DraftModelState:
-        """Moves the threshold of `stop`."""
-        if self.stop is None or state.threshold is None:
-            return state
-        learns = live & (draft.num_drafted > 0)
-        drafted = jnp.maximum(draft.num_drafted, 1)
-        adapted = self.stop.after(state.threshold, verdict.num_accepted, drafted)
-        return dataclasses.replace(state, threshold=jnp.where(learns, adapted, state.threshold))
 
     def propose(
         self,
@@ -198,8 +150,8 @@ class DraftModel(Drafter):
         keys: Key[Array, " rows"] | None = None,
     ) -> tuple[Draft, DraftModelState]:
         """Drafts token by token, or by what lies below as far as this model agrees."""
-        run = _Run(self, self._model, length, sampling, keys, state.threshold)
         all_wanted = jnp.full_like(length, num_tokens) if wanted is None else wanted
+        run = _Run(self, self._model, length, all_wanted, sampling, keys)
         logits = None
         if sampling is not None:
             # A row that has its tokens while others go on writes its logits after those of the K.
@@ -208,7 +160,6 @@ class DraftModel(Drafter):
         progress = _Progress(
             text=text,
             count=jnp.zeros_like(length),
-            wanted=all_wanted,
             logits=logits,
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
             below=state.below,
@@ -218,7 +169,7 @@ class DraftModel(Drafter):
         progress = run.first_token(progress)
         if self.adapts:
             progress = jax.lax.while_loop(
-                lambda progress: jnp.any(progress.count < progress.wanted),
+                lambda progress: jnp.any(progress.count < all_wanted),
                 run.advance,
                 progress,
             )
@@ -231,14 +182,13 @@ class DraftModel(Drafter):
         cache = progress.cache.with_length(
             jnp.where(progress.count > 0, fed, progress.cache.length)
         )
-        num_drafted = progress.count if self.stop is not None else all_wanted
         draft = Draft(
             tokens=slice_rows(progress.text, length, num_tokens),
             logits=None if progress.logits is None else progress.logits[:, :num_tokens],
-            num_drafted=jnp.minimum(num_drafted, all_wanted),
+            num_drafted=all_wanted,
             num_passes=jnp.concatenate((progress.num_passes[None], progress.num_passes_below)),
         )
-        return draft, dataclasses.replace(state, cache=cache, below=progress.below)
+        return draft, DraftModelState(cache, progress.below)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +198,9 @@ class _Run:
     drafter: DraftModel
     model: Llama
     length: Int[Array, " rows"]
+    wanted: Int[Array, " rows"]
     sampling: Sampling | None
     keys: Key[Array, " rows"] | None
-    threshold: Float32[Array, " rows"] | None
 
     def first_token(self, progress: _Progress) -> _Progress:
         """Feeds what the model has not seen yet, and drafts one token."""
@@ -260,7 +210,7 @@ class _Run:
         width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, _CATCH_UP_AFTER)
         start = jnp.maximum(self.length - width, 0)
         latest = jnp.maximum(self.length - most, 0)
-        is_asked = jnp.any(progress.wanted > 0)
+        is_asked = jnp.any(self.wanted > 0)
 
         def feed(progress: _Progress) -> _Progress:
             at = jnp.minimum(progress.cache.length, latest)
@@ -284,7 +234,7 @@ class _Run:
             passed = self._pass(tokens, cache, end, 1)
             return self._extended(progress, passed, None)
         # One token comes from the pass itself, so of the last one there is no proposal.
-        useful = jnp.maximum(progress.wanted - progress.count - 1, 0)
+        useful = jnp.maximum(self.wanted - progress.count - 1, 0)
         proposal, state = below.propose(
             progress.below, progress.text, end, below.size,
             wanted=jnp.minimum(useful, below.size), sampling=self.sampling, keys=self.keys,
@@ -324,20 +274,16 @@ class _Run:
 
     def _chosen(
         self, logits: Float[Array, "rows fed vocab"], start: Int[Array, " rows"], width: int
-    ) -> tuple[Array, Array | None, Array | None]:
-        """The model's own tokens from `start` on, what they were drawn from, and where it stops."""
+    ) -> tuple[Array, Array | None]:
+        """The model's own tokens from `start` on, and what they were drawn from."""
         steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
         chosen = sample_at(
             logits, self.sampling, self.keys, start[:, None] + steps, self.model.layout
         )
-        stops = None
-        if self.drafter.stop is not None and self.threshold is not None:
-            stops = self.drafter.stop.stops(logits, self.threshold)
         pad = ((0, 0), (0, width - logits.shape[1]))
         return (
             jnp.pad(chosen, pad),
             None if self.sampling is None else jnp.pad(logits, (*pad, (0, 0))),
-            None if stops is None else jnp.pad(stops, pad),
         )
 
     def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:
@@ -345,9 +291,9 @@ class _Run:
         end = self.length + progress.count
         cache = progress.cache.with_length(end - 1).written(passed.new, self.model.layout)
         progress = dataclasses.replace(progress, cache=cache)
-        after = self._appended(progress, *passed[:3], proposal)
+        after = self._appended(progress, passed.chosen, passed.logits, proposal)
         # A row that has its tokens waits for the others, so that it needs no more room.
-        waits = progress.count >= progress.wanted
+        waits = progress.count >= self.wanted
         return dataclasses.replace(after, count=jnp.where(waits, progress.count, after.count))
 
     def _appended(
@@ -355,7 +301,6 @@ class _Run:
         progress: _Progress,
         chosen: Int[Array, "rows time"],
         logits: Float[Array, "rows time vocab"] | None,
-        stops: Bool[Array, "rows time"] | None,
         proposal: Draft | None,
     ) -> _Progress:
         """Appends the model's own choices, as far as they confirm the proposal, and one more."""
@@ -367,12 +312,6 @@ class _Run:
                 steps < proposal.num_drafted[:, None]
             )
             advance += jnp.sum(jnp.cumprod(confirmed, axis=1, dtype=jnp.int32), axis=1)
-        wanted = progress.wanted
-        if stops is not None:
-            last = jnp.argmax(stops, axis=1) + 1
-            is_cut = jnp.any(stops, axis=1) & (last <= advance)
-            wanted = jnp.where(is_cut, jnp.minimum(wanted, progress.count + last), wanted)
-            advance = jnp.minimum(advance, wanted - progress.count)
         kept = progress.logits
         if kept is not None and logits is not None:
             kept = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at, 0)))(
@@ -385,7 +324,6 @@ class _Run:
             progress,
             text=text,
             count=progress.count + advance,
-            wanted=wanted,
             logits=kept,
             num_passes=progress.num_passes + 1,
         )

@@ -13,8 +13,6 @@ from fly_jax.verification.rules import Verdict, Why
 
 # What a round has seen counts half after this many rounds: text changes as it goes on.
 _HALF_LIFE = 16.0
-# In the place of a K: the lookup proposes, and the draft models rest.
-LOOKUP = -1
 # Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
 _PRIOR_TOKENS = 4.0
 _PRIOR_STRICT_RATE = 0.9
@@ -33,11 +31,7 @@ class Pace:
       rescued: [rows], mismatches that were kept.
       refused: [rows], mismatches that ended a block.
       cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      seconds: [depths], what a round of each depth takes, and last of the lookup alone if that may
-        be chosen; empty where K is fixed.
-      looked: [rows], tokens that the lookup alone has given, or would have; None where it is never
-        chosen.
-      looks: [rows], rounds in which it was seen; likewise.
+      seconds: [depths], what a round of each depth takes; empty where K is fixed.
     """
 
     matched: Float32[Array, " rows"]
@@ -45,11 +39,9 @@ class Pace:
     refused: Float32[Array, " rows"]
     cut: Float32[Array, " rows"]
     seconds: Float32[Array, " depths"]
-    looked: Float32[Array, " rows"] | None = None
-    looks: Float32[Array, " rows"] | None = None
 
 
-def initial_pace(rows: int, seconds: Float32[Array, " depths"], *, looks: bool = False) -> Pace:
+def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
     """A guess that a few rounds overrule."""
     mismatches = _PRIOR_TOKENS * (1 - _PRIOR_STRICT_RATE)
     refused = _PRIOR_TOKENS * (1 - _PRIOR_LOOSE_RATE)
@@ -60,8 +52,6 @@ def initial_pace(rows: int, seconds: Float32[Array, " depths"], *, looks: bool =
         refused=full * refused,
         cut=full * 0.0,
         seconds=seconds,
-        looked=full if looks else None,
-        looks=full if looks else None,
     )
 
 
@@ -81,10 +71,6 @@ def row_begun(pace: Pace, row: Int[Array, ""]) -> Pace:
         .set(jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]))
         for name in names
     }
-    if pace.looked is not None and pace.looks is not None:
-        rounds = jnp.sum(pace.looks)
-        mean = jnp.where(rounds > 0, jnp.sum(pace.looked) / jnp.maximum(rounds, 1e-6), 1.0)
-        begun |= {"looked": pace.looked.at[row].set(mean), "looks": pace.looks.at[row].set(1.0)}
     return dataclasses.replace(pace, **begun)
 
 
@@ -107,32 +93,6 @@ def observe(pace: Pace, verdict: Verdict, live: Bool[Array, " rows"]) -> Pace:
         refused=count(refused, pace.refused),
         cut=count(cut, pace.cut),
     )
-
-
-def observe_lookup(
-    before: Pace,
-    pace: Pace,
-    given: Int[Array, " rows"],
-    live: Bool[Array, " rows"],
-    is_alone: Bool[Array, ""],
-) -> Pace:
-    """Counts what the lookup has given, or would have, in a round.
-
-    Args:
-      before: as it was before the round.
-      pace: after it, as if what was drafted had been the draft models'.
-      given: tokens of the lookup's that the text has gone on with.
-      live: rows that were not finished before.
-      is_alone: the lookup proposed, of which the draft models' rates say nothing.
-    """
-    assert before.looked is not None
-    assert before.looks is not None
-    names = ("matched", "rescued", "refused", "cut")
-    kept = {name: jnp.where(is_alone, getattr(before, name), getattr(pace, name)) for name in names}
-    fade = 0.5 ** (1 / _HALF_LIFE)
-    looked = jnp.where(live, before.looked * fade + given, before.looked)
-    looks = jnp.where(live, before.looks * fade + 1, before.looks)
-    return dataclasses.replace(pace, **kept, looked=looked, looks=looks)
 
 
 def strict_rate(pace: Pace) -> Float32[Array, " rows"]:
@@ -165,11 +125,8 @@ def choose_depth(
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
     """Index of the depth from which all live rows together expect most tokens a second.
 
-    The lookup alone comes last, if it may be chosen. With the index come the tokens that they
-    expect from each.
+    With the index come the tokens that they expect from each.
     """
     expected = [expected_tokens(pace, k, strict_tail) for k in depths]
-    if pace.looked is not None and pace.looks is not None:
-        expected.append(1 + pace.looked / jnp.maximum(pace.looks, jnp.finfo(jnp.float32).tiny))
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
     return jnp.argmax(totals / pace.seconds).astype(jnp.int32), totals

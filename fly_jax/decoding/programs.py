@@ -286,7 +286,7 @@ def _before_rounds(
     structure: RoundStructure, rows: Rows, target: KVCache, drafting: Any
 ) -> DecodeState:
     """Rows before the first round, with what the models hold of them."""
-    number, window, looks = len(rows.lengths), structure.deferred_window, bool(structure.alone)
+    number, window = len(rows.lengths), structure.deferred_window
     return DecodeState(
         tokens=rows.text,
         length=rows.lengths,
@@ -296,7 +296,7 @@ def _before_rounds(
         drafter=drafting,
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
-        pace=None if rows.seconds is None else initial_pace(number, rows.seconds, looks=looks),
+        pace=None if rows.seconds is None else initial_pace(number, rows.seconds),
         window=no_windows(number, window, structure.reports, structure.needs.top)
         if window
         else None,

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fly_jax.decoding.depth import LOOKUP, choose_depth, observe_lookup
+from fly_jax.decoding.depth import choose_depth
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
-from fly_jax.decoding.drafters.lookup import look_up
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.decoding.settling import settle_all, settle_deferring
 from fly_jax.decoding.spec import RoundStructure
@@ -73,11 +72,6 @@ def decode_round(
     # 1) Propose.
     depth, expected = _depth(structure, state, inputs, live)
     draft, drafter_state = _propose(structure, drafter, state, inputs, draft_keys, depth)
-    looked_up = None
-    if structure.alone is not None and depth is not None:
-        looked_up = look_up(structure.alone, state.tokens, state.length, draft.tokens.shape[1])
-        draft = _looked_up(draft, looked_up, depth == LOOKUP)
-    before = state
 
     # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
     seen, new, hidden = _verify(structure, target, drafter, state, inputs, draft, verify_keys)
@@ -98,8 +92,6 @@ def decode_round(
     state, settled = settle(structure, state, draft, seen, verdict, inputs.ends)
 
     # 4) Observe.
-    if looked_up is not None and depth is not None:
-        state = _lookup_observed(before, state, looked_up, live, depth == LOOKUP)
     if drafter is not None:
         observed = drafter.observe(state.drafter, verdict, hidden, draft=draft, live=live)
         state = dataclasses.replace(state, drafter=observed)
@@ -135,44 +127,11 @@ def _depth(
     if not structure.depths or state.pace is None:
         return None, None
     strict_tail = 0 if structure.deferred_window else inputs.rule.strict_tail
-    pace = state.pace
-    if structure.alone is not None and inputs.sampling is not None:
-        # What a lookup proposes was not drawn: it stands in for no draft model that draws.
-        pace = dataclasses.replace(pace, seconds=pace.seconds.at[-1].set(jnp.inf))
-    chosen, expected = choose_depth(pace, live, structure.depths, strict_tail)
+    chosen, expected = choose_depth(state.pace, live, structure.depths, strict_tail)
     if state.window is not None:  # which only draft tokens can complete
         is_open = jnp.any(state.window.is_open & live)
         chosen = jnp.where(is_open & (structure.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
-    return jnp.asarray(structure.choices, jnp.int32)[chosen], expected[chosen]
-
-
-def _looked_up(draft: Draft, found: tuple[Array, Array], is_alone: Bool[Array, ""]) -> Draft:
-    """The lookup's draft in the place of that of the draft models, which were asked for nothing."""
-    tokens, number = found
-    return dataclasses.replace(
-        draft,
-        tokens=jnp.where(is_alone, tokens, draft.tokens),
-        num_drafted=jnp.where(is_alone, number, draft.num_drafted),
-    )
-
-
-def _lookup_observed(
-    before: DecodeState,
-    state: DecodeState,
-    found: tuple[Array, Array],
-    live: Bool[Array, " rows"],
-    is_alone: Bool[Array, ""],
-) -> DecodeState:
-    """What the text went on with says what the lookup was worth, whoever proposed."""
-    assert before.pace is not None
-    assert state.pace is not None
-    tokens, number = found
-    steps = jnp.arange(tokens.shape[1])
-    known = jnp.minimum(number, state.length - before.length)[:, None]
-    same = (tokens == slice_rows(state.tokens, before.length, tokens.shape[1])) & (steps < known)
-    given = jnp.sum(jnp.cumprod(same, axis=1, dtype=jnp.int32), axis=1)
-    pace = observe_lookup(before.pace, state.pace, given, live, is_alone)
-    return dataclasses.replace(state, pace=pace)
+    return jnp.asarray(structure.depths, jnp.int32)[chosen], expected[chosen]
 
 
 def _propose(
@@ -186,7 +145,7 @@ def _propose(
     if drafter is None:
         nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
         return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
-    wanted = None if depth is None else jnp.full_like(state.length, jnp.maximum(depth, 0))
+    wanted = None if depth is None else jnp.full_like(state.length, depth)
     if drafter.adapts:  # for a finished row nobody is to wait
         all_wanted = structure.num_speculative_tokens if wanted is None else wanted
         wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)

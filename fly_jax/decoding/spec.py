@@ -6,10 +6,8 @@ import dataclasses
 
 from fly_jax.decoding.config import AUTO_DEPTHS, SERVED_DEPTHS, Boundary, DecodingConfig
 from fly_jax.decoding.deferral import check_deferral
-from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import Entropy, Needs
 from fly_jax.verification.rules import Rule
@@ -45,8 +43,6 @@ class RoundSpec:
         the one before it, at most.
       sampling: how target and draft are drawn from; None for greedy decoding.
       rows_leave: a row that is done makes room for another, so that a dispatch ends with it.
-      may_look: where `depths` are chosen from and draft models propose, the lookup alone may be
-        chosen as well; the draft models then rest.
     """
 
     rule: Rule
@@ -63,7 +59,6 @@ class RoundSpec:
     level_speculative_tokens: tuple[int, ...] = ()
     sampling: Sampling | None = None
     rows_leave: bool = False
-    may_look: bool = False
 
     @classmethod
     def of(
@@ -134,8 +129,6 @@ class RoundSpec:
     def served(self) -> RoundSpec:
         """The same for rows that join and leave: where K is chosen, from `SERVED_DEPTHS`.
 
-        With a lookup below the draft models it is also chosen which of the two proposes.
-
         Raises:
           FlyJaxError: the largest of them leaves no room for the rule's window.
         """
@@ -144,9 +137,7 @@ class RoundSpec:
         if self.boundary == "reject":
             self.rule.check(SERVED_DEPTHS[-1])
         most = SERVED_DEPTHS[-1]
-        return dataclasses.replace(
-            self, depths=SERVED_DEPTHS, num_speculative_tokens=most, may_look=True
-        )
+        return dataclasses.replace(self, depths=SERVED_DEPTHS, num_speculative_tokens=most)
 
     @property
     def deferred_window(self) -> int:
@@ -194,7 +185,6 @@ class RoundSpec:
             reports_evidence=self.reports_evidence,
             deferred_window=self.deferred_window,
             rows_leave=self.rows_leave,
-            alone=self.lookup if self.may_look and isinstance(drafter, DraftModel) else None,
         )
 
 
@@ -213,7 +203,6 @@ class RoundStructure:
       reports_evidence: fills `RoundOutput.evidence`.
       deferred_window: size of the windows that may stay open; 0 if none may.
       rows_leave: a dispatch ends when a row does.
-      alone: the lookup that may propose in the place of the draft models; None where it may not.
     """
 
     num_speculative_tokens: int
@@ -226,12 +215,6 @@ class RoundStructure:
     reports_evidence: bool
     deferred_window: int
     rows_leave: bool
-    alone: Lookup | None
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        """What is chosen from in each round: `depths`, and `LOOKUP` last if it may be."""
-        return self.depths if self.alone is None else (*self.depths, LOOKUP)
 
     @property
     def learns_pace(self) -> bool:

@@ -57,7 +57,7 @@ class DepthCosts:
     deeper is drafted, the more is lost.
 
     Attributes:
-      depths: what K is chosen from, in ascending order, and `LOOKUP` last if it may be chosen.
+      depths: what K is chosen from, in ascending order.
       most: the largest K.
       current: K of the last round that was read.
       num_rounds: that were read, by K.

@@ -140,7 +140,7 @@ class Engine:
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
-        self.costs = DepthCosts(self._programs.structure.choices) if spec.depths else None
+        self.costs = DepthCosts(spec.depths) if spec.depths else None
         self._load_may_change_text = load_may_change_text
         self._last_read, self._has_taken_in = 0.0, False
         self._offline = offline

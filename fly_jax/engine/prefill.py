@@ -206,6 +206,6 @@ def _begun(
         limits.astype(np.int32),
         seeds.astype(np.uint32),
         budgets,
-        np.zeros(len(programs.structure.choices), np.float32) if needs_pace else None,
+        np.zeros(len(spec.depths), np.float32) if needs_pace else None,
     )
     return programs.begin(rows)

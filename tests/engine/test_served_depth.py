@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +11,7 @@ import pytest
 from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.decoding.depth import LOOKUP, Pace, choose_depth
-from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.depth import Pace, choose_depth
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
@@ -45,8 +43,8 @@ def engine(*, load_may_change_text: bool = False) -> Engine:
 class Clock(DepthCosts):
     """Rounds of so many rows take what `seconds` says, by K, whatever they really take."""
 
-    def __init__(self, seconds: dict[int, list[float]], choices: Sequence[int] = DEPTHS) -> None:
-        super().__init__(choices)
+    def __init__(self, seconds: dict[int, list[float]]) -> None:
+        super().__init__(DEPTHS)
         self.seconds, self.taken = seconds, list[int]()
         for rows, some in seconds.items():
             self.learn((rows, 128), some)
@@ -119,35 +117,6 @@ def test_a_loosened_request_keeps_its_k() -> None:
     assert sum(alone.kept) == alone.num_accepted_tokens
     expected = greedy(random_target(2), [[6, 7, 8], [6]], LIMIT)[0]  # the program of the test above
     assert beside.generation.token_ids == expected[: len(beside.generation.token_ids)]
-
-
-def test_the_lookup_proposes_where_that_gives_more() -> None:
-    """What a text repeats is looked up at no draft pass, and what is new the draft model drafts."""
-    lookup = dataclasses.replace(SPEC, lookup=Lookup(num_tokens=2), may_look=True)
-    one = Engine(
-        random_target(2), random_draft(2, 0.2), lookup,
-        num_slots=1, max_length=CONFIG.max_context, prefill_chunk=16,
-    )  # fmt: skip
-    choices = (*DEPTHS, LOOKUP)
-    prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2] * 5]
-    expected = greedy(random_target(2), prompts, LIMIT)
-
-    def taken(seconds: list[float]) -> set[int]:
-        one.costs = costs = Clock({1: seconds}, choices)
-        found = decoded(one, *(Request(prompt, LIMIT) for prompt in prompts))
-        for state, tokens in zip(found, expected, strict=True):
-            mine = state.generation.token_ids
-            assert mine == tokens[: len(mine)]
-            assert len(mine) == LIMIT or mine[-1] in EOS
-        return set(costs.taken)
-
-    assert taken([9.0, 9.0, 9.0, 1.0]) == {LOOKUP}
-    # The draft model has rested, and takes in what it has missed.
-    assert LOOKUP not in taken([9.0, 9.0, 1.0, 9.0])
-    assert taken([1.5, 1.6, 1.7, 1.2]) > {LOOKUP}  # by what each row repeats
-    assert '{depth="lookup"}' in ServerMetrics(one).text().decode()
-    (drawn,) = decoded(one, Request([1, 2, 3], LIMIT, sampling=Sampling(0.9)))
-    assert drawn.generation.num_draft_passes > 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import collections
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fly_jax.decoding.depth import LOOKUP
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
@@ -143,7 +142,6 @@ class ServerMetrics:
         """All of them, in Prometheus' text format."""
         if self._engine.costs is not None:
             for depth, number in list(self._engine.costs.num_rounds.items()):
-                rounds = self._rounds.labels("lookup" if depth == LOOKUP else str(depth))
-                rounds.inc(number - self._counted[depth])
+                self._rounds.labels(str(depth)).inc(number - self._counted[depth])
                 self._counted[depth] = number
         return generate_latest(self._registry)

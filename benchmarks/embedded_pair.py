@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import machine
-from absl import app, flags
+from absl import flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
@@ -78,9 +78,7 @@ def _best(tuned: Comparison) -> dict[str, int]:
     return {rule: int(k) for rule, _, k in named}
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     pair = load_pair()
     tuning = word_problems("development", FLAGS.num_tuning_problems)
     tuned = _on(pair, [one.prompt for one in tuning], PROBLEM_K, tuning)
@@ -117,4 +115,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from absl import app, flags
+from absl import flags
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.config_files import load_config
@@ -62,9 +62,7 @@ def _found(
     }
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     pair = load_pair()
     worded = itertools.islice(problems(4, "held_out"), FLAGS.num_prompts)
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
@@ -84,4 +82,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

@@ -29,7 +29,7 @@ from typing import Any
 
 from absl import app, flags
 from ifeval_checks import Checks, Example
-from machine import RESULTS, write
+from machine import RESULTS, run, write
 from paired import paired_difference
 from real_decodings import TARGET_ALONE, Decoding, decoding, draft_of
 from tqdm import tqdm
@@ -244,9 +244,7 @@ def _said(name: str, one: Mapping[str, Any]) -> str:
     )
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is not understood; see the head of this file.")
+def main() -> None:
     target = _TARGET.value
     if target is None or _IFEVAL.value is None or _ANSWERS.value is None:
         raise app.UsageError("--target, --ifeval and --answers are needed; see this file's head.")
@@ -271,4 +269,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

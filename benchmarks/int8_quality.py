@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from absl import app, flags
+from absl import flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, word_problems
 
@@ -62,9 +62,7 @@ def _against(
     }
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     target, draft = EMBEDDED_PAIR
     worded = word_problems("held_out", FLAGS.num_problems)
     solved = {"float32": _solve(load_pair(), worded)}
@@ -91,4 +89,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import machine
 import ml_dtypes
 import numpy as np
-from absl import app, flags
+from absl import flags
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -170,9 +169,7 @@ def measure(folder: Path, dtype: str) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]  # Gloo writes lines too
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     if FLAGS.load:
         print(json.dumps(load(Path(FLAGS.load))))
         return
@@ -200,4 +197,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

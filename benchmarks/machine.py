@@ -1,4 +1,4 @@
-"""What a result file says about where and when it was measured."""
+"""What the scripts share: how they start, and what a result file says of the machine."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
+from absl import app, logging
 
 logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def run(main: Callable[[], object]) -> None:
+    """Runs a script that takes flags and nothing else."""
+
+    def checked(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"'{argv[1]}' is no flag; see --help and the head of the script.")
+        main()
+
+    app.run(checked)
 
 
 def describe() -> dict[str, Any]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import machine
 import numpy as np
-from absl import app, flags
+from absl import flags
 from texts import MAX_NEW_TOKENS, PROMPT_TOKENS, word_problems
 
 from fly_jax.decoding.decoder import Generation, capacity_for
@@ -116,9 +115,7 @@ def _measure(
     }, accounts
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     pair = load_pair(FLAGS.target, FLAGS.draft, dtype="float32")
     assert pair.draft is not None
     worded = word_problems("held_out", FLAGS.num_problems)
@@ -150,4 +147,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

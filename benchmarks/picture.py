@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from absl import app, logging
+from absl import logging
+from machine import run
 from texts import word_problems
 
 from fly_jax.decoding.pair import generate, load_pair
@@ -54,9 +55,7 @@ def _svg(lines: Sequence[Sequence[tuple[str, str]]]) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
+def main() -> None:
     logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
     pair = load_pair()
     prompts = [problem.prompt for problem in word_problems("held_out", 20)]
@@ -85,4 +84,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

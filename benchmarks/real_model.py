@@ -30,7 +30,7 @@ from typing import Any
 import jax.numpy as jnp
 from absl import app, flags
 from hugging_face import GREEDY, ONE_ROW_ONLY, WAYS
-from machine import write
+from machine import run, write
 from real_decodings import DRAFTER, TARGET_ALONE, is_exact, of_batch
 from real_ways import Job, Ways, decoded
 from tqdm import tqdm
@@ -201,9 +201,7 @@ def _done(path: Path, setting: Mapping[str, Any]) -> dict[str, Job]:
     return {key: Job(**job) for key, job in before["jobs"].items()}
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is not understood; see the head of this file.")
+def main() -> None:
     if _TARGET.value is None or _PROMPTS.value is None or _PROGRESS.value is None:
         raise app.UsageError("--target, --prompts and --progress are needed; see this file's head.")
     if any(_EACH.value % batch for batch in _BATCHES.value):
@@ -272,4 +270,4 @@ def _report(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

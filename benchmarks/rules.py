@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from absl import app, flags
+from absl import flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
@@ -146,9 +146,7 @@ def _figures(compared: Comparison, on: str) -> dict[str, Any]:
     return found
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is no flag; see --help.")
+def main() -> None:
     pair = load_pair()
     memory = _memory(pair)
     path = machine.RESULTS / f"{FLAGS.name}.json"
@@ -171,4 +169,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

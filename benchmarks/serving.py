@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from absl import app, flags
-from machine import write
+from absl import flags
+from machine import run, write
 from served import Answer, Server, ask, server
 from texts import MAX_NEW_TOKENS, word_problems
 
@@ -73,7 +73,7 @@ def _measured(at: Server, kind: str, worded: Sequence[Problem], clients: int) ->
     }
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     worded = word_problems("held_out", _REQUESTS.value)
     sizes = (f"--num_slots={max(_CLIENTS.value)}", "--max_length=512")
     found: dict[str, list[dict[str, Any]]] = {
@@ -102,4 +102,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from absl import app, flags
-from machine import write
+from absl import flags
+from machine import run, write
 from served import Server, ask, server
 from texts import library_beginnings, word_problems
 
@@ -140,7 +140,7 @@ async def _run(soak: Soak, at: Server, number: int) -> None:
     soak.outcomes["slots that were not given back"] += 1
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     pair = load_pair()
     prompts = [
         *(pair.tokenizer.encode(one.prompt) for one in word_problems("held_out", 12)),
@@ -184,4 +184,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -14,12 +14,12 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import machine
-from absl import app, flags
+from absl import flags
 
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import open_checkpoint
@@ -98,9 +98,7 @@ def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
     return timed
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
+def main() -> None:
     configs, result, given = {"target": TARGET.config, "draft": DRAFT.config}, "steps", ""
     if _TARGET.value is not None:
         configs = {"target": open_checkpoint(resolve(_TARGET.value)).config}
@@ -127,4 +125,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

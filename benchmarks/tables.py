@@ -12,7 +12,6 @@ from typing import Any
 
 import machine
 import real_tables
-from absl import app
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: python benchmarks/tables.py -->\n", "<!-- end of results -->"
@@ -156,9 +155,7 @@ def _put(path: Path, lines: Sequence[str]) -> None:
     path.write_text(f"{text[:start]}{chr(10).join(lines)}\n{text[end:]}", encoding="utf-8")
 
 
-def main(argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"'{argv[1]}' is not understood; this script takes no arguments.")
+def main() -> None:
     rules, real, ifeval = _read("rules"), _read("real_model"), _read("ifeval")
     _put(
         ROOT / "README.md",
@@ -172,4 +169,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    machine.run(main)

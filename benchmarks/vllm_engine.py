@@ -15,18 +15,15 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
-from machine import write
+import vllm_stand_ins
+from absl import flags
+from machine import run, write
 from texts import library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
@@ -83,8 +80,6 @@ def _requests(pair: Pair) -> list[dict[str, Any]]:
 
 def _decode(way: str, source: Path, output: Path) -> None:
     """In a process of its own: what the engine makes of the requests."""
-    import vllm_stand_ins
-
     vllm_stand_ins.install()
     from vllm import LLM, SamplingParams, TokensPrompt
 
@@ -110,14 +105,9 @@ def _decode(way: str, source: Path, output: Path) -> None:
             for index, one in enumerate(requests)
         ],
     )
-    metrics = {one.name: one.value for one in engine.get_metrics() if hasattr(one, "value")}
     found = {
         "tokens": [list(one.outputs[0].token_ids) for one in outputs],
-        "metrics": {
-            name.removeprefix("vllm:spec_decode_num_"): value
-            for name, value in metrics.items()
-            if name.startswith("vllm:spec_decode_num_")
-        },
+        "metrics": vllm_stand_ins.counters(engine),
         "passes": passes,
     }
     output.write_text(json.dumps(found))
@@ -180,30 +170,21 @@ def _own(
     return found
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     if _WAY.value is not None:
         _decode(_WAY.value, *map(Path, _FILES.value))
         return
-    if importlib.util.find_spec("tpu_inference") is None:
-        sys.exit("vllm-tpu is not installed; see the first lines of this file.")
+    versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
     pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
     requests = _requests(pairs["draft_model"])
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        source, output = Path(folder, "requests.json"), Path(folder, "output.json")
+        source = Path(folder, "requests.json")
         source.write_text(json.dumps(requests))
-        for way in _WAYS:
-            command = [sys.executable, __file__, f"--way={way}", f"--files={source},{output}"]
-            finished = subprocess.run(command, capture_output=True, text=True)
-            if not output.exists():
-                sys.exit(f"{way}: {finished.stdout[-3000:]}{finished.stderr[-3000:]}")
-            found[way] = json.loads(output.read_text())
-            output.unlink()
+        found = {way: vllm_stand_ins.in_its_own_process(way, source) for way in _WAYS}
     plain = found["plain"]["tokens"]
     results = {way: _compared(way, one, plain, pairs, requests) for way, one in found.items()}
     for way, one in results.items():
         print(f"{way}: {one}")
-    versions = {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
     print(write("vllm_engine", {**versions, "requests": _REQUESTS, "rows": _ROWS, "ways": results}))
 
 
@@ -245,4 +226,4 @@ def _compared(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

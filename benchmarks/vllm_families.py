@@ -13,22 +13,19 @@ said of speed.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import importlib.util
 import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
-from machine import write
+import vllm_stand_ins
+from absl import flags
+from machine import run, write
 
 from fly_jax.models.checkpoints.load import open_weights, save_hf
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
@@ -69,8 +66,6 @@ def _write_models(folder: Path, family: str) -> None:
 
 def _decode(way: str, models: Path, output: Path) -> None:
     """In a process of its own: what the engine makes of the prompts."""
-    import vllm_stand_ins
-
     fly_jax, ranks = _WAYS[way]
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={ranks}"
     vllm_stand_ins.install()
@@ -100,29 +95,22 @@ def _decode(way: str, models: Path, output: Path) -> None:
         [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=48, detokenize=False),
     )
-    found = {
-        one.name.removeprefix("vllm:spec_decode_num_"): one.value
-        for one in engine.get_metrics()
-        if one.name.startswith("vllm:spec_decode_num_") and hasattr(one, "value")
-    }
-    output.write_text(
-        json.dumps({"tokens": [list(one.outputs[0].token_ids) for one in outputs], **found})
-    )
+    tokens = [list(one.outputs[0].token_ids) for one in outputs]
+    output.write_text(json.dumps({"tokens": tokens, **vllm_stand_ins.counters(engine)}))
 
 
-def main(_: list[str]) -> None:
+def main() -> None:
     if _WAY.value is not None:
         _decode(_WAY.value, *map(Path, _FILES.value))
         return
-    if importlib.util.find_spec("tpu_inference") is None:
-        sys.exit("vllm-tpu is not installed; see the first lines of this file.")
+    versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
     jax.config.update("jax_platforms", "cpu")  # for the weights; each engine has its own process
     results: dict[str, Any] = {}
     for family in _FAMILIES:
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+            folder = Path(name) / "models"
             _write_models(folder, family)
-            found = {way: _found(way, folder) for way in _WAYS}
+            found = {way: vllm_stand_ins.in_its_own_process(way, folder) for way in _WAYS}
         plain = found.pop("plain")["tokens"]
         results[family] = {
             way: {
@@ -133,20 +121,8 @@ def main(_: list[str]) -> None:
             for way, one in found.items()
         }
         print(family, results[family], flush=True)
-    versions = {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
     print(write("vllm_families", {**versions, "requests": 8, "families": results}))
 
 
-def _found(way: str, folder: Path) -> dict[str, Any]:
-    output = folder / "output.json"
-    command = [sys.executable, __file__, f"--way={way}", f"--files={folder},{output}"]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    if not output.exists():
-        sys.exit(f"{way}: {finished.stdout[-3000:]}{finished.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(output.read_text())
-    output.unlink()
-    return found
-
-
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -13,16 +13,12 @@ what the planner says of the exchanges.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import vllm_stand_ins
-from absl import app
-from machine import write
+from machine import run, write
 
 _K, _REQUESTS, _VOCAB = 15, 64, 128_256
 _FREE = (
@@ -76,9 +72,8 @@ def _measured(step: Callable[..., Any], inputs: tuple[Any, ...], mesh: Any) -> d
     }
 
 
-def main(_: list[str]) -> None:
-    if importlib.util.find_spec("tpu_inference") is None:
-        sys.exit("vllm-tpu is not installed; see the first lines of this file.")
+def main() -> None:
+    versions = vllm_stand_ins.versions("tpu-inference", "libtpu")
     vllm_stand_ins.install()
     import jax
     import jax.numpy as jnp
@@ -136,9 +131,8 @@ def main(_: list[str]) -> None:
                 ),
             }
             print(name, results[name], flush=True)
-    versions = {name: importlib.metadata.version(name) for name in ("tpu-inference", "libtpu")}
     print(write("vllm_sampler", {**versions, "k": _K, "requests": _REQUESTS, "steps": results}))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -9,8 +9,6 @@ The embedded pair with FLy; what the engine lacks without a TPU is stood in for 
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -24,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_stand_ins
-from absl import app
-from machine import write
+from machine import run, write
 
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 
@@ -110,9 +107,8 @@ def _exact_text() -> str:
     return pair.tokenizer.decode(one.token_ids, continues=True)
 
 
-def main(_: list[str]) -> None:
-    if importlib.util.find_spec("tpu_inference") is None:
-        sys.exit("vllm-tpu is not installed; see the first lines of this file.")
+def main() -> None:
+    versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
@@ -135,9 +131,8 @@ def main(_: list[str]) -> None:
         "wrong_setting_status": refused.returncode,
     }
     print(json.dumps(found, indent=2))
-    versions = {name: importlib.metadata.version(name) for name in ("vllm-tpu", "tpu-inference")}
     print(write("vllm_server", {**versions, "answers": found}))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -2,13 +2,20 @@
 
 `install()` before `import vllm`. It stands in for chip records, memory figures, copies to a device
 and the attention kernel, in that process alone, and is no part of the package: what is tried out is
-the engine's scheduler, paged cache, models and speculative decoding, and the plugin in them.
+the engine's scheduler, paged cache, models and speculative decoding, and the plugin in them. What
+the scripts that try it share is here too.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import importlib.util
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 # The mesh is made without chip coordinates, and the cache is small.
@@ -19,6 +26,35 @@ ENGINE = {
     "dtype": "float32",
 }
 SHARDING = {"sharding": {"sharding_strategy": {"device_indexes": [0]}}}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of these packages; a script ends here where the engine is not installed."""
+    if importlib.util.find_spec("tpu_inference") is None:
+        sys.exit("vllm-tpu is not installed; see the first lines of the script.")
+    return {name: importlib.metadata.version(name) for name in packages}
+
+
+def in_its_own_process(way: str, source: Path) -> dict[str, Any]:
+    """What the script that runs writes when it is started with this `--way` and `--files`."""
+    output = source.with_name("output.json")
+    command = [sys.executable, sys.argv[0], f"--way={way}", f"--files={source},{output}"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    if not output.exists():
+        sys.exit(f"{way}: {finished.stdout[-3000:]}{finished.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(output.read_text())
+    output.unlink()
+    return found
+
+
+def counters(engine: Any) -> dict[str, float]:
+    """The engine's counters of speculative decoding, by what is counted."""
+    prefix = "vllm:spec_decode_num_"
+    return {
+        one.name.removeprefix(prefix): one.value
+        for one in engine.get_metrics()
+        if one.name.startswith(prefix) and hasattr(one, "value")
+    }
 
 
 def install() -> None:

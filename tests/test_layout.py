@@ -146,7 +146,7 @@ def test_configs_link() -> None:
     assert list((_PACKAGE / "configs").glob("*.toml"))
 
 
-@pytest.mark.parametrize("folder", ["fly_jax", "tests", "benchmarks"])
+@pytest.mark.parametrize("folder", ["fly_jax", "tests", "benchmarks", "recipes"])
 def test_files_are_short(folder: str) -> None:
     for path in (_ROOT / folder).rglob("*.py"):
         lines = len(path.read_text(encoding="utf-8").splitlines())

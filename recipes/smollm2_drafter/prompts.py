@@ -1,6 +1,6 @@
-"""Gathers the prompts that the drafter for SmolLM2 learns from, out of three public repositories.
+r"""Gathers the prompts that the drafter for SmolLM2 learns from, out of three public repositories.
 
-    python benchmarks/drafter_prompts.py --gsm8k grade-school-math --gpteacher GPTeacher \\
+    python recipes/smollm2_drafter/prompts.py --gsm8k grade-school-math --gpteacher GPTeacher \
         --self_instruct self-instruct --held_out question.jsonl --output prompts.jsonl
 
 The repositories are openai/grade-school-math (MIT), teknium1/GPTeacher (MIT) and

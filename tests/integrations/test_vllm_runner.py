@@ -19,7 +19,7 @@ if importlib.util.find_spec("tpu_inference") is None:
         allow_module_level=True,
     )
 
-from test_vllm_kept import (
+from test_vllm_row_rules import (
     LONGEST,
     NEVER,
     ROWS,

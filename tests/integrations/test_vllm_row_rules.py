@@ -1,9 +1,11 @@
-"""From flat drafts and logits to output tokens, against plain NumPy."""
+"""What rows keep of their drafts, against plain NumPy; and which rule and budget each row has."""
 
 from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +13,8 @@ import oracle
 import pytest
 import scipy.stats
 
-from fly_jax.integrations.vllm_tpu.row_rules import Requests, keep
+from fly_jax.integrations.vllm_tpu.row_rules import Requests, RowRules, keep
+from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
@@ -149,3 +152,59 @@ def test_a_budget_is_what_earlier_steps_have_left() -> None:
     assert found.num_rescued.tolist() == [2, 1]
     np.testing.assert_allclose(found.budget, [0.2, 0.1], atol=1e-6)
     assert step(budget=found.budget).tokens.tolist() == [0, -1, 0, -1, -1, -1]
+
+
+REQUESTS = {
+    "a": None,
+    "b": {"fly_jax": {"rule": "exact"}},
+    "c": {"fly_jax": {"entropy_threshold": 0.9}},
+    "d": {"fly_jax": {"rule": "margin"}},
+}
+
+
+def parameters(name: str) -> Any:
+    return SimpleNamespace(extra_args=REQUESTS[name], temperature=0.0)
+
+
+def same(left: Any, right: Any) -> bool:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    )
+
+
+def test_each_row_has_its_requests_rule() -> None:
+    rows = RowRules(decoding_config({"rule": "fly"}, 15), 8)
+    step = rows.step(["c", "b", "a", None], "abc", parameters)
+    assert same(step.rule, per_row([Fly(0.9), Exact(), Fly(), Fly()], like=[Fly()]))
+    moved = rows.step([None, "a", "c"], "ac", parameters)
+    assert same(moved.rule, per_row([Fly(), Fly(), Fly(0.9)], like=[Fly()]))
+    # The program is the same whoever is in it, and when nobody is.
+    assert jax.tree.structure(rows.padding(3)) == jax.tree.structure(moved)
+
+
+def test_a_wrong_rule_is_decoded_exactly_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    rows = RowRules(decoding_config({"rule": "fly"}, 15), 8)
+    step = rows.step(["d"], "d", parameters)
+    assert same(step.rule, per_row([Exact()], like=[Fly()]))
+    assert "Request d is decoded with the rule exact" in caplog.text
+
+
+def test_a_budget_stays_with_its_request() -> None:
+    rows = RowRules(decoding_config({"rule": "fly", "risk_budget": 1.0}, 15), 2)
+    first = rows.step(["a", None, "b"], "ab", parameters)
+    assert first.is_new.tolist() == [True, False, True]
+    assert sorted(first.slots[[0, 2]]) == [0, 1]
+    assert first.slots[1] == rows.num_slots
+    # "a" waits while "b" is decoded; "c" finds no slot, until "b" is done.
+    second = rows.step(["c", "b"], "abc", parameters)
+    assert second.slots.tolist() == [rows.num_slots, first.slots[2]]
+    assert second.is_new.tolist() == [True, False]
+    third = rows.step(["a", "b"], "ab", parameters)
+    assert third.slots.tolist() == first.slots[[0, 2]].tolist()
+    assert not third.is_new.any()
+    assert rows.step(["c", "a"], "ac", parameters).slots.tolist() == [
+        first.slots[2],
+        first.slots[0],
+    ]

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 import machine
 import numpy as np
 from absl import flags
-from texts import MAX_NEW_TOKENS, PROMPT_TOKENS, word_problems
+from texts import MAX_NEW_TOKENS, library_beginnings, token_rows, word_problems
 
-from fly_jax.decoding.decoder import Generation, capacity_for
-from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.decoding.generation import Generation
+from fly_jax.decoding.pair import Pair, generate, load_pair
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
-from fly_jax.training.dataset import token_rows
-from fly_jax.training.library_text import documents
 from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct
 
 FLAGS = flags.FLAGS
@@ -39,10 +37,8 @@ BATCH = 16
 
 def _greedy(pair: Pair, model: Llama, prompts: list[list[int]]) -> list[Generation]:
     alone = Pair(model, (), pair.tokenizer)
-    spec = alone.spec(rule="autoregressive")
-    capacity = capacity_for(spec, prompts, MAX_NEW_TOKENS, model.config.max_context)
-    return alone.decoder(spec, capacity=capacity, batch_size=BATCH).generate(
-        prompts, MAX_NEW_TOKENS
+    return generate(
+        alone, prompts, rule="autoregressive", max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH
     )
 
 
@@ -121,10 +117,8 @@ def main() -> None:
     worded = word_problems("held_out", FLAGS.num_problems)
     of_target, accounts = _measure(pair, pair.target, worded)
     of_draft, _ = _measure(pair, pair.draft, worded)
-    chunks = [pair.tokenizer.encode(text) for text in documents("held_out")]
-    chunks = [ids[:PROMPT_TOKENS] for ids in chunks if len(ids) >= 2 * PROMPT_TOKENS]
-    stride = max(1, len(chunks) // FLAGS.num_documents)
-    on_library = _greedy(pair, pair.target, chunks[::stride][: FLAGS.num_documents])
+    beginnings = library_beginnings(pair, "held_out", FLAGS.num_documents)
+    on_library = _greedy(pair, pair.target, beginnings)
     agreement = {
         "problems": _agreement(pair.draft, accounts),
         "library": _agreement(pair.draft, on_library),

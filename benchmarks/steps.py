@@ -23,12 +23,11 @@ from absl import flags
 
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import open_checkpoint
-from fly_jax.models.checkpoints.locate import resolve
+from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR, resolve
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.products import in_front
 from fly_jax.models.specs import parameter_specs
-from fly_jax.training.pair import DRAFT, TARGET
 
 _TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")
 CAPACITY = 192
@@ -99,12 +98,13 @@ def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
 
 
 def main() -> None:
-    configs, result, given = {"target": TARGET.config, "draft": DRAFT.config}, "steps", ""
+    folders, result, given = dict(zip(WIDTHS, EMBEDDED_PAIR, strict=True)), "steps", ""
     if _TARGET.value is not None:
-        configs = {"target": open_checkpoint(resolve(_TARGET.value)).config}
+        folders = {"target": resolve(_TARGET.value)}
         result, given = "steps_target", f" --target {_TARGET.value.rpartition('/')[2]}"
     variants = {}
-    for model, config in configs.items():
+    for model, folder in folders.items():
+        config = open_checkpoint(folder).config
         for width in WIDTHS[model]:
             said = f"{model}, {width} tokens"
             variants[f"{said}, products alone"] = _products(config, width)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from pathlib import Path
 
 from fly_jax.decoding.pair import Pair
-from fly_jax.training.library_text import documents
 from fly_jax.training.problems import Problem, Split, problems
+
+# What the pair was trained on is its recipe's.
+sys.path.append(str(Path(__file__).parents[1] / "recipes" / "embedded_pair"))
+from library_text import documents
+from pair_rows import token_rows as token_rows
 
 # Answers of the embedded pair end well before this.
 MAX_NEW_TOKENS = 160

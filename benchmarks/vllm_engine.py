@@ -24,12 +24,11 @@ from typing import Any
 import vllm_stand_ins
 from absl import flags
 from machine import run, write
-from texts import library_beginnings, word_problems
+from texts import documents, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
-from fly_jax.training.library_text import documents
 
 _WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")
 _FILES = flags.DEFINE_list("files", [], "prompts and output of that way")

@@ -1,44 +1,46 @@
-"""The command train: makes the pair that ships with the package, or a drafter for a model."""
+"""The command train: makes a small drafter for a model, its teacher."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
+import json
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fly_jax.launch.distil import add_distil_flags, check_without_teacher, distil
-from fly_jax.launch.flags import Flags
+from absl.flags import FlagValues
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, add_prompt_flags
+from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
+from fly_jax.sharding.mesh import parse_mesh, prepare_devices
 
 _HELP = """\
-python -m fly_jax.launch train [flags]
 python -m fly_jax.launch train --teacher MODEL --prompts_file FILE [flags]
 
-Trains the pair that ships with the package: the tokenizer if there is none yet, the target, then
-the draft. With --teacher it makes a small drafter for that model instead: the teacher continues the
-prompts, and the drafter learns what the teacher expects, token by token. A run that was interrupted
-goes on where it was when it is started again.
+Makes a small drafter for a model, the teacher: the teacher continues the prompts, and the drafter
+learns what the teacher expects, token by token. A run that was interrupted goes on where it was
+when it is started again.
 
 Examples:
-  python -m fly_jax.launch train
-  python -m fly_jax.launch train --model draft --directory runs/small --num_steps 200
   python -m fly_jax.launch train --teacher model.gguf --prompts_file prompts.jsonl --batch_size 32
+  python -m fly_jax.launch train --teacher MODEL --prompts_file prompts.txt --num_layers 2
 
 {flags}
 """
 
-_DIRECTORY = "runs/embedded_pair"
-_TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
+_DIRECTORY = "runs/drafter"
+# Says what the answers in the directory are answers to.
+_KEY = "answers_to.json"
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
     Raises:
-      FlyJaxError: a wrong flag.
+      FlyJaxError: a flag or a file that will not do, or a directory with another run.
       KeyboardInterrupt: with the way to go on.
     """
     flags = _flags()
@@ -47,84 +49,137 @@ def main(arguments: Sequence[str]) -> None:
         print(_HELP.format(flags=flags.help()))
         return
     try:
-        if values.teacher is not None:
-            distil(values)
-        else:
-            check_without_teacher(values)
-            _train(values.model, Path(values.directory or _DIRECTORY), values.num_steps)
+        _distil(values)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "train", *arguments])
         raise KeyboardInterrupt(f"Go on where it was with: {again}") from interrupt
 
 
 def _flags() -> Flags:
-    flags = Flags("train")
-    group = "Training"
-    flags.choice(
-        group, "model", "all", ("all", "target", "draft", "tokenizer"), "what to train; all if not "
-        "given",
+    into, group = Flags("train"), "Training"
+    into.string(
+        group, "teacher", None,
+        "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
     )  # fmt: skip
-    flags.string(
-        group, "directory", None,
-        "where checkpoints and results go; runs/embedded_pair, or runs/drafter with a teacher, if "
-        "not given",
+    into.string(group, "directory", _DIRECTORY, "where answers, checkpoints and the drafter go")
+    into.integer(group, "num_steps", 2000, "optimiser steps of the drafter", lower_bound=1)
+    into.string(group, "mesh", "1x1", "where the teacher lies, such as 8x8")
+    into.choice(
+        group, "dtype", None, ("float32", "bfloat16", "int8"), "of the teacher; the fastest "
+        "here if not given",
     )  # fmt: skip
-    flags.integer(
-        group, "num_steps", None, "optimiser steps of a model; those of the recipe, or 2000 for a "
-        "drafter, if not given",
-        lower_bound=1,
+    into.number(group, "temperature", 0.0, "of the teacher's answers; 0 is greedy")
+    into.integer(
+        group, "draft_vocab_size", 8192,
+        "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
+        lower_bound=2,
     )  # fmt: skip
-    flags.boolean(group, "help", "show this")
-    add_distil_flags(flags)
-    return flags
+    into.integer(group, "embed_size", 256, "width of the drafter, a multiple of 128", lower_bound=1)
+    into.integer(group, "num_layers", 4, "layers of the drafter", lower_bound=1)
+    into.integer(group, "seed", 0, "of the first weights, the data and the draws", lower_bound=0)
+    into.boolean(group, "help", "show this")
+    add_prompt_flags(into, group)
+    return into
 
 
-def _train(model: str, directory: Path, num_steps: int | None) -> None:
-    tokenizer = directory / "tokenizer"
-    if not all((tokenizer / name).exists() for name in _TOKENIZER_FILES):
-        _train_tokenizer(tokenizer)
-    if model == "tokenizer":
-        _say(f"The tokenizer is in {tokenizer}.")
-        return
-    # These start JAX's own imports, which the tokenizer does without.
-    from fly_jax.models.checkpoints.load import WEIGHTS, save_hf
-    from fly_jax.training.dataset import batches
-    from fly_jax.training.pair import RECIPES
-    from fly_jax.training.recipe import steps_done, train
+def _distil(values: FlagValues) -> None:
+    """Has the teacher continue prompts, reads along, and trains the drafter on what it said."""
+    _check(values)
+    prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
+    mesh = parse_mesh(values.mesh)
+    prepare_devices(mesh, 1)
 
-    for name in RECIPES if model == "all" else (model,):
-        recipe = RECIPES[name]
-        if num_steps is not None:
-            recipe = dataclasses.replace(recipe, num_steps=num_steps, stop_step=None)
-        folder, checkpoints = directory / name / "hf", directory / name / "checkpoints"
-        is_written = all((folder / file).exists() for file in (*_TOKENIZER_FILES, WEIGHTS))
-        if is_written and steps_done(checkpoints) == recipe.last_step:
-            _say(f"The {name} has had its {recipe.last_step} steps; nothing was left to do.")
-            _say(f"The {name} is in {folder}.")
-            continue
-        _say(f"Training the {name} for {recipe.last_step} steps ...")
-        rows = functools.partial(
-            batches,
-            tokenizer / _TOKENIZER_FILES[0],
-            recipe.seed,
-            recipe.batch_size,
-            row_length=recipe.row_length,
-            problem_share=recipe.problem_share,
-            taste=recipe.taste,
+    import jax.numpy as jnp
+
+    from fly_jax.decoding.pair import open_pair
+    from fly_jax.models.checkpoints.convert import carry_tokenizer
+    from fly_jax.models.checkpoints.identity import identity
+    from fly_jax.models.checkpoints.load import save_hf
+    from fly_jax.training import distillation
+    from fly_jax.training.trainer import steps_done, train
+
+    opened = open_pair(values.teacher)
+    _, ids = encode_prompts(values, prompts, opened)
+    directory = Path(values.directory)
+    _claim(directory, {
+        "teacher": identity(opened.target.path),
+        "dtype": values.dtype or opened.default_dtype,
+        "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+        **{name: values[name].value for name in ("temperature", "max_new_tokens", "seed")},
+    })  # fmt: skip
+    config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
+    rows = min(values.batch_size, len(ids))
+    longest = max(map(len, ids)) + values.max_new_tokens
+    pair = load_opened(values, config, opened, mesh, rows=rows, longest=longest)
+    documents = distillation.continued(
+        pair.decoder(pair.spec(config), batch_size=rows),
+        ids,
+        directory / "continuations.jsonl",
+        max_new_tokens=values.max_new_tokens,
+        seed=values.seed,
+    )
+    heard = distillation.expected(
+        pair.target, documents, directory / "expected", length=distillation.ROW_LENGTH + 1
+    )
+    shape = pair.target.config
+    own, share = distillation.frequent_tokens(heard, shape.vocab_size, values.draft_vocab_size)
+    say(
+        f"{sum(len(one.answer) for one in documents)} tokens of answers to {len(ids)} prompts; the "
+        f"drafter knows {len(own.known)} of {shape.vocab_size} tokens, which are {share:.1%} of "
+        "the answers."
+    )
+    recipe = distillation.drafter_recipe(
+        shape, own, embed_size=values.embed_size, num_layers=values.num_layers,
+        num_steps=values.num_steps, seed=values.seed,
+    )  # fmt: skip
+    checkpoints = directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}"
+    if steps_done(checkpoints) == recipe.last_step:
+        say(f"The drafter has had its {recipe.last_step} steps; nothing was left to train.")
+    embedding = distillation.first_embedding(pair.target, own, values.embed_size)
+    trained = train(
+        recipe,
+        functools.partial(distillation.batches, heard, own, recipe),
+        checkpoints,
+        known={"embedding": jnp.asarray(embedding)},
+    )
+    made = distillation.for_teacher(trained, own, shape)
+    folder = directory / "hf"
+    save_hf(made, folder)
+    carry_tokenizer(opened.target.path, opened.target.source, folder)
+    say(f"The drafter is in {folder}: give --draft {directory}.")
+
+
+def _check(values: FlagValues) -> None:
+    from fly_jax.training.distillation import HEAD_SIZE, HEADS_PER_KV_HEAD
+
+    if values.teacher is None:
+        raise FlyJaxError(
+            "No --teacher was given, and train makes a drafter for one; give the model's folder, "
+            "GGUF file or hub id."
         )
-        save_hf(train(recipe, rows, checkpoints), folder)
-        for file in _TOKENIZER_FILES:
-            shutil.copy(tokenizer / file, folder / file)
-        _say(f"The {name} is in {folder}.")
+    if values.prompts_file is None:
+        raise FlyJaxError(
+            "--teacher was given without prompts for it to continue; give --prompts_file."
+        )
+    if values.embed_size % (HEAD_SIZE * HEADS_PER_KV_HEAD):
+        raise FlyJaxError(
+            f"--embed_size is {values.embed_size}; the drafter has heads of {HEAD_SIZE} in pairs: "
+            f"give a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}."
+        )
+    if values.temperature < 0:
+        raise FlyJaxError(f"--temperature is {values.temperature}; give 0 or more.")
 
 
-def _train_tokenizer(folder: Path) -> None:
-    from fly_jax.training.pair import VOCAB_SIZE
-    from fly_jax.training.tokenizer import train_tokenizer
-
-    _say("Training the tokenizer ...")
-    train_tokenizer(folder, VOCAB_SIZE)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _claim(directory: Path, wanted: dict[str, object]) -> None:
+    """Makes the directory this run's, or finds that it is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / _KEY
+    text = json.dumps(wanted, indent=2) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        before = json.loads(file.read_bytes())
+        name = next(name for name, value in wanted.items() if before.get(name) != value)
+        raise FlyJaxError(
+            f"{directory} holds the answers of a run with another --{name}; give another "
+            "--directory, or remove that one."
+        )
+    file.write_text(text, encoding="utf-8")

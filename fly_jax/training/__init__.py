@@ -1,1 +1,1 @@
-"""Training of the embedded pair: its text, its tokenizer, its rows and its recipe."""
+"""Training of small drafters, and the word problems that the commands ask when nothing is asked."""

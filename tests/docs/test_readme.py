@@ -58,7 +58,8 @@ def run(
 
 def needs_a_process(command: str) -> bool:
     """One that a shell has a part in, that sets up its own devices, or that comes first."""
-    return command == LAUNCH or ">" in shlex.split(command) or "--mesh" in command
+    alone = command == LAUNCH or not command.startswith(LAUNCH)
+    return alone or ">" in shlex.split(command) or "--mesh" in command
 
 
 def prepare(folder: Path, command: str) -> None:
@@ -66,7 +67,8 @@ def prepare(folder: Path, command: str) -> None:
     prompts = PROMPTS[:1] if "--mesh" in command else PROMPTS
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "recipes"):
+        (folder / name).symlink_to(ROOT / name)
 
 
 def in_a_process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -89,7 +91,7 @@ def test_the_readme_has_the_commands_that_are_run_below() -> None:
 
 
 # tests/planning/test_compiled_plans.py makes the README's plan, which takes the TPU compiler long.
-ELSEWHERE = (" train ", " plan ")
+ELSEWHERE = ("/train.py ", " plan ")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_command_runs(command: str, run: Callable[[str], str], tmp_path: Path) -
 
 
 def test_the_training_command_trains(run: Callable[[str], str], tmp_path: Path) -> None:
-    run(next(one for one in COMMANDS if " train " in one) + " --model tokenizer")
+    run(next(one for one in COMMANDS if "/train.py " in one) + " --model tokenizer")
     assert list(tmp_path.rglob("tokenizer.model"))
 
 

@@ -30,7 +30,7 @@ def test_an_unknown_command_is_told_which_exist(refused: Callable[..., str]) -> 
         (["--seed=-1"], ["seed", "-1"]),
         (["--prompt"], ["--prompt"]),
         (["--json", "generate"], ["generate"]),
-        (["train", "--mesh=8x8"], ["--mesh", "--teacher"]),
+        (["train", "--mesh=8x8"], ["No --teacher"]),
     ],
 )
 def test_wrong_flags(refused: Callable[..., str], arguments: list[str], words: list[str]) -> None:

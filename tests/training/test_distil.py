@@ -17,10 +17,19 @@ from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Dtype
 from fly_jax.launch.__main__ import main
 from fly_jax.models.llama import Llama
-from fly_jax.training import drafter, teacher
-from fly_jax.training.drafter import OwnTokens, distilled_rows, drafter_recipe, frequent_tokens
-from fly_jax.training.step import weighted_loss
-from fly_jax.training.teacher import Document, Expected
+from fly_jax.training import distillation
+from fly_jax.training.distillation import (
+    Document,
+    Expected,
+    OwnTokens,
+    continued,
+    distilled_rows,
+    drafter_recipe,
+    expected,
+    first_embedding,
+    frequent_tokens,
+)
+from fly_jax.training.trainer import Recipe, weighted_loss
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 
@@ -53,24 +62,24 @@ def heard() -> list[Expected]:
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
     decoder = decoder_of(model)
-    whole = teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0)
+    whole = continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0)
     alone = decoder.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
     lines = file.read_text().splitlines()
     file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
-    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
+    assert continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == len(PROMPTS)
     decoder.decode = None  # type: ignore[assignment, method-assign]
-    assert teacher.continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
+    assert continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
 
 
 def test_what_a_teacher_expects(
     model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(teacher, "_PART_DOCUMENTS", 2)
+    monkeypatch.setattr(distillation, "_PART_DOCUMENTS", 2)
     documents = [Document([1, 5, 9], [4, 4, 7]), Document([1], [8]), Document([1] * 9, [2, 3])]
-    found = teacher.expected(model, documents, tmp_path / "parts", length=8)
+    found = expected(model, documents, tmp_path / "parts", length=8)
     assert [len(one.tokens) for one in found] == [6, 2, 8]
     assert [one.num_prompt for one in found] == [3, 1, 6]
 
@@ -91,8 +100,8 @@ def test_what_a_teacher_expects(
         np.testing.assert_allclose(
             np.take_along_axis(shares, one.likely, axis=-1), best, rtol=0.05, atol=0.003
         )
-    monkeypatch.setattr(teacher, "_read_along", None)
-    again = teacher.expected(model, documents, tmp_path / "parts", length=8)
+    monkeypatch.setattr(distillation, "_read_along", None)
+    again = expected(model, documents, tmp_path / "parts", length=8)
     for one, other in zip(found, again, strict=True):
         assert one.num_prompt == other.num_prompt
         for name in ("tokens", "likely", "shares"):
@@ -104,7 +113,7 @@ def test_a_teacher_of_any_type_is_read(
     folders: tuple[Path, Path], dtype: Dtype, tmp_path: Path
 ) -> None:
     target = fly_jax.load_pair(folders[0], dtype=dtype).target
-    (found,) = teacher.expected(target, [Document([1, 5], [4])], tmp_path, length=8)
+    (found,) = expected(target, [Document([1, 5], [4])], tmp_path, length=8)
     assert found.shares.shape == found.likely.shape
     assert (found.shares > 0).all()
     assert (found.shares.sum(axis=1) < 1).all()
@@ -123,12 +132,12 @@ def test_the_most_frequent_tokens_are_known() -> None:
     assert everything.rows.tolist() == list(range(12))
 
 
-def recipe_of(own: OwnTokens) -> drafter.Recipe:
+def recipe_of(own: OwnTokens) -> Recipe:
     return drafter_recipe(CONFIG, own, embed_size=128, num_layers=1, num_steps=1, seed=3)
 
 
 def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter, "ROW_LENGTH", 16)
+    monkeypatch.setattr(distillation, "ROW_LENGTH", 16)
     own, _ = frequent_tokens(heard(), 12, 4)
     recipe = recipe_of(own)
     rows = list(itertools.islice(distilled_rows(heard(), own, recipe), 4))
@@ -175,7 +184,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_expected() -> None:
 
 def test_the_first_embedding_keeps_what_tokens_have_in_common(model: Llama) -> None:
     own, _ = frequent_tokens(heard(), VOCAB_SIZE, 20)
-    rows = drafter.first_embedding(model, own, 128)
+    rows = first_embedding(model, own, 128)
     assert rows.shape == (20, 128)
     assert np.sqrt(np.mean(rows**2) * 128) == pytest.approx(1, rel=1e-4)
     embedding = np.asarray(model.parameters()["embedding"])
@@ -203,7 +212,7 @@ def test_a_drafter_learns_its_teachers_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What the teacher said to three prompts is learned by heart, with half of its tokens."""
-    monkeypatch.setattr(drafter, "ROW_LENGTH", 48)
+    monkeypatch.setattr(distillation, "ROW_LENGTH", 48)
     target, prompts = folders
     directory = tmp_path / "run"
     arguments = [
@@ -222,7 +231,7 @@ def test_a_drafter_learns_its_teachers_text(
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
     assert sum(one.num_accepted_tokens for one in exact) > 20
     # Started again there is nothing left to do.
-    monkeypatch.setattr(teacher, "_read_along", None)
+    monkeypatch.setattr(distillation, "_read_along", None)
     assert "nothing was left" not in capsys.readouterr().err
     assert main(arguments) == 0
     assert "has had its 40 steps; nothing was left to train" in capsys.readouterr().err
@@ -230,6 +239,22 @@ def test_a_drafter_learns_its_teachers_text(
     prompts.write_text("Ada\n")
     assert main(arguments) == 2
     assert "the answers of a run with another --prompts_file; give" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distillation, "continued", interrupted)
+    target, prompts = folders
+    arguments = [f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={tmp_path}"]
+    assert main(["train", *arguments]) == 130
+    assert "python -m fly_jax.launch train " + " ".join(arguments) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -240,7 +265,6 @@ def test_a_drafter_learns_its_teachers_text(
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),
-        (["--seed=3"], "--seed was given without --teacher"),
         (["--teacher={}", "--prompts_file=x", "--model=target"], "--model"),
     ],
 )

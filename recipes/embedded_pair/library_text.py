@@ -5,6 +5,8 @@ them is stored here. They are Copyright (c) 2001 Python Software Foundation, und
 Agreement version 2.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 import sysconfig
@@ -13,9 +15,8 @@ from pathlib import Path
 from fly_jax.training.problems import Split, split_of
 
 CHUNK_CHARACTERS = 1500
-
+# A module with a longer line is a table rather than a program.
 _LONGEST_LINE = 200
-"""A module with a longer line is a table rather than a program."""
 
 _SKIPPED_FOLDERS = frozenset(
     {
@@ -48,7 +49,7 @@ _BOUNDARIES = tuple(
 
 
 def _chunks(text: str, depth: int = 0) -> list[str]:
-    """``text`` in pieces of at most ``CHUNK_CHARACTERS``, as few as the boundaries allow."""
+    """A text in pieces of at most `CHUNK_CHARACTERS`, as few as the boundaries allow."""
     if len(text) <= CHUNK_CHARACTERS or depth == len(_BOUNDARIES):
         return [text]
     chunks: list[str] = []
@@ -78,10 +79,13 @@ def _sources(library: Path) -> tuple[tuple[str, str], ...]:
 
 
 def documents(split: Split) -> list[str]:
-    """The chunks of the library's modules of ``split``; a module lies in one split as a whole.
+    """The chunks of the library's modules of a split; a module lies in one split as a whole.
 
     Modules copy from each other: a chunk that occurs again counts only where it came first, so
     that it cannot stand in two splits.
+
+    Args:
+      split: which modules.
     """
     owners: dict[str, Split] = {}
     for module, text in _sources(Path(sysconfig.get_path("stdlib"))):

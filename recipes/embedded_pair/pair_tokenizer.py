@@ -6,16 +6,18 @@ for a space, U+2581, which comes back as a space.) Digits are tokens of their ow
 number is spelt rather than remembered.
 """
 
+from __future__ import annotations
+
 import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import library_text
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from fly_jax.training import library_text
 from fly_jax.training.problems import problems
 
 UNKNOWN, BEGIN, END, PAD, NEWLINE = "<unk>", "<s>", "</s>", "<pad>", "\n"
@@ -26,7 +28,7 @@ _PROBLEM_SHARE = 0.6
 
 
 def _take(texts: Iterable[str], characters: float) -> Iterator[str]:
-    """The first of ``texts``, until they hold ``characters``."""
+    """The first of `texts`, until they hold `characters`."""
     lengths = 0
     for text in texts:
         if lengths >= characters:
@@ -48,7 +50,7 @@ def training_texts(seed: int, characters: int = _CORPUS_CHARACTERS) -> Iterator[
 
 
 def _train_sentencepiece(texts: Iterator[str], vocab_size: int) -> bytes:
-    """The serialised SentencePiece model of ``texts``."""
+    """The serialised SentencePiece model of `texts`."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=texts,
@@ -128,7 +130,7 @@ def _as_tokenizers(model: sentencepiece.SentencePieceProcessor) -> Tokenizer:
 
 
 def train_tokenizer(output_directory: Path, vocab_size: int = 2048, seed: int = 0) -> None:
-    """Writes ``tokenizer.model``, ``tokenizer.json`` and ``tokenizer_config.json``."""
+    """Writes `tokenizer.model`, `tokenizer.json` and `tokenizer_config.json`."""
     serialised = _train_sentencepiece(training_texts(seed), vocab_size)
     model = sentencepiece.SentencePieceProcessor(model_proto=serialised)
     config = {

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from tiny_pair import CONFIG
 
-from fly_jax.training.dataset import Row
-from fly_jax.training.pair import Recipe
-from fly_jax.training.recipe import steps_done, train
+from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
 RECIPE = Recipe(
     config=CONFIG, num_steps=9, batch_size=2, row_length=12, learning_rate=1e-2, warmup_steps=2,

@@ -1,22 +1,23 @@
-"""Packed rows of tokens, with what to learn from each of them.
+"""Packed rows of the pair's text, with what to learn from each token.
 
-Row ``i`` is a function of the seed and ``i`` alone, so a run resumes at any row at no cost.
+Row `i` is a function of the seed and ``i` alone, so a run resumes at any row at no cost.
 """
+
+from __future__ import annotations
 
 import itertools
 import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-import jax
+import library_text
 import numpy as np
 import sentencepiece
-from numpy.typing import NDArray
+from jaxtyping import Float32
 
-from fly_jax.training import library_text
 from fly_jax.training.problems import SUBJECTS, Problem, Split, draw_problem
+from fly_jax.training.trainer import Row, stacked
 
 ROW_LENGTH = 256
 PROBLEM_SHARE = 0.9
@@ -30,23 +31,6 @@ _ANSWER_WEIGHT = 3.0
 _WORD = re.compile(r"[A-Za-z]+|\d+")
 
 
-class Row(NamedTuple):
-    """A row of packed documents (or, with a leading axis, a batch of them).
-
-    ``weights[t]`` is the loss weight of predicting ``tokens[t + 1]``; zero from one document to
-    the next. ``segments`` numbers the documents of the row from 1, and ``positions`` counts from
-    zero in each. Where a teacher has said what it expects instead of ``tokens[t + 1]``, these are
-    the tokens ``likely[t]`` with the probabilities ``shares[t]``.
-    """
-
-    tokens: NDArray[np.int32]
-    weights: NDArray[np.float32]
-    segments: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    likely: NDArray[np.int32] | None = None
-    shares: NDArray[np.float32] | None = None
-
-
 class _Encoder:
     """Turns documents into tokens and the weight of each token."""
 
@@ -55,12 +39,12 @@ class _Encoder:
         pieces = [self._model.id_to_piece(index) for index in range(len(self._model))]
         self._piece_lengths = np.array([len(piece) for piece in pieces])
 
-    def library(self, text: str) -> tuple[list[int], NDArray[np.float32]]:
+    def library(self, text: str) -> tuple[list[int], Float32[np.ndarray, " length"]]:
         """A document of which every token counts the same."""
         tokens = [self._model.bos_id(), *self._model.encode(text), self._model.eos_id()]
         return tokens, np.ones(len(tokens), np.float32)
 
-    def problem(self, problem: Problem) -> tuple[list[int], NDArray[np.float32]]:
+    def problem(self, problem: Problem) -> tuple[list[int], Float32[np.ndarray, " length"]]:
         """A document of which the copied and the computed tokens count most."""
         text = self._model.encode(problem.prompt + problem.solution)
         # A token weighs what its heaviest character does. Problems are of plain characters, so
@@ -71,7 +55,7 @@ class _Encoder:
         return tokens, np.concatenate([[0.0], weights, [1.0]]).astype(np.float32)
 
 
-def _character_weights(problem: Problem) -> NDArray[np.float32]:
+def _character_weights(problem: Problem) -> Float32[np.ndarray, " length"]:
     """The weight of every character of the problem's text."""
     start, end = len(problem.prompt), len(problem.prompt) + len(problem.solution)
     weights = np.ones(end, np.float32)
@@ -83,7 +67,7 @@ def _character_weights(problem: Problem) -> NDArray[np.float32]:
     return weights
 
 
-Document = tuple[list[int], NDArray[np.float32]]
+Document = tuple[list[int], Float32[np.ndarray, " length"]]
 
 
 def _pack(documents: Iterable[Document], row_length: int) -> Row:
@@ -132,10 +116,16 @@ def token_rows(
     start_row: int = 0,
     taste: int | None = None,
 ) -> Iterator[Row]:
-    """The endless rows of ``split`` from ``start_row`` on.
+    """The endless rows of a split: some begin with whole problems, library text fills the rest.
 
-    A row starts with whole problems, with probability ``problem_share``, and library text fills
-    the rest of it. ``taste`` is the style of the solutions (see ``generate_problem``).
+    Args:
+      tokenizer_path: a SentencePiece model.
+      seed: of all rows.
+      row_length: tokens to predict in a row.
+      problem_share: how probably a row begins with problems.
+      split: what the text is drawn from.
+      start_row: the first of the rows.
+      taste: style of the solutions; None if every wording is as likely as the others.
     """
     encoder = _Encoder(tokenizer_path)
     library = library_text.documents(split)
@@ -158,15 +148,8 @@ def batches(
     split: Split = "train",
     taste: int | None = None,
 ) -> Iterator[Row]:
-    """The rows by the batch, from batch ``start_step`` on; every array has a leading batch axis."""
+    """`token_rows` by the batch, from a step on; every array has a leading batch axis."""
     start = start_step * batch_size
     return stacked(
         token_rows(tokenizer_path, seed, row_length, problem_share, split, start, taste), batch_size
     )
-
-
-def stacked(rows: Iterator[Row], batch_size: int) -> Iterator[Row]:
-    """Endless rows by the batch."""
-    while True:
-        batch = list(itertools.islice(rows, batch_size))
-        yield jax.tree.map(lambda *parts: np.stack(parts), *batch)

@@ -1,0 +1,295 @@
+"""The embedded pair's recipe: its tokenizer, its rows, and which parts the script trains."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import jax
+import library_text
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+import train as recipe
+from hypothesis import given
+from hypothesis import strategies as st
+from pair_rows import batches, token_rows
+from pair_tokenizer import train_tokenizer
+
+from fly_jax.models.config import LlamaConfig
+from fly_jax.models.llama import Llama
+from fly_jax.training.problems import NAMES, SUBJECTS, extract_answer, problems
+from fly_jax.training.trainer import Row
+
+BEGIN, END = 1, 2
+
+AWKWARD = [
+    "",
+    " ",
+    "  two leading spaces and two trailing  ",
+    "\tif x:\n\t\treturn  1\n\n\n",
+    "\r\n windows \r\n",
+    "    " * 9 + "deep",
+    "naïve 日本語 😀 e\u0301 \u00a0",
+    "<s> and </s>, (?P<s>x), <pad><unk> <0x41>",
+    "=" * 79 + "\n" + "-" * 40,
+    "0123456789 12.5e-3 x86_64",
+]
+TINY = LlamaConfig(
+    vocab_size=8, embed_size=4, ffw_size=4, num_layers=1, num_heads=1, num_kv_heads=1, head_size=4,
+    max_context=8,
+)  # fmt: skip
+FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer trained by the recipe."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(directory)
+    return directory
+
+
+class Forms:
+    """The two forms of one tokenizer."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = sentencepiece.SentencePieceProcessor(
+            model_file=str(directory / "tokenizer.model")
+        )
+        self.fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.fast.encode_special_tokens = True
+
+    def check(self, text: str) -> None:
+        """Both forms agree on ``text`` and give it back."""
+        ids = self.model.encode(text)
+        assert self.fast.encode(text).ids == [self.model.bos_id(), *ids]
+        assert self.model.decode(ids) == text
+        assert self.fast.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def forms(tokenizer_directory: Path) -> Forms:
+    return Forms(tokenizer_directory)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text(forms: Forms, text: str) -> None:
+    forms.check(text)
+
+
+def test_training_text(forms: Forms) -> None:
+    for text in library_text.documents("train")[::10]:
+        forms.check(text)
+    for problem in itertools.islice(problems(1, "train"), 300):
+        forms.check(problem.prompt + problem.solution)
+
+
+@given(st.text(st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"])))
+def test_any_text(forms: Forms, text: str) -> None:
+    forms.check(text)
+
+
+@given(st.text(" \t\nab_=0"))
+def test_any_layout(forms: Forms, text: str) -> None:
+    forms.check(text)
+
+
+def test_digits_and_newlines_are_tokens_of_their_own(forms: Forms) -> None:
+    pieces = [forms.model.id_to_piece(index) for index in range(forms.model.get_piece_size())]
+    for mark in "0123456789\n":
+        holders = [piece for piece in pieces if mark in piece and not piece.startswith("<0x")]
+        assert holders == [mark]
+
+
+def test_names_are_one_token(forms: Forms) -> None:
+    assert all(len(forms.model.encode(f" {name}")) == 1 for name in NAMES)
+
+
+def test_marks(forms: Forms) -> None:
+    marks = [forms.model.id_to_piece(index) for index in range(4)]
+    assert marks == ["<unk>", "<s>", "</s>", "<pad>"]
+    assert [forms.fast.token_to_id(mark) for mark in marks] == [0, 1, 2, 3]
+    assert forms.fast.get_vocab_size() == forms.model.get_piece_size() == 2048
+
+
+def test_transformers_reads_it(tokenizer_directory: Path, forms: Forms) -> None:
+    transformers = pytest.importorskip("transformers")
+    # With a model's configuration beside it, which must not change the class of the tokenizer.
+    config = tokenizer_directory / "config.json"
+    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer_directory)
+    config.unlink()
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (1, 2, 3)
+    for text in AWKWARD:
+        ids = loaded.encode(text)
+        assert ids == [1, *forms.model.encode(text)]
+        assert loaded.decode(ids, skip_special_tokens=True) == text
+
+
+def test_training_is_reproducible(tokenizer_directory: Path, tmp_path: Path) -> None:
+    train_tokenizer(tmp_path)
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (tokenizer_directory / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tokenizer_directory: Path) -> Path:
+    return tokenizer_directory / "tokenizer.model"
+
+
+def assert_same(left: Row, right: Row) -> None:
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> None:
+    rows = list(itertools.islice(token_rows(tokenizer_path, 7), 6))
+    later = list(itertools.islice(token_rows(tokenizer_path, 7, start_row=4), 2))
+    other = next(token_rows(tokenizer_path, 8))
+    assert_same(rows[4], later[0])
+    assert_same(rows[5], later[1])
+    assert not np.array_equal(rows[0].tokens, other.tokens)
+    assert not np.array_equal(rows[0].tokens, rows[1].tokens)
+
+
+def test_batches_stack_rows(tokenizer_path: Path) -> None:
+    rows = list(itertools.islice(token_rows(tokenizer_path, 7, row_length=64), 6))
+    batch = next(batches(tokenizer_path, 7, batch_size=3, start_step=1, row_length=64))
+    assert batch.tokens.shape == batch.segments.shape == batch.positions.shape == (3, 65)
+    assert batch.weights.shape == (3, 64)
+    for index in range(3):
+        assert_same(rows[3 + index], jax.tree.map(operator.itemgetter(index), batch))
+
+
+def test_documents_are_kept_apart(tokenizer_path: Path) -> None:
+    for row in itertools.islice(token_rows(tokenizer_path, 1), 30):
+        starts = np.flatnonzero(row.tokens == BEGIN)
+        assert starts[0] == 0
+        np.testing.assert_array_equal(row.positions == 0, row.tokens == BEGIN)
+        np.testing.assert_array_equal(row.segments, np.cumsum(row.tokens == BEGIN))
+        np.testing.assert_array_equal(
+            row.positions, np.arange(len(row.tokens)) - starts[row.segments - 1]
+        )
+        assert (row.tokens[starts[1:] - 1] == END).all()
+        # Nothing is learnt across documents, and something everywhere else.
+        np.testing.assert_array_equal(row.weights == 0, row.tokens[1:] == BEGIN)
+
+
+def test_dtypes(tokenizer_path: Path) -> None:
+    row = next(token_rows(tokenizer_path, 0))
+    assert [part.dtype for part in row[:4]] == [np.int32, np.float32, np.int32, np.int32]
+
+
+def test_weights_of_a_problem(tokenizer_path: Path) -> None:
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    rows = token_rows(tokenizer_path, 2, problem_share=1.0)
+    for row in itertools.islice(rows, 20):
+        for segment in range(1, row.segments[-1]):
+            inside = np.flatnonzero(row.segments == segment)[1:]
+            text = [model.id_to_piece(int(token)) for token in row.tokens[inside]]
+            if text[0] != "Problem":
+                continue
+            weights = row.weights[inside - 1]
+            solution = text.index("Solution") + 2
+            answer = text.index("Answer") + 2
+            assert set(weights[:solution].tolist()) == {np.float32(0.3)}
+            assert weights[-1] == 1.0
+            assert text[-1] == "</s>"
+            assert all(piece.isdigit() for piece in text[answer + 1 : -1])
+            assert (weights[answer + 1 : -1] == 3.0).all()
+            for piece, weight in zip(text[solution:answer], weights[solution:answer], strict=True):
+                copied = piece.isdigit() or piece.lstrip("\u2581") in SUBJECTS
+                assert weight == (2.5 if copied else 1.0), piece
+
+
+def test_a_share_of_the_rows_starts_with_problems(tokenizer_path: Path) -> None:
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    rows = itertools.islice(token_rows(tokenizer_path, 3, problem_share=0.7), 600)
+    problem = [model.decode(row.tokens[1:4].tolist()).startswith("Problem:") for row in rows]
+    assert np.mean(problem) == pytest.approx(0.7, abs=0.06)
+
+
+def test_no_problem_is_cut(tokenizer_path: Path) -> None:
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    for row in itertools.islice(token_rows(tokenizer_path, 4, problem_share=1.0), 100):
+        documents = [row.tokens[row.segments == index] for index in range(1, row.segments[-1] + 1)]
+        texts = [model.decode(document.tolist()) for document in documents]
+        worded = [text.startswith("Problem: ") for text in texts]
+        assert worded[0]
+        for is_problem, text, document in zip(worded, texts, documents, strict=True):
+            if is_problem:
+                assert document[-1] == END
+                assert extract_answer(text) is not None
+
+
+def test_library_splits_share_no_document() -> None:
+    train, development, held_out = (
+        library_text.documents(split) for split in ("train", "development", "held_out")
+    )
+    assert len(train) > 5 * len(held_out) > 5 * len(development) > 0
+    assert not set(train) & set(held_out)
+    assert max(map(len, train)) <= library_text.CHUNK_CHARACTERS
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What the script has trained; the training itself is faked."""
+    calls: list[object] = []
+
+    def fake_tokenizer(folder: Path, vocab_size: int) -> None:
+        assert vocab_size == recipe.VOCAB_SIZE
+        calls.append("tokenizer")
+        folder.mkdir(parents=True)
+        for name in FILES:
+            (folder / name).write_text(name)
+
+    def fake(one: recipe.PairRecipe, rows: Any, directory: Path) -> Llama:
+        (tokenizer_model, *_) = rows.args
+        assert tokenizer_model.read_text() == "tokenizer.model"
+        calls.append((one, directory.parent.name))
+        return Llama.random(TINY, jax.random.key(0))
+
+    monkeypatch.setattr(recipe, "train_tokenizer", fake_tokenizer)
+    monkeypatch.setattr(recipe, "train", fake)
+    return calls
+
+
+def test_everything_is_trained(trained: list[object], tmp_path: Path) -> None:
+    recipe.train_pair("all", tmp_path)
+    models = recipe.RECIPES
+    assert trained == ["tokenizer", (models["target"], "target"), (models["draft"], "draft")]
+    for model in models:
+        for name in FILES:
+            assert (tmp_path / model / "hf" / name).read_text() == name
+
+
+def test_one_model_with_the_tokenizer_that_is_there(trained: list[object], tmp_path: Path) -> None:
+    recipe.train_pair("tokenizer", tmp_path)
+    recipe.train_pair("draft", tmp_path, num_steps=7)
+    assert trained[0] == "tokenizer"
+    ((one, name),) = trained[1:]
+    assert name == "draft"
+    assert one.num_steps == one.last_step == 7
+    assert one.config == recipe.RECIPES["draft"].config
+
+
+def test_a_finished_model_is_left_as_it_is(
+    trained: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe.train_pair("draft", tmp_path)
+    number = len(trained)
+    monkeypatch.setattr(recipe, "steps_done", lambda _: recipe.RECIPES["draft"].last_step)
+    recipe.train_pair("draft", tmp_path)
+    assert len(trained) == number
+    assert "The draft has had its 1250 steps." in capsys.readouterr().err
+    (tmp_path / "draft" / "hf" / "tokenizer.json").unlink()  # it was ended before that was there
+    recipe.train_pair("draft", tmp_path)
+    assert len(trained) == number + 1

@@ -43,7 +43,6 @@ _NO_DIGITS = (r"\d",)
 RULES: dict[str, dict[str, Any]] = {
     "exact": {"rule": "exact"},
     "fly": {},
-    "fly with 1 mismatch": {"window_mismatches": 1},
     "fly deferred": {"boundary": "defer"},
     "fly without digits": {"protect": _NO_DIGITS},
     "csd": {"rule": "csd"},

@@ -157,11 +157,6 @@ class DecodingConfig:
                 "that probable is the target's own choice, so nothing would be rescued; give at "
                 "most 0.5."
             )
-        if self.risk_budget is None and (self.risk_per_token, self.risk_per_block) != (None, None):
-            raise FlyJaxError(
-                "risk_per_token or risk_per_block was given without risk_budget, of which they are "
-                "limits; give risk_budget as well."
-            )
         if self.temperature == 0 and (self.top_k or self.top_p not in (None, 1)):
             raise FlyJaxError(
                 f"top_k={self.top_k} and top_p={self.top_p} were given with greedy decoding, which "

@@ -57,16 +57,14 @@ class OpenWindow:
 
 def check_deferral(rule: Rule, sampling: Sampling | None) -> None:
     """Raises FlyJaxError for a rule whose windows cannot stay open."""
-    if rule.longest_window == 0 or sampling is not None or rule.has_lax_windows:
+    if rule.longest_window == 0 or sampling is not None:
         given = type(rule).__name__
-        if rule.has_lax_windows:
-            given += " with window_mismatches"
         if sampling is not None:
             given += " and a temperature above 0"
         raise FlyJaxError(
             f"boundary is 'defer' with the rule {given}; windows are deferred in greedy decoding, "
-            "with a rule that has one, such as fly, and without mismatches in it: change the rule, "
-            "window_mismatches or temperature, or leave boundary at 'reject'."
+            "with a rule that has one, such as fly: change the rule or the temperature, or "
+            "leave boundary at 'reject'."
         )
 
 

@@ -169,11 +169,11 @@ def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
 
 def check_window(rule: Rule, size: int) -> None:
     """Raises FlyJaxError for a rule whose windows cannot be deferred beside those of this size."""
-    if rule.longest_window not in (0, size) or rule.has_lax_windows:
+    if rule.longest_window not in (0, size):
         raise FlyJaxError(
             f"A rule {type(rule).__name__} with window_size={rule.longest_window} was given to an "
-            f"engine that defers windows of {size}, which must be of one size and without "
-            "window_mismatches; change the rule, or make the engine with boundary='reject'."
+            f"engine that defers windows of {size}, which must be of one size; change the "
+            "rule, or make the engine with boundary='reject'."
         )
 
 

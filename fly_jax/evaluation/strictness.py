@@ -142,11 +142,6 @@ def strictness_of(config: DecodingConfig) -> Strictness:
                 f"{name} is {getattr(config, name)!r}, and a gate is calibrated in greedy decoding "
                 f"by what each round does by itself; leave {name} out."
             )
-    if names[0] == "margin" and config.margin == "runner_up":
-        raise FlyJaxError(
-            "margin is 'runner_up', and a gate is calibrated for margin = 'gap': choose that, or "
-            "another rule."
-        )
     return _OF_RULE[names[0]]
 
 

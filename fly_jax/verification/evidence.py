@@ -92,13 +92,11 @@ class Needs:
     Attributes:
       entropy: the entropy to measure, if any.
       full_entropy: the entropy over the whole vocabulary, in nats, besides any other.
-      runner_up: the logit of the target's second choice.
       top: so many of the most probable tokens, with their log-probabilities.
     """
 
     entropy: Entropy | None = None
     full_entropy: bool = False
-    runner_up: bool = False
     top: int = 0
 
     def __or__(self, other: Needs) -> Needs:
@@ -115,7 +113,6 @@ class Needs:
         return Needs(
             self.entropy or other.entropy,
             self.full_entropy or other.full_entropy,
-            self.runner_up or other.runner_up,
             max(self.top, other.top),
         )
 
@@ -157,7 +154,6 @@ class TargetEvidence:
         draw from the residual, or from the target where there is no draft token (the bonus token).
       entropy: by the measure asked for, of the raw logits.
       full_entropy: over the whole vocabulary, in nats.
-      runner_up_logit: the second largest raw logit, equal to the first where two tokens tie.
       asked: when sampling, u q(x): the lossless rule took the draft token iff its probability is
         above this. It is -1 in rows that are decoded greedily, and None where all are.
       top: see `TopTokens`.
@@ -172,7 +168,6 @@ class TargetEvidence:
     replacement: Int32[Array, "rows positions"]
     entropy: Float32[Array, "rows positions"] | None = None
     full_entropy: Float32[Array, "rows positions"] | None = None
-    runner_up_logit: Float32[Array, "rows positions"] | None = None
     asked: Float32[Array, "rows positions"] | None = None
     top: TopTokens | None = None
 
@@ -330,15 +325,11 @@ def _reduce(
     centred = logits - largest[..., None]
     log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
     draft_logit = vocab_pick(raw, inputs.draft, -jnp.inf, axis_names).astype(jnp.float32)
-    entropy = full_entropy = runner_up_logit = top = None
+    entropy = full_entropy = top = None
     if needs.entropy is not None:
         entropy = _entropy(centred, log_mass, needs.entropy, vocab_size, axis_names)
     if needs.full_entropy:
         full_entropy = _entropy(centred, log_mass, Entropy("full"), vocab_size, axis_names)
-    if needs.runner_up:
-        # A second maximum is one pass; a top-2 would sort.
-        is_best = token_ids(logits.shape[-1], axis_names) == argmax[..., None]
-        runner_up_logit = vocab_max(jnp.where(is_best, -jnp.inf, logits), axis_names)
     if needs.top:
         best, tokens = vocab_top(centred, needs.top, axis_names)
         choice = argmax_logit - largest - log_mass
@@ -353,7 +344,6 @@ def _reduce(
         replacement=argmax,
         entropy=entropy,
         full_entropy=full_entropy,
-        runner_up_logit=runner_up_logit,
         top=top,
     )
     return greedy if inputs.sampling is None else _rejection_sample(inputs, greedy, axis_names)

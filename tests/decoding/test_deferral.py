@@ -246,7 +246,6 @@ def test_the_budget_pays_for_what_stands() -> None:
         (Margin(), None),
         (Exact(), Sampling(0.5)),
         (RULE, Sampling(0.5)),
-        (Fly(window_mismatches=1), None),
     ],
 )
 def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:

@@ -31,7 +31,7 @@ SPECS = {
     "exact": RoundSpec(Exact(), 3, None, EOS),
     "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
     "all": RoundSpec(
-        Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin("runner_up")), 2.0, 9.0, 2),
+        Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin()), 2.0),
         3,
         None,
         EOS,

@@ -37,7 +37,6 @@ def test_requests_that_are_refused(request_: Request, words: str) -> None:
     [
         (Request([1], sampling=Sampling(0.5)), "defers windows, which is for greedy"),
         (Request([1], rule=Fly(0.0, 2)), "with window_size=2 was given to an engine that defers"),
-        (Request([1], rule=Fly(0.0, 3, window_mismatches=1)), "without window_mismatches"),
     ],
 )
 def test_what_cannot_be_deferred_is_refused(request_: Request, words: str) -> None:

@@ -138,19 +138,10 @@ def fly_row(
 
 @dataclasses.dataclass
 class Alternative:
-    """Conditions that each name their refusal, and windows as (size, kind, mismatches)."""
+    """Conditions that each name their refusal, and windows as (size, kind)."""
 
     conditions: list[tuple[str, list[bool]]]
-    windows: list[tuple[int, str, int]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Risk:
-    """What may be lost; None is no limit."""
-
-    left: float
-    per_token: float | None = None
-    per_block: int | None = None
+    windows: list[tuple[int, str]] = dataclasses.field(default_factory=list)
 
 
 # From the one that is checked first to the one that is checked last.
@@ -163,44 +154,21 @@ def loosened_row(
     num_drafted: int,
     alternatives: list[Alternative],
     regret: list[float],
-    risk: Risk | None = None,
+    budget: float = math.inf,
 ) -> tuple[Row, float]:
     """A loosened rule that spends as it walks over the draft; the row, and what it spent."""
     spent, num_rescued = 0.0, 0
-
-    def affordable(position: int, at: int) -> bool:
-        """Whether a mismatch could be paid for, if all others from `at` on were rescued too."""
-        if risk is None:
-            return True
-        before = [i for i in range(at, position) if not accepted[i]]
-        total = spent + sum(regret[i] for i in before) + regret[position]
-        if risk.left <= 0 or total > risk.left:
-            return False
-        if risk.per_block is not None and num_rescued + len(before) + 1 > risk.per_block:
-            return False
-        return (
-            risk.per_token is None or regret[position] <= (num_drafted - position) * risk.per_token
-        )
 
     def refusal(alternative: Alternative, at: int) -> str | None:
         for name, holds in alternative.conditions:
             if not holds[at]:
                 return name
-        if not affordable(at, at):
+        if budget <= 0 or spent + regret[at] > budget:
             return "REFUSED_BUDGET"
         fits = True
-        for size, kind, most in alternative.windows:
+        for size, kind in alternative.windows:
             last = size - 1 if kind == "reference" else size
-            inside = [i for i in range(at + 1, at + last + 1) if i < num_drafted]
-            others = [i for i in inside if not accepted[i]]
-            excused = [
-                i
-                for i in others
-                if not never[i]
-                and all(holds[i] for _, holds in alternative.conditions)
-                and affordable(i, at)
-            ]
-            if len(others) > most or (most and excused != others):
+            if not all(accepted[at + 1 : min(at + last + 1, num_drafted)]):
                 return "REFUSED_WINDOW"
             fits = fits and at + 1 + size <= num_drafted
         return None if fits else "REFUSED_BOUNDARY"

@@ -130,7 +130,6 @@ def test_what_is_refused(
         ('boundary = "defer"', "boundary"),
         ("risk_budget = 3.0", "risk_budget"),
         ("temperature = 0.5", "temperature"),
-        ('rule = "margin"\nmargin = "runner_up"', "runner_up"),
     ],
 )
 def test_configs_that_cannot_be_calibrated(

@@ -65,7 +65,7 @@ def test_a_budget_is_never_exceeded_and_reported(
     models: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*models, *PROMPTS, "--rule=margin", "--margin_gap=100"]
-    (first, second) = records(capsys, *arguments, "--risk_budget=3", "--risk_per_block=1")
+    (first, second) = records(capsys, *arguments, "--risk_budget=3")
     assert 0 < first["regret"] <= 3
     assert 0 < second["regret"] <= 3
     free = records(capsys, *arguments)
@@ -99,7 +99,7 @@ def test_a_config_has_all_of_it(
     config = tmp_path / "loose.toml"
     config.write_text(
         f'rule = "fly | csd"\nmemory = "{memory}"\ncsd_min_count = 0\ncsd_online = false\n'
-        'risk_budget = 5.0\nrisk_per_block = 2\nprotect = ["\\\\d"]\nwindow_mismatches = 1\n'
+        'risk_budget = 5.0\nprotect = ["\\\\d"]\n'
     )
     (one,) = records(capsys, *models, "--prompt=Boris", f"--config={config}")
     assert one["rule"] == "fly | csd"
@@ -178,12 +178,10 @@ def test_the_comparison_is_with_the_rule_that_was_asked_for(
         (["--rule=lossy", "--lossy_threshold=1.7"], ["lossy_threshold", "at most 1"]),
         (["--rule=lenience", "--lenience=0"], ["lenience is 0"]),
         (["--rule=margin", "--margin_gap=nan"], ["margin_gap"]),
-        (["--rule=margin", "--margin=both"], ["margin", "both"]),
         (["--rule=typical", "--typical_delta=-1"], ["typical_delta"]),
-        (["--window_mismatches=-1"], ["window_mismatches"]),
+        (["--window_size=-1"], ["window_size"]),
         (["--risk_budget=-1"], ["risk_budget is -1"]),
         (["--risk_budget=nan"], ["risk_budget"]),
-        (["--risk_per_block=2"], ["risk_budget"]),
         (["--protect=("], ["protect", "'('"]),
         (["--protect=a", "--protect=[z"], ["[z"]),
         (["--num_speculative_tokens=2", "--rule=fly & margin"], ["window_size=6"]),

@@ -17,7 +17,7 @@ RULES_ASKED_FOR: list[Rule] = [
     Exact(),
     *(kind() for kind in RULES.values()),
     (Fly(window_size=2) | Margin(gap=1.5)) & Lossy(),
-    Budget(Fly(entropy="normalized") & Margin(), total=3.0, per_block=2),
+    Budget(Fly(entropy="normalized") & Margin(), total=3.0),
     Margin(gap=np.float32(0.25)),
 ]
 

@@ -107,8 +107,8 @@ def test_the_way_of_tpus_finds_the_same_largest_values() -> None:
 
 def test_what_was_not_asked_for_is_not_there() -> None:
     seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
-    asked = (seen.entropy, seen.full_entropy, seen.runner_up_logit, seen.asked, seen.top)
-    assert asked == (None,) * 5
+    asked = (seen.entropy, seen.full_entropy, seen.asked, seen.top)
+    assert asked == (None,) * 4
 
 
 def test_numbers_are_float32_for_bfloat16_logits() -> None:
@@ -215,7 +215,7 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     )
     keywords = {"num_drafted": num_drafted, "key": jax.random.key(4), "sampling": sampling}
     num_top = 5 if more else 0
-    statics = {"needs": Needs(entropy, full_entropy=more, runner_up=more, top=num_top)}
+    statics = {"needs": Needs(entropy, full_entropy=more, top=num_top)}
     expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
     lowered = compiled.lower(
         place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics

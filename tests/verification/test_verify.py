@@ -123,16 +123,13 @@ def row_of(verdict: Verdict, row: int) -> Verdict:
 
 # Every number of every rule, in one rule.
 EVERYTHING = Budget(
-    ((Fly(0.3, window_size=2, window_mismatches=1) | Csd(0.02)) & Typical(0.05, 0.2))
+    ((Fly(0.3, window_size=2) | Csd(0.02)) & Typical(0.05, 0.2))
     | Lossy(0.4)
     | Lenience(0.7)
-    | Margin(gap=0.2)
-    | Margin("runner_up", ratio=0.8),
+    | Margin(gap=0.2),
     total=3.0,
-    per_token=1.5,
-    per_block=2,
 )
-NUMBERS = 15 + 3  # of the rule and of its sampling
+NUMBERS = 9 + 3  # of the rule and of its sampling
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["scalars", "rows"])
@@ -200,7 +197,7 @@ def test_nothing_runs_on_the_device_to_make_a_rule() -> None:
     rule = per_row([EVERYTHING, Exact(), Fly(), Fly() & Margin(), Budget(Csd(), 1.0)])
     sampling_per_row([None, Sampling(0.3, 4), Sampling(1.0)])
     rule.clauses()
-    assert (rule.longest_window, rule.has_lax_windows) == (6, True)
+    assert rule.longest_window == 6
     assert rule.strict_tail.tolist() == [0, 0, 6, 6, 0]
     rule.check(7)
     with pytest.raises(FlyJaxError, match="window_size=6"):
@@ -213,9 +210,8 @@ def test_nothing_runs_on_the_device_to_make_a_rule() -> None:
 POOL: list[Rule] = [
     Exact(),
     Fly(window_size=1),
-    Fly(0.0, window_size=2, window_mismatches=1),
+    Fly(0.0, window_size=2),
     Margin(gap=0.5),
-    Margin("runner_up", ratio=0.7),
     Fly(0.6, window_size=1) | Csd(0.02),
     Lossy(0.2) | Lossy(0.1) & Margin(gap=1.0),
     Typical(),
@@ -223,8 +219,8 @@ POOL: list[Rule] = [
     Csd(0.05, memory=False),
     Csd(1e-6),
     Budget(Margin(gap=3.0), 1.0),
-    Budget(Fly(0.1, window_size=0), per_token=0.2),
-    Budget(Lenience(0.2), 0.7, per_block=1),
+    Budget(Fly(0.1, window_size=0), 0.2),
+    Budget(Lenience(0.2), 0.7),
 ]
 SAMPLINGS = [None, Sampling(0.4), Sampling(1.0, 4, 0.9), Sampling(1.3, 0, 0.8)]
 

@@ -75,7 +75,7 @@ class RequestBuilder:
             rule = self.config.replace(rule=expression, temperature=None).to_rule()
             found.append(rule)
             if isinstance(rule, Loose) and not rule.is_limited:
-                found.append(Budget(rule, total=1.0, per_token=1.0, per_block=1))
+                found.append(Budget(rule, total=1.0))
         return found
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
@@ -61,8 +60,8 @@ def accept(
     present = jnp.arange(num_draft) < end[:, None]
     here: TargetEvidence = jax.tree.map(lambda leaf: leaf[:, :num_draft], evidence)
     accepted = here.accepted
-    block = Block(~accepted & present, _barred(here, draft_tokens, protected), None, end)
-    block = dataclasses.replace(block, affordable=rule.affordable(here, block, state))
+    mismatch, barred = ~accepted & present, _barred(here, draft_tokens, protected)
+    block = Block(mismatch, barred, rule.affordable(here, mismatch, state), end)
     seen = Seen(here, draft_tokens, memory)
     allowed, refusals = [jnp.zeros_like(accepted)], [jnp.zeros(accepted.shape, jnp.int32)]
     for clause in rule.clauses():
@@ -71,7 +70,7 @@ def accept(
         refusals.append(refusal)
     rescued = ~accepted & functools.reduce(operator.or_, allowed)
     refusal = functools.reduce(jnp.maximum, refusals)
-    refusal = jnp.where(block.barred | (refusal == 0), Why.REFUSED.value, refusal)
+    refusal = jnp.where(barred | (refusal == 0), Why.REFUSED.value, refusal)
 
     # A prefix is kept: up to the first token that is neither accepted nor rescued.
     prefix = jnp.cumprod((accepted | rescued) & present, axis=1).astype(bool)

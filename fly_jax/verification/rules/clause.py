@@ -81,17 +81,14 @@ class Clause:
         if block.affordable is not None:
             holds.append(block.affordable)
             refusals.append(Why.REFUSED_BUDGET.value)
-        allowed = functools.reduce(operator.and_, holds, ~block.barred)
-        clean = [window.is_clean(block.mismatch, allowed) for window in self.windows]
-        fits = [window.fits(block.mismatch.shape[1], block.end) for window in self.windows]
+        for window in self.windows:
+            holds.append(window.is_clean(block.mismatch))
+            refusals.append(Why.REFUSED_WINDOW.value)
         refusal = jnp.full(block.mismatch.shape, Why.REFUSED_BOUNDARY.value)
-        if holds or clean:
-            refusal = jnp.select(
-                [~held for held in holds + clean],
-                [*refusals, *[Why.REFUSED_WINDOW.value] * len(clean)],
-                Why.REFUSED_BOUNDARY.value,
-            )
-        allowed = functools.reduce(operator.and_, clean + fits, allowed)
+        if holds:
+            refusal = jnp.select([~held for held in holds], refusals, refusal)
+        fits = [window.fits(block.mismatch.shape[1], block.end) for window in self.windows]
+        allowed = functools.reduce(operator.and_, holds + fits, ~block.barred)
         if self.enabled is None:
             return allowed, refusal
         enabled = jnp.asarray(column(self.enabled))

@@ -125,33 +125,6 @@ class Near(Condition):
 
 @data_tree
 @dataclasses.dataclass(frozen=True)
-class RunnerUp(Condition):
-    """The draft token is the target's second choice, by logits of a ratio above `ratio`.
-
-    Of second choices that tie, each will do. A ratio says nothing where the largest logit is not
-    positive: nothing is rescued there.
-    """
-
-    ratio: Number
-
-    @property
-    def needs(self) -> Needs:
-        """The second choice's logit."""
-        return Needs(runner_up=True)
-
-    def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """Z(x) = z2, z2 > ratio z1 and z1 > 0; with sampling, x may also be the first choice."""
-        found = seen.evidence
-        second = asked_for(
-            found.runner_up_logit, "the runner-up's logit", "needs=rule.needs to evidence"
-        )
-        is_second = found.draft_logit >= second
-        is_close = found.draft_logit > column(self.ratio) * found.argmax_logit
-        return is_second & is_close & (found.argmax_logit > 0)
-
-
-@data_tree
-@dataclasses.dataclass(frozen=True)
 class Probable(Condition):
     """The target gives the draft token a probability of at least `threshold`."""
 
@@ -228,38 +201,22 @@ class Window:
     Attributes:
       size: W; 0 for no window.
       kind: "paper" looks at all W of them, "reference" at W - 1; both demand that W fit.
-      mismatches: so many of them may be mismatches after all, if each meets the conditions that
-        are joined to this window.
     """
 
     size: Count
     kind: WindowKind = dataclasses.field(default="paper", metadata=STATIC)
-    mismatches: Count = 0
 
-    def is_clean(
-        self, mismatch: Bool[Array, "rows draft"], allowed: Bool[Array, "rows draft"]
-    ) -> Bool[Array, "rows draft"]:
-        """True where what was drafted of the window after a position is as it should be.
-
-        Args:
-          mismatch: drafted tokens that the lossless rule refuses.
-          allowed: positions at which all conditions hold.
-        """
+    def is_clean(self, mismatch: Bool[Array, "rows draft"]) -> Bool[Array, "rows draft"]:
+        """True where the window after a position has none of the row's mismatches."""
         followers = jnp.asarray(column(self.size))
         if self.kind == "reference":
             followers = jnp.maximum(followers - 1, 0)
         num_draft = mismatch.shape[1]
         last = jnp.minimum(jnp.arange(num_draft) + followers, num_draft - 1)
+        # The count up to the last follower less that up to here.
+        count = jnp.cumsum(mismatch, axis=1)
         last = jnp.broadcast_to(last, mismatch.shape)
-
-        def after(found: Bool[Array, "rows draft"]) -> Int[Array, "rows draft"]:
-            # The count up to the last follower less that up to here.
-            count = jnp.cumsum(found, axis=1)
-            return jnp.take_along_axis(count, last, axis=1) - count
-
-        mismatches = column(self.mismatches)
-        excused = (after(mismatch & ~allowed) == 0) | (mismatches == 0)
-        return (after(mismatch) <= mismatches) & excused
+        return jnp.take_along_axis(count, last, axis=1) == count
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
         """True where the whole window lies within the row's block."""

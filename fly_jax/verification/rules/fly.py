@@ -66,8 +66,6 @@ class Fly(Loose):
       entropy_top_k: see `Entropy.top_k`.
       window: "paper", or "reference" for FLy's reference code, which looks at j+1 .. j+W-1 only and
         yet demands j + W <= K.
-      window_mismatches: so many mismatches in a window leave it clean, if each of them passes the
-        gate (and whatever else is joined to this rule with &); 0 as published.
 
     Raises:
       FlyJaxError: if a value is outside its range.
@@ -92,11 +90,8 @@ class Fly(Loose):
         "fly: the window of the paper, or that of the reference code, which is one shorter",
         choices=get_args(WindowKind), flag=False, static=True,
     )  # fmt: skip
-    window_mismatches: Count = parameter(
-        0, "fly: mismatches that a window may hold, if each passes the gate", low=0
-    )
 
     def clauses(self) -> tuple[Clause, ...]:
         """The gate and the deferred window."""
         gate = Undecided(self.entropy_threshold, Entropy(self.entropy, self.entropy_top_k))
-        return (Clause((gate,), (Window(self.window_size, self.window, self.window_mismatches),)),)
+        return (Clause((gate,), (Window(self.window_size, self.window),)),)

@@ -67,29 +67,15 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
         alternatives.append(jax.tree.map(lambda *numbers: _stacked(numbers), *column))
     united = Alternatives(tuple(alternatives))
     _ = united.needs  # which must be the same for all
-    limits: dict[str, Any] = {
-        name: _limits(name, rules, like, none)
-        for name, none in (
-            ("total", np.float32(np.inf)),
-            ("per_token", np.float32(np.inf)),
-            ("per_block", np.int32(np.iinfo(np.int32).max)),
-        )
-    }
-    return united if all(limit is None for limit in limits.values()) else Budget(united, **limits)
+    budgets = [rule.budget for rule in (*rules, *like)]
+    if all(budget is None for budget in budgets):
+        return united
+    none = np.float32(np.inf)
+    return Budget(united, _stacked([none if one is None else one for one in budgets[: len(rules)]]))
 
 
 def _switched(clause: Clause, enabled: bool) -> Clause:
     return dataclasses.replace(clause, enabled=enabled)
-
-
-def _limits(
-    name: str, rules: Sequence[Rule], like: Sequence[Rule], none: np.generic
-) -> np.ndarray | None:
-    """A number of `Budget` for each row; None if no rule has it."""
-    found = [getattr(rule, name) if isinstance(rule, Budget) else None for rule in (*rules, *like)]
-    if all(number is None for number in found):
-        return None
-    return _stacked([none if number is None else number for number in found[: len(rules)]])
 
 
 def _stacked(numbers: Sequence[Any]) -> np.ndarray:

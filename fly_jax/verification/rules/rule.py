@@ -19,7 +19,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters
 from fly_jax.verification.data import Count, Number, data_tree
 from fly_jax.verification.evidence import Needs, TargetEvidence
-from fly_jax.verification.rules.clause import Block, Clause, strict_tail
+from fly_jax.verification.rules.clause import Clause, strict_tail
 from fly_jax.verification.rules.conditions import Condition
 from fly_jax.verification.rules.verdict import RuleState
 
@@ -65,9 +65,12 @@ class Rule:
         return RuleState(jnp.broadcast_to(budget, (num_rows,)))
 
     def affordable(
-        self, evidence: TargetEvidence, block: Block, state: RuleState | None
+        self,
+        evidence: TargetEvidence,
+        mismatch: Bool[Array, "rows draft"],
+        state: RuleState | None,
     ) -> Bool[Array, "rows draft"] | None:
-        """Mismatches within the limits around the conditions; None for no such limit."""
+        """Mismatches within the limit around the conditions; None for no such limit."""
         return None
 
     @property
@@ -86,12 +89,6 @@ class Rule:
         For the host: it is known of a rule that is no tracer.
         """
         return max((int(np.max(clause.window_size)) for clause in self.clauses()), default=0)
-
-    @property
-    def has_lax_windows(self) -> bool:
-        """Some window may hold mismatches; for the host, as `longest_window`."""
-        windows = (window for clause in self.clauses() for window in clause.windows)
-        return any(bool(np.any(np.asarray(window.mismatches) > 0)) for window in windows)
 
     def check(self, num_speculative_tokens: int) -> None:
         """Refuses blocks in which this rule could not rescue anything; for the host.
@@ -183,7 +180,7 @@ class _Pair(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Both(_Pair):
-    """`left & right`: rescues what both would; mismatches in a window meet both's conditions."""
+    """`left & right`: rescues what both would."""
 
     def clauses(self) -> tuple[Clause, ...]:
         """Every alternative of one with every alternative of the other."""

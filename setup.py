@@ -23,7 +23,7 @@ setup(
     package_data={
         # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
         "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
-        "fly_jax.models": ["embedded/**/*"],
+        "fly_jax.models": ["embedded/**/*", "presets.toml"],
         "fly_jax.serving.http": ["page.html"],
     },
     install_requires=[

@@ -6,7 +6,9 @@ so that each costs only what it needs.
 
 from __future__ import annotations
 
+import ast
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,70 +83,23 @@ if TYPE_CHECKING:
     from fly_jax.verification.verify import verify as verify
     from fly_jax.verification.verify import verify_flat as verify_flat
 
+# The module of each name, read from the imports above, which only type checkers run.
 _HOMES = {
-    "decoding.capacity": ("capacity_for",),
-    "decoding.decoder": ("Decoder",),
-    "decoding.generation": ("Generation", "Settled"),
-    "decoding.drafters.drafter": ("Draft", "Drafter"),
-    "decoding.drafters.model": ("DraftModel",),
-    "decoding.drafters.registry": ("register_drafter",),
-    "parameters": ("parameter",),
-    "verification.data": ("column", "data_tree"),
-    "verification.evidence": ("Entropy", "Needs", "TargetEvidence", "evidence"),
-    "compilation_cache": ("enable_compilation_cache",),
-    "decoding.config": ("DecodingConfig",),
-    "decoding.config_files": ("load_config",),
-    "decoding.drafters.lookup": ("Lookup",),
-    "verification.correction_memory": ("CorrectionMemory", "load_memory"),
-    "decoding.pair": ("OpenPair", "Pair", "generate", "load_pair", "open_pair"),
-    "decoding.reports": ("TokenReport",),
-    "decoding.round": ("verify_step",),
-    "decoding.spec": ("RoundSpec",),
-    "verification.rules": (
-        "Budget",
-        "Clause",
-        "Condition",
-        "Csd",
-        "Exact",
-        "Fly",
-        "Lenience",
-        "Loose",
-        "Lossy",
-        "Margin",
-        "Rule",
-        "RuleState",
-        "Seen",
-        "Typical",
-        "Verdict",
-        "Why",
-        "Window",
-        "accept",
-        "entropy_gate",
-        "per_row",
-    ),
-    "verification.sampling": ("Sampling", "sample", "sample_at", "sampling_per_row"),
-    "verification.verify": ("FlatVerdict", "verify", "verify_flat"),
-    "errors": ("FlyJaxError",),
-    "serving.async_engine": ("AsyncEngine", "TokenStream"),
-    "engine.engine": ("Engine",),
-    "engine.request": ("Request", "RequestState"),
-    "models.presets": ("preset",),
-    "evaluation.compare": ("compare",),
-    "models.cache": ("KVCache", "empty_cache"),
-    "models.layouts": ("Workload",),
-    "models.tokenizers.tokenizer": ("TextStream",),
-    "sharding.rules": ("Layout", "ShardingRules"),
+    alias.name: node.module
+    for node in ast.walk(ast.parse(pkgutil.get_data(__name__, "__init__.py") or b""))
+    if isinstance(node, ast.ImportFrom) and node.module is not None
+    for alias in node.names
+    if alias.asname == alias.name
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOMES:
         raise AttributeError(f"module 'fly_jax' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fly_jax.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOME)
+    return __all__

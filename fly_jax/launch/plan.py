@@ -152,9 +152,9 @@ def _round(values: FlagValues) -> RoundSpec:
 
 
 def _config(name: str) -> LlamaConfig:
-    from fly_jax.models.checkpoints.config_json import read_config
     from fly_jax.models.checkpoints.gguf_config import gguf_config
     from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+    from fly_jax.models.config import read_config
     from fly_jax.models.presets import preset
 
     path = Path(name)

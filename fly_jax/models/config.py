@@ -1,8 +1,17 @@
-"""The shape of a model: Llama, and what the families that are run have beyond it."""
+"""The shape of a model, the families that are run, and Hugging Face's `config.json` of them.
+
+A family is Llama but for its entry in `ARCHITECTURES`. `config.json` is read and written in
+transformers' v4 and v5 spelling.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from fly_jax.errors import FlyJaxError
 
@@ -47,10 +56,31 @@ class YarnScaling:
     truncate: bool = True
 
 
-_SIZES = (
-    "vocab_size", "embed_size", "ffw_size", "num_layers", "num_heads", "num_kv_heads", "head_size",
-    "max_context",
-)  # fmt: skip
+# The names that `config.json` has for sizes, and for all that is read and written as it is.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "embed_size": "hidden_size",
+    "ffw_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "max_context": "max_position_embeddings",
+}
+_LLAMA3_SCALING = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+_YARN_SCALING = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "attention_factor": "attention_factor",
+    "fast_turns": "beta_fast",
+    "slow_turns": "beta_slow",
+    "truncate": "truncate",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +103,7 @@ class LlamaConfig:
       tied_embeddings: the unembedding is the embedding (Llama 3.2).
       bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
       eos_token_ids: every id that ends a text.
-      architecture: the family, one of `fly_jax.models.architectures`.
+      architecture: the family, one of `ARCHITECTURES`.
       attention_biases: queries, keys and values have biases (Qwen 2).
       head_norms: each head's queries and keys are normalised before they are rotated (Qwen 3).
       sliding_window: tokens that a layer with a window sees, the token itself among them.
@@ -107,29 +137,31 @@ class LlamaConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise FlyJaxError(
-                    f"The configuration has {name}={getattr(self, name)}; it must be at least 1: "
-                    "correct config.json."
-                )
+        ends = self.eos_token_ids
         begin = () if self.bos_token_id is None else (self.bos_token_id,)
-        if not all(isinstance(token, int) and token >= 0 for token in begin + self.eos_token_ids):
-            raise FlyJaxError(
-                f"The configuration has bos_token_id={self.bos_token_id} and eos_token_ids="
-                f"{self.eos_token_ids}; token ids are numbers of at least 0: correct config.json."
-            )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise FlyJaxError(
-                f"The configuration has sliding_window={self.sliding_window}; it must be at least "
-                "1, or null: correct config.json."
-            )
-        if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size <= self.vocab_size:
-            raise FlyJaxError(
-                f"The configuration has draft_vocab_size={self.draft_vocab_size} and vocab_size="
-                f"{self.vocab_size}; the first must be at least 2 and at most the second: correct "
-                "config.json."
-            )
+        rows, window = self.draft_vocab_size, self.sliding_window
+        checks = [
+            *((getattr(self, name) >= 1, (name,), "it must be at least 1") for name in _SIZES),
+            (
+                all(isinstance(token, int) and token >= 0 for token in begin + ends),
+                ("bos_token_id", "eos_token_ids"),
+                "token ids are numbers of at least 0",
+            ),
+            (
+                window is None or window >= 1,
+                ("sliding_window",),
+                "it must be at least 1, or null",
+            ),
+            (
+                rows is None or 2 <= rows <= self.vocab_size,
+                ("draft_vocab_size", "vocab_size"),
+                "the first must be at least 2 and at most the second",
+            ),
+        ]
+        for is_right, names, needed in checks:
+            if not is_right:
+                given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
+                raise FlyJaxError(f"The configuration has {given}; {needed}: correct config.json.")
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(
                 f"The configuration has {self.num_heads} query heads and {self.num_kv_heads} "
@@ -168,3 +200,348 @@ def shared_vocabulary(target: LlamaConfig, draft: LlamaConfig, named: int = 0) -
             f"{draft.vocab_size}; they must share one: take a draft of the target's family."
         )
     return fewest
+
+
+Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family of models: what it has beyond Llama, in the words of its `config.json`.
+
+    Attributes:
+      name: its `model_type`.
+      class_name: its class in transformers.
+      fields: of `LlamaConfig`, the same in all its models.
+      read: the fields of `LlamaConfig` that differ from model to model, from the fields of a
+        `config.json` and the number of layers. May raise as a wrong kind of field does.
+      written: the fields of a `config.json` that are its own.
+      defaults: of fields that a `config.json` of this family may leave out, where they are not
+        Llama's.
+      refused: fields of transformers' class for the family that no published model sets, and that
+        are not run.
+      gguf: its name in GGUF files, where it is known there.
+      gguf_pairs: GGUF files have the two numbers of a rotary pair side by side.
+    """
+
+    name: str
+    class_name: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    read: Callable[[Mapping[str, Any], int], Fields] = lambda hf, num_layers: {}
+    written: Callable[[LlamaConfig], Fields] = lambda config: {}
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    gguf: str | None = None
+    gguf_pairs: bool = False
+
+
+def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
+    """All layers may have a window: version 0.1 has, and its files need not say so."""
+    window = hf.get("sliding_window", 4096)
+    if window is None:
+        return {}
+    return {"sliding_window": int(window), "windowed_layers": tuple(range(num_layers))}
+
+
+def _read_windows(
+    hf: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
+) -> Fields:
+    """The window and its layers, as Qwen and SmolLM3 write them down.
+
+    Args:
+      hf: fields of a `config.json`.
+      num_layers: of the model.
+      is_windowed: whether a layer has the window where the file does not list the layers.
+    """
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    if window is None:
+        return {}
+    kinds = hf.get("layer_types")
+    found = tuple(
+        layer
+        for layer in range(num_layers)
+        if (kinds[layer] == "sliding_attention" if kinds else is_windowed(layer))
+    )
+    return {"sliding_window": int(window), "windowed_layers": found} if found else {}
+
+
+def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> Fields:
+    first = int(hf.get("max_window_layers", 28))
+    return _read_windows(hf, num_layers, lambda layer: layer >= first)
+
+
+def _read_smollm3(hf: Mapping[str, Any], num_layers: int) -> Fields:
+    """Some layers, by default every fourth, know nothing of positions."""
+    layers = range(num_layers)
+    interval = int(hf.get("no_rope_layer_interval", 4))
+    rotated = hf.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
+    unrotated = tuple(layer for layer in layers if not rotated[layer])
+    windows = _read_windows(hf, num_layers, lambda layer: layer in unrotated)
+    return {"unrotated_layers": unrotated, **windows}
+
+
+def _written_windows(config: LlamaConfig) -> Fields:
+    """The fields that `_read_windows` reads."""
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "layer_types": [
+            kinds[layer in config.windowed_layers] for layer in range(config.num_layers)
+        ],
+    }
+
+
+def _written_smollm3(config: LlamaConfig) -> Fields:
+    layers = range(config.num_layers)
+    return {
+        "no_rope_layers": [int(layer not in config.unrotated_layers) for layer in layers],
+        "pad_token_id": None,  # transformers' default is a token that a small vocabulary lacks
+        **_written_windows(config),
+    }
+
+
+ARCHITECTURES = {
+    one.name: one
+    for one in (
+        # Llama 2 and 3, SmolLM 1 and 2, DeepSeek-R1-Distill-Llama.
+        Architecture(
+            name="llama",
+            class_name="LlamaForCausalLM",
+            refused=("attention_bias", "mlp_bias"),
+            gguf="llama",
+            gguf_pairs=True,
+        ),
+        # GGUF files call it llama, and those of version 0.1 may not say that it has a window.
+        Architecture(
+            name="mistral",
+            class_name="MistralForCausalLM",
+            read=_read_mistral,
+            written=lambda config: {"sliding_window": config.sliding_window},
+            defaults={
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131_072,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        ),
+        # Qwen 2 and 2.5, DeepSeek-R1-Distill-Qwen.
+        Architecture(
+            name="qwen2",
+            class_name="Qwen2ForCausalLM",
+            fields={"attention_biases": True},
+            read=_read_qwen,
+            written=_written_windows,
+            defaults={"max_position_embeddings": 32_768},
+            gguf="qwen2",
+        ),
+        # Without experts.
+        Architecture(
+            name="qwen3",
+            class_name="Qwen3ForCausalLM",
+            fields={"head_norms": True},
+            read=_read_qwen,
+            written=_written_windows,
+            defaults={"head_dim": 128, "max_position_embeddings": 32_768},
+            refused=("attention_bias",),
+            gguf="qwen3",
+        ),
+        Architecture(
+            name="smollm3",
+            class_name="SmolLM3ForCausalLM",
+            read=_read_smollm3,
+            written=_written_smollm3,
+            defaults={
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32_768,
+                "rope_theta": 2_000_000.0,
+                "tie_word_embeddings": True,
+                "bos_token_id": 128_000,
+                "eos_token_id": 128_001,
+            },
+            refused=("attention_bias", "mlp_bias"),
+            gguf="smollm3",
+            gguf_pairs=True,
+        ),
+    )
+}
+GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.gguf is not None}
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """Reads `config.json`, and the end-of-text ids that `generation_config.json` adds.
+
+    Instruct checkpoints list ids there (`<|eot_id|>`, `<|eom_id|>`) that `config.json` lacks.
+
+    Raises:
+      FlyJaxError: no such file, not JSON, or no model that is known.
+    """
+    config = config_of(read_json(folder / "config.json"), str(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        return config
+    more = _token_ids(read_json(generation).get("eos_token_id"))
+    ids = tuple(dict.fromkeys(config.eos_token_ids + more))
+    return dataclasses.replace(config, eos_token_ids=ids)
+
+
+def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
+    """The configuration that the fields of a `config.json` describe.
+
+    v4 keeps `rope_theta` and `rope_scaling` at the top level, v5 puts both into `rope_parameters`.
+
+    Args:
+      fields: the parsed JSON.
+      source: named in errors.
+
+    Raises:
+      FlyJaxError: a family that is not known, a field is missing, or a rotary scaling that is not
+        known.
+    """
+    name = fields.get("model_type", "llama")
+    if name not in ARCHITECTURES:
+        raise FlyJaxError(
+            f"{source} describes a model of type '{name}'; fly_jax runs "
+            f"{', '.join(ARCHITECTURES)}: give the folder of such a checkpoint."
+        )
+    architecture = ARCHITECTURES[name]
+    hf = {"max_position_embeddings": 2048, **architecture.defaults, **fields}
+    odd = [field for field in architecture.refused if hf.get(field)]
+    odd += ["hidden_act"] if hf.get("hidden_act", "silu") != "silu" else []
+    if odd:
+        raise FlyJaxError(
+            f"{source} has {odd[0]}={json.dumps(hf[odd[0]])}; fly_jax runs models of type '{name}' "
+            "without biases of this kind and with the activation silu: give the folder of one."
+        )
+    try:
+        heads = hf["num_attention_heads"]
+        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or heads
+        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // heads
+        sizes: Fields = {own: int(hf[theirs]) for own, theirs in _SIZES.items()}
+        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
+        scaling = _rope_scaling(rope, sizes["max_context"], source)
+        if isinstance(scaling, YarnScaling):  # a Qwen's file still has the context without it
+            stretched = int(scaling.factor * scaling.original_context)
+            sizes["max_context"] = max(sizes["max_context"], stretched)
+        return LlamaConfig(
+            **sizes,
+            rope_theta=float(theta),
+            rope_scaling=scaling,
+            norm_epsilon=float(hf.get("rms_norm_eps", 1e-6)),
+            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            bos_token_id=hf.get("bos_token_id"),
+            eos_token_ids=_token_ids(hf.get("eos_token_id")),
+            architecture=name,
+            draft_vocab_size=hf.get("draft_vocab_size"),
+            **architecture.fields,
+            **architecture.read(hf, sizes["num_layers"]),
+        )
+    except KeyError as error:
+        raise FlyJaxError(
+            f"{source} lacks the field {error}; a checkpoint of this type needs it: "
+            "download the file again or add the field."
+        ) from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        if isinstance(error, FlyJaxError):
+            raise
+        raise FlyJaxError(
+            f"{source} has a field of the wrong kind ({error}); sizes must be numbers, as in a "
+            "Hugging Face config.json: download the file again."
+        ) from error
+
+
+def config_fields(config: LlamaConfig) -> Fields:
+    """The `config.json` that transformers reads, with the rotary fields in both spellings."""
+    architecture, scaling = ARCHITECTURES[config.architecture], config.rope_scaling
+    rope: Fields = {"rope_type": "default"}
+    if scaling is not None:
+        kind, names = "llama3", _LLAMA3_SCALING
+        if isinstance(scaling, YarnScaling):
+            kind, names = "yarn", _YARN_SCALING
+        values = {theirs: getattr(scaling, own) for own, theirs in names.items()}
+        rope = {"rope_type": kind, **values}
+    eos = config.eos_token_ids
+    return {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.name,
+        **{theirs: getattr(config, own) for own, theirs in _SIZES.items()},
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if scaling is not None else None,
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tied_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
+        **({"draft_vocab_size": config.draft_vocab_size} if config.draft_vocab_size else {}),
+        **dict.fromkeys(architecture.refused, False),
+        **architecture.written(config),
+    }
+
+
+def _rope_scaling(
+    rope: Mapping[str, Any], max_context: int, source: str
+) -> RopeScaling | YarnScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "yarn":
+        return _yarn(rope, max_context)
+    if kind != "llama3":
+        raise FlyJaxError(
+            f"{source} asks for rotary scaling '{kind}'; fly_jax knows 'default', 'llama3' and "
+            "'yarn': use a checkpoint with one of these."
+        )
+    values: Fields = {own: float(rope[theirs]) for own, theirs in _LLAMA3_SCALING.items()}
+    return RopeScaling(**values | {"original_context": int(values["original_context"])})
+
+
+def _yarn(rope: Mapping[str, Any], max_context: int) -> YarnScaling:
+    """YaRN, with what the file leaves to the paper and to transformers."""
+    factor = float(rope["factor"])
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        weight, of_all = (float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim"))
+        has_both = weight and of_all
+        attention_factor = magnitude(weight) / magnitude(of_all) if has_both else magnitude(1.0)
+    return YarnScaling(
+        factor=factor,
+        original_context=int(rope.get("original_max_position_embeddings") or max_context),
+        attention_factor=float(attention_factor),
+        fast_turns=float(rope.get("beta_fast") or 32),
+        slow_turns=float(rope.get("beta_slow") or 1),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def read_json(path: Path) -> Fields:
+    """The object that a JSON file holds.
+
+    Raises:
+      FlyJaxError: no such file, or no JSON object in it.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FlyJaxError(
+            f"{path} does not exist; a checkpoint folder needs it: give the folder of a Hugging "
+            "Face checkpoint, or a hub id."
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise FlyJaxError(
+            f"{path} is not valid JSON ({error}); download the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise FlyJaxError(f"{path} holds no JSON object; download the file again.")
+    return content

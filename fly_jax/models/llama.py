@@ -30,7 +30,7 @@ Added = TypeVar("Added")
 
 
 class Llama(nnx.Module):
-    """A Llama decoder, or one of the kin that `fly_jax.models.architectures` has.
+    """A Llama decoder, or one of its kin in `ARCHITECTURES`.
 
     Attributes:
       config: its shape.

@@ -16,7 +16,9 @@ _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 
 def _fields(table: dict[str, Any]) -> dict[str, Any]:
     """A model's own fields, and those of the model that it is like."""
-    own = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    own: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
+    }
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
     like = own.pop("like", None)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.config_json import config_fields, config_of, read_config
-from fly_jax.models.config import RopeScaling, YarnScaling
+from fly_jax.models.config import RopeScaling, YarnScaling, config_fields, config_of, read_config
 from fly_jax.models.presets import PRESETS, preset
 from fly_jax.models.specs import parameter_specs
 

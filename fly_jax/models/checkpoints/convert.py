@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.converted import (
     RECORD,
     Record,
@@ -26,7 +25,7 @@ from fly_jax.models.checkpoints.gguf_file import is_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.load import large_arrays_given_back, open_weights, read_group
 from fly_jax.models.checkpoints.source import Source
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.config import LlamaConfig, config_fields
 from fly_jax.models.specs import Group, groups
 from fly_jax.models.tokenizers.gguf import gguf_tokenizer, write_tokenizer
 

@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures.registry import GGUF_ARCHITECTURES
-from fly_jax.models.checkpoints.config_json import config_of
 from fly_jax.models.checkpoints.gguf_file import GgufFile
-from fly_jax.models.config import LlamaConfig, RopeScaling
+from fly_jax.models.config import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
 from fly_jax.models.rope import inverse_frequencies
 
 _ROPE_FACTORS = "rope_freqs.weight"

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures.registry import GGUF_ARCHITECTURES
 from fly_jax.models.checkpoints.gguf_config import gguf_config
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import arranged, row_sharding, tensor_shape
+from fly_jax.models.config import GGUF_ARCHITECTURES
 from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 

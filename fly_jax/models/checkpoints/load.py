@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Int
 from safetensors.numpy import save_file
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.config_json import config_fields
 from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
 from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.gguf_source import GgufSource
@@ -30,7 +29,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranged, Source
-from fly_jax.models.config import LlamaConfig, shared_vocabulary
+from fly_jax.models.config import LlamaConfig, config_fields, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
 from fly_jax.models.specs import (

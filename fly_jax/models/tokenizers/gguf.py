@@ -14,8 +14,12 @@ from tokenizers.models import BPE
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.gguf_file import GgufFile
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
-from fly_jax.models.tokenizers.vocabulary import JsonVocabulary, SentencePieceVocabulary, Vocabulary
+from fly_jax.models.tokenizers.tokenizer import (
+    JsonVocabulary,
+    SentencePieceVocabulary,
+    Tokenizer,
+    Vocabulary,
+)
 
 # Kinds of tokens, which both GGUF and SentencePiece number so.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5

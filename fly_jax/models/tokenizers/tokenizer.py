@@ -1,21 +1,32 @@
-"""Text to token ids and back, streaming included, for a checkpoint folder's tokenizer."""
+"""Text to token ids and back, streaming included, for a checkpoint folder's tokenizer.
+
+Both kinds of vocabulary, `tokenizer.json` and SentencePiece's `.model`, answer with the bytes of
+each token, because one character may be spread over several: joined bytes, decoded once, are text
+whatever the cut.
+"""
 
 from __future__ import annotations
 
 import codecs
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.config_json import read_config
-from fly_jax.models.config import LlamaConfig
-from fly_jax.models.tokenizers.vocabulary import Vocabulary, read_json, read_model
+from fly_jax.models.config import LlamaConfig, read_config, read_json
+
+_SPACE = "\u2581"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +176,8 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     Raises:
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.
     """
-    settings = _read_settings(folder / "tokenizer_config.json")
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
     if config is None and (folder / "config.json").exists():
         config = read_config(folder)
     special = {
@@ -217,29 +229,15 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabulary:
     """A `tokenizer.json`, whose post-processor alone says what is added, or a `.model`."""
     if (folder / "tokenizer.json").exists():
-        return read_json(folder / "tokenizer.json")
+        return _json_vocabulary(folder / "tokenizer.json")
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
-            return read_model(path, adds_bos=adds_bos, bos=bos)
+            return _sentence_piece_vocabulary(path, adds_bos=adds_bos, bos=bos)
     raise FlyJaxError(
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."
     )
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FlyJaxError(
-            f"{path} is not valid JSON ({error}); download the file again."
-        ) from error
-    if not isinstance(settings, dict):
-        raise FlyJaxError(f"{path} holds no JSON object; download the file again.")
-    return settings
 
 
 def _spelling(token: str | Mapping[str, Any]) -> str:
@@ -273,7 +271,6 @@ def _render(
     # transformers takes seconds to import and, without PyTorch, says so on standard error.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import jinja2
-    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
     # Templates run in transformers' sandbox, with its helpers, over a tokenizer without tokens.
@@ -298,3 +295,189 @@ def _render(
             "model's tokenizer files again."
         ) from error
     return str(text)
+
+
+class Vocabulary(Protocol):
+    """The tokens of a model, without what only its other files tell (ends of text).
+
+    Attributes:
+      names: every token as the file spells it, by id; '' for an id without a token.
+      control_ids: tokens that are no text.
+    """
+
+    names: tuple[str, ...]
+    control_ids: frozenset[int]
+
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
+        """The tokens of a text.
+
+        Args:
+          text: what to encode.
+          parse_controls: control tokens that are spelt out become one token each.
+          adds_special: adds what the model's makers put around a prompt, such as a begin of text.
+        """
+        ...
+
+    def token_bytes(self, token_id: int, first: bool) -> bytes:
+        """UTF-8 of one token, as it stands at the start of a text or within it."""
+        ...
+
+
+class JsonVocabulary:
+    """A tokenizer of the tokenizers library alone (transformers starts slowly)."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Takes the library's tokenizer, whose post-processor says what is put around a prompt."""
+        tokenizer.no_truncation()  # which a file may ask for
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.control_ids = frozenset(index for index, token in added.items() if token.special)
+        self._added = frozenset(added)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        spelt = {index: name for name, index in ids.items()}
+        self.names = tuple(spelt.get(index, "") for index in range(max(spelt, default=-1) + 1))
+        self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        self._byte_fallback = "ByteFallback" in repr(self._tokenizer.decoder)
+        self._token_bytes = functools.lru_cache(maxsize=None)(self._read_token_bytes)
+
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
+        """See `Vocabulary`."""
+        with self._lock:  # the choice is the library object's, which threads share
+            self._tokenizer.encode_special_tokens = not parse_controls
+            return self._tokenizer.encode(text, add_special_tokens=adds_special).ids
+
+    def token_bytes(self, token_id: int, first: bool) -> bytes:
+        """See `Vocabulary`."""
+        return self._token_bytes(token_id, first)
+
+    def _read_token_bytes(self, token_id: int, first: bool) -> bytes:
+        name = self._tokenizer.id_to_token(token_id)
+        if name is None:
+            return b""
+        if self._byte_level and token_id not in self._added:
+            return bytes(_byte_of_character()[character] for character in name)
+        byte = _BYTE_PIECE.fullmatch(name) if self._byte_fallback else None
+        if byte is not None and int(byte[1], 16) >= 0x80:
+            return bytes([int(byte[1], 16)])
+        if first:
+            return self._decode([token_id]).encode()
+        # Decoders strip a space from the start of a text: put something there.
+        return self._decode([self._letter, token_id])[1:].encode()
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _letter(self) -> int:
+        """A token whose text is one letter."""
+        for letter in "aeinorst":
+            index = self._tokenizer.token_to_id(letter)
+            if index is not None and self._decode([index]) == letter:
+                return index
+        raise FlyJaxError(
+            "The tokenizer has no token for a single letter, so the text of its tokens cannot be "
+            "told apart; give a tokenizer that is byte-level or SentencePiece's."
+        )
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model."""
+
+    def __init__(
+        self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None
+    ) -> None:
+        """Takes the library's model, and the token that begins a prompt, if any."""
+        self._model, self._bos = model, bos_token_id
+        self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))
+        self.control_ids = frozenset(
+            index
+            for index in range(len(self.names))
+            if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
+        )
+        self._controls = {self.names[index]: index for index in sorted(self.control_ids)}
+        # Most models put a space in front of a text, and so strip one from its start.
+        spaced = [index for index, name in enumerate(self.names) if name.startswith(_SPACE)]
+        self._strips_space = bool(spaced) and not model.decode(spaced[:1]).startswith(" ")
+
+    def encode(
+        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
+    ) -> list[int]:
+        """See `Vocabulary`."""
+        parts = self._split(text) if parse_controls else iter([text])
+        ids = [index for part in parts for index in self._encode_part(part)]
+        return [self._bos, *ids] if adds_special and self._bos is not None else ids
+
+    def token_bytes(self, token_id: int, first: bool) -> bytes:
+        """See `Vocabulary`."""
+        if not 0 <= token_id < len(self.names):
+            return b""
+        piece = self.names[token_id]
+        if self._model.is_byte(token_id):
+            return bytes([int(piece[3:5], 16)])
+        if first and self._strips_space:
+            piece = piece.removeprefix(_SPACE)
+        return piece.replace(_SPACE, " ").encode()
+
+    def _split(self, text: str) -> Iterator[str | int]:
+        pattern = "|".join(map(re.escape, self._controls))
+        for part in re.split(f"({pattern})", text):
+            if part:
+                yield self._controls.get(part, part)
+
+    def _encode_part(self, part: str | int) -> list[int]:
+        return [part] if isinstance(part, int) else self._model.encode(part)
+
+
+def _json_vocabulary(path: Path) -> JsonVocabulary:
+    """A `tokenizer.json`.
+
+    Raises:
+      FlyJaxError: the tokenizers library cannot read it.
+    """
+    try:
+        return JsonVocabulary(tokenizers.Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception
+        raise FlyJaxError(
+            f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
+            "download the file again."
+        ) from error
+
+
+def _sentence_piece_vocabulary(
+    path: Path, *, adds_bos: bool, bos: str | None
+) -> SentencePieceVocabulary:
+    """A SentencePiece `.model`.
+
+    Args:
+      path: the file.
+      adds_bos: a begin of text is put before a prompt.
+      bos: its piece; None for the model's own.
+
+    Raises:
+      FlyJaxError: the sentencepiece library cannot read it.
+    """
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (RuntimeError, OSError, ValueError) as error:
+        raise FlyJaxError(
+            f"{path} is not a SentencePiece model ({error}); download the file again."
+        ) from error
+    begin = model.bos_id()
+    if bos is not None and model.piece_to_id(bos) != model.unk_id():
+        begin = model.piece_to_id(bos)
+    return SentencePieceVocabulary(model, begin if adds_bos and begin >= 0 else None)
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    characters: dict[str, int] = {chr(byte): byte for byte in printable}
+    return characters | {chr(0x100 + index): byte for index, byte in enumerate(rest)}

@@ -13,8 +13,8 @@ from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
-from fly_jax.verification.expression import LOSSLESS_RULES, combined, rule_names
 from fly_jax.verification.rules import RULES, Budget, Exact, Loose, Rule
+from fly_jax.verification.rules.loosened import LOSSLESS_RULES, combined, rule_names
 from fly_jax.verification.sampling import Sampling
 
 Boundary = Literal["reject", "defer"]

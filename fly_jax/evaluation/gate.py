@@ -17,8 +17,8 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
 from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
 from fly_jax.sharding.processes import broadcast, process_id
-from fly_jax.verification.expression import rule_names
 from fly_jax.verification.rules import Budget, Loose, Rule
+from fly_jax.verification.rules.loosened import rule_names
 
 MIN_PROMPTS = 8
 _VALUES = 97

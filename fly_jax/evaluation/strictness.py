@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.expression import rule_names
+from fly_jax.verification.rules.loosened import rule_names
 
 if TYPE_CHECKING:
     from fly_jax.evaluation.replay import Rounds, Tally

@@ -154,8 +154,9 @@ class TargetEvidence:
         draw from the residual, or from the target where there is no draft token (the bonus token).
       entropy: by the measure asked for, of the raw logits.
       full_entropy: over the whole vocabulary, in nats.
-      asked: when sampling, u q(x): the lossless rule took the draft token iff its probability is
-        above this. It is -1 in rows that are decoded greedily, and None where all are.
+      scaled_uniform: when sampling, u q(x): the lossless rule took the draft token iff its
+        probability is above this. It is -1 in rows that are decoded greedily, and None where all
+        are.
       top: see `TopTokens`.
     """
 
@@ -168,7 +169,7 @@ class TargetEvidence:
     replacement: Int32[Array, "rows positions"]
     entropy: Float32[Array, "rows positions"] | None = None
     full_entropy: Float32[Array, "rows positions"] | None = None
-    asked: Float32[Array, "rows positions"] | None = None
+    scaled_uniform: Float32[Array, "rows positions"] | None = None
     top: TopTokens | None = None
 
     @property
@@ -232,7 +233,7 @@ def evidence(
     draft = jnp.pad(draft_tokens.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=ABSENT)
     if num_drafted is not None:
         draft = jnp.where(jnp.arange(num_draft + 1) < num_drafted[:, None], draft, ABSENT)
-    inputs = Inputs(logits, draft)
+    inputs = EvidenceInputs(logits, draft)
     if sampling is not None:
         if key is None:
             raise FlyJaxError(
@@ -256,7 +257,7 @@ class _Noise(NamedTuple):
     gumbel: Float32[Array, "rows positions local"]
 
 
-class Inputs(NamedTuple):
+class EvidenceInputs(NamedTuple):
     """What `reduced` reads; on a mesh, one device's rows and its shard of the vocabulary.
 
     Attributes:
@@ -286,7 +287,7 @@ def draw_noise(
     return _Noise(jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size))
 
 
-def reduced(inputs: Inputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:
+def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:
     """The evidence; on a mesh every device reduces its own shard, and the result is whole."""
     reduce = functools.partial(
         _reduce, needs=Needs() if needs is None else needs, vocab_size=inputs.logits.shape[2]
@@ -306,14 +307,14 @@ def reduced(inputs: Inputs, needs: Needs | None, layout: Layout | None) -> Targe
     return jax.shard_map(
         functools.partial(reduce, axis_names=axis_names),
         mesh=layout.mesh,
-        in_specs=(Inputs._make(specs),),
+        in_specs=(EvidenceInputs._make(specs),),
         out_specs=whole,
         check_vma=False,  # it cannot see that a merge of gathered numbers is the same everywhere
     )(inputs)
 
 
 def _reduce(
-    inputs: Inputs, *, needs: Needs, vocab_size: int, axis_names: AxisNames
+    inputs: EvidenceInputs, *, needs: Needs, vocab_size: int, axis_names: AxisNames
 ) -> TargetEvidence:
     """The evidence from this device's shard of the vocabulary and a few numbers of the others'."""
     # What only compares and picks reads the logits as they are: widened first, they are copied.
@@ -370,7 +371,7 @@ def _surprise(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 
 def _rejection_sample(
-    inputs: Inputs, greedy: TargetEvidence, axis_names: AxisNames
+    inputs: EvidenceInputs, greedy: TargetEvidence, axis_names: AxisNames
 ) -> TargetEvidence:
     """What the draws make of the evidence, in rows that are not decoded greedily.
 
@@ -395,8 +396,8 @@ def _rejection_sample(
     draft_probs = jnp.where(inputs.draft[..., None] == ABSENT, 0, draft_probs)
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
-    asked = noise.uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
-    accepted = asked < jnp.exp(draft_log_prob)
+    scaled_uniform = noise.uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
+    accepted = scaled_uniform < jnp.exp(draft_log_prob)
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
     # Where rounding leaves p <= q everywhere the two are equal, and the token is accepted.
@@ -413,6 +414,6 @@ def _rejection_sample(
         draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),
         accepted=jnp.where(is_row_greedy, greedy.accepted, accepted),
         replacement=replacement,
-        asked=jnp.where(is_row_greedy, -1, asked),
+        scaled_uniform=jnp.where(is_row_greedy, -1, scaled_uniform),
         top=top,
     )

@@ -12,15 +12,15 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.evidence import (
     ABSENT,
-    Inputs,
+    EvidenceInputs,
     TargetEvidence,
     draw_noise,
     evidence,
     reduced,
 )
 from fly_jax.verification.rules.acceptance import accept
+from fly_jax.verification.rules.conditions import RuleState, Verdict
 from fly_jax.verification.rules.rule import Rule
-from fly_jax.verification.rules.verdict import RuleState, Verdict
 from fly_jax.verification.sampling import Sampling, keys_of_rows
 
 
@@ -160,7 +160,7 @@ def verify_flat(
     is_draft = place < num_drafted[request]
     # 2) The evidence, as of rows of one position each.
     draft = jnp.where(is_draft, draft_tokens.astype(jnp.int32), ABSENT)
-    inputs = Inputs(logits[:, None], draft[:, None])
+    inputs = EvidenceInputs(logits[:, None], draft[:, None])
     if sampling is not None:
         if key is None:
             raise FlyJaxError(

@@ -107,7 +107,7 @@ def test_the_way_of_tpus_finds_the_same_largest_values() -> None:
 
 def test_what_was_not_asked_for_is_not_there() -> None:
     seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
-    asked = (seen.entropy, seen.full_entropy, seen.asked, seen.top)
+    asked = (seen.entropy, seen.full_entropy, seen.scaled_uniform, seen.top)
     assert asked == (None,) * 4
 
 
@@ -237,7 +237,7 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
     if shards > 1:
         assert collectives, "a sharded vocabulary must be merged somehow"
-    assert (expected.asked is not None) == (sampling is not None)
+    assert (expected.scaled_uniform is not None) == (sampling is not None)
     # The distributions of target and draft are processed together.
     positions = SHARDED_ROWS * (DRAFTED + 1) * (1 if sampling is None else 2)
     # Of every shard at most the few numbers of its top-k, and never a shard of the vocabulary.

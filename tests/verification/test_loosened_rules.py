@@ -91,7 +91,7 @@ def random_case(seed: int, num_draft: int) -> Case:
         accepted=accepted,
         replacement=rng.integers(VOCAB, size=shape).astype(np.int32),
         full_entropy=single(rng.integers(0, 200, shape) / 64),
-        asked=single(np.where(rng.random((ROWS, 1)) < 0.3, -1, rng.random(shape))),
+        scaled_uniform=single(np.where(rng.random((ROWS, 1)) < 0.3, -1, rng.random(shape))),
     )
     return Case(
         seen,
@@ -129,9 +129,9 @@ def typical(case: Case) -> np.ndarray:
 
 
 def lenient(case: Case) -> np.ndarray:
-    asked = case.column("asked")
-    drawn = 0.4 * asked < np.exp(case.column("draft_log_prob"))
-    return np.where(asked < 0, near(-math.log(0.4))(case), drawn)
+    uniform = case.column("scaled_uniform")
+    drawn = 0.4 * uniform < np.exp(case.column("draft_log_prob"))
+    return np.where(uniform < 0, near(-math.log(0.4))(case), drawn)
 
 
 GATE, MEMORY = "REFUSED_GATE", "REFUSED_MEMORY"
@@ -284,7 +284,7 @@ def test_what_rules_ask_of_the_evidence() -> None:
     assert Budget(Fly(), 3.0).budget == 3.0
     assert Fly().initial_state(4) == RuleState()
     none = evidence(jnp.zeros((1, 2, 3)), jnp.zeros((1, 1), jnp.int32))
-    assert (none.entropy, none.full_entropy, none.asked) == (None,) * 3
+    assert (none.entropy, none.full_entropy, none.scaled_uniform) == (None,) * 3
 
 
 def test_rules_of_python_numbers_are_hashable() -> None:

@@ -22,8 +22,8 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.locate import resolve
 from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
-from fly_jax.verification.expression import rule_names
 from fly_jax.verification.rules import Exact, Rule, from_vllm_names, per_row
+from fly_jax.verification.rules.loosened import rule_names
 
 KEY = "fly_jax"
 _VARIABLE = "FLY_JAX_"

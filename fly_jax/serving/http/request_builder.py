@@ -11,8 +11,8 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.protocol import GenerationRequest, invalid
-from fly_jax.verification.expression import LOSSLESS_RULES
 from fly_jax.verification.rules import Budget, Loose, Rule
+from fly_jax.verification.rules.loosened import LOSSLESS_RULES
 
 # What requests may ask for besides the server's own rule where nobody says.
 _USUAL_RULES = ("fly", "margin")

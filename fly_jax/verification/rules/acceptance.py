@@ -12,10 +12,8 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import TargetEvidence
-from fly_jax.verification.rules.clause import Block
-from fly_jax.verification.rules.conditions import Seen
+from fly_jax.verification.rules.conditions import Block, RuleState, Seen, Verdict, Why, asked_for
 from fly_jax.verification.rules.rule import Rule
-from fly_jax.verification.rules.verdict import RuleState, Verdict, Why
 
 
 def accept(
@@ -61,7 +59,8 @@ def accept(
     here: TargetEvidence = jax.tree.map(lambda leaf: leaf[:, :num_draft], evidence)
     accepted = here.accepted
     mismatch, barred = ~accepted & present, _barred(here, draft_tokens, protected)
-    block = Block(mismatch, barred, rule.affordable(here, mismatch, state), end)
+    affordable = None if rule.budget is None else _affordable(here, mismatch, state)
+    block = Block(mismatch, barred, affordable, end)
     seen = Seen(here, draft_tokens, memory)
     allowed, refusals = [jnp.zeros_like(accepted)], [jnp.zeros(accepted.shape, jnp.int32)]
     for clause in rule.clauses():
@@ -111,3 +110,18 @@ def _barred(
         barred |= protected.at[*rows, draft_tokens].get(mode="fill", fill_value=True)
         barred |= protected[*rows, evidence.argmax]
     return barred
+
+
+def _affordable(
+    evidence: TargetEvidence, mismatch: Bool[Array, "rows draft"], state: RuleState | None
+) -> Bool[Array, "rows draft"]:
+    """Mismatches that what is left of the rows' budgets pays for."""
+    left = asked_for(
+        None if state is None else state.budget,
+        "the state of its rows' budgets",
+        "state=rule.initial_state(rows), and from then on what RuleState.after returns",
+    )[:, None]
+    # A refused mismatch ends the block, so that at any position that is reached all mismatches
+    # before it have been rescued: the regrets of mismatches add up to what was spent.
+    spent = jnp.cumsum(jnp.where(mismatch, evidence.gap, 0), axis=1)
+    return (spent <= left) & (left > 0)

@@ -1,4 +1,4 @@
-"""What loosened rules are made of: conditions on one mismatch, and the deferred window after it.
+"""Verdicts, and what rules are made of: conditions on one mismatch, deferred windows, clauses.
 
 Logits and probabilities are the target's raw ones, whatever the temperature, so that a threshold
 means the same at every temperature.
@@ -7,16 +7,98 @@ means the same at every temperature.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, TypeVar
+import enum
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Int32
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import is_remembered
-from fly_jax.verification.data import STATIC, Count, Number, column, data_tree, log
+from fly_jax.verification.data import STATIC, Count, Number, Switch, column, data_tree, log
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
-from fly_jax.verification.rules.verdict import Why
+
+
+class Why(enum.IntEnum):
+    """What became of one position; `letter` is for the tokens that were emitted.
+
+    `REFUSED` comes before every other refusal. The others are in the order in which a rule checks:
+    the first that fails is reported; of rules joined by |, that of the one that came furthest.
+    """
+
+    MATCHED = 0  # kept: the lossless rule accepts it
+    RESCUED = 1  # kept: a mismatch that the rule loosens
+    REFUSED_GATE = 2  # the target is too sure of another token
+    REFUSED_MEMORY = 3  # the memory has not seen this correction often enough
+    REFUSED_BUDGET = 4  # the request's risk budget, or the block's share of it, is spent
+    REFUSED_WINDOW = 5  # a drafted token in its deferred window is a mismatch too
+    REFUSED_BOUNDARY = 6  # only the block's end stood in the way: the window does not fit
+    REFUSED = 7  # never loosened: an exact rule, a protected token, or one of probability 0
+    CORRECTED = 8  # emitted by the target in place of the first refused token
+    BONUS = 9  # emitted by the target after a block that was kept whole
+    DROPPED = 10  # after the first refusal, or not drafted at all
+
+    @property
+    def letter(self) -> str:
+        """m, r, c or b for matched, rescued, corrected and bonus; "-" for what is not emitted."""
+        return _LETTERS.get(self, "-")
+
+
+_LETTERS = {Why.MATCHED: "m", Why.RESCUED: "r", Why.CORRECTED: "c", Why.BONUS: "b"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a round keeps of each row's draft.
+
+    A row emits its first `num_accepted` draft tokens and then `next_token`.
+
+    Attributes:
+      num_accepted: draft tokens kept.
+      next_token: the target's token that follows them.
+      next_why: `Why.CORRECTED` or `Why.BONUS`.
+      why: a `Why` for every draft position; only the first refused one says what refused it.
+      num_rescued: rescues among the tokens kept.
+      regret: what each kept rescue takes from the row's risk budget, 0 elsewhere; None without one.
+    """
+
+    num_accepted: Int32[Array, " rows"]
+    next_token: Int32[Array, " rows"]
+    next_why: Int8[Array, " rows"]
+    why: Int8[Array, "rows draft"]
+    num_rescued: Int32[Array, " rows"]
+    regret: Float32[Array, "rows draft"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RuleState:
+    """What a rule knows of each row from earlier rounds.
+
+    What a rule has no use for is None, and costs nothing.
+
+    Attributes:
+      budget: the risk budget that is left, in nats.
+    """
+
+    budget: Float32[Array, " rows"] | None = None
+
+    def after(self, verdict: Verdict, count: Int[Array, " rows"]) -> RuleState:
+        """The state once the first `count` tokens of each row's block have been emitted."""
+        if self.budget is None or verdict.regret is None:
+            return self
+        emitted = jnp.arange(verdict.regret.shape[1]) < count[:, None]
+        spent = jnp.sum(jnp.where(emitted, verdict.regret, 0), axis=1)
+        # The sum may round other than the running sums that were compared with the budget.
+        return dataclasses.replace(self, budget=jnp.maximum(self.budget - spent, 0))
+
 
 # Thresholds up to this one switch the gate off, as in FLy's reference code.
 GATE_OFF = 0.01
@@ -85,7 +167,7 @@ class Condition:
 
     @property
     def needs(self) -> Needs:
-        """What every evidence has is enough."""
+        """Nothing beyond what every evidence has, unless a condition says otherwise."""
         return Needs()
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
@@ -145,7 +227,7 @@ class TypicalEnough(Condition):
 
     @property
     def needs(self) -> Needs:
-        """H."""
+        """The entropy of the whole softmax."""
         return Needs(full_entropy=True)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
@@ -171,10 +253,10 @@ class Lenient(Condition):
         """U < p(x) / (lenience q(x)), with the very u that decided about the token."""
         found = seen.evidence
         near = found.gap <= column(-log(self.lenience))
-        if found.asked is None:
+        if found.scaled_uniform is None:
             return near
-        drawn = column(self.lenience) * found.asked < jnp.exp(found.draft_log_prob)
-        return jnp.where(found.asked < 0, near, drawn)
+        drawn = column(self.lenience) * found.scaled_uniform < jnp.exp(found.draft_log_prob)
+        return jnp.where(found.scaled_uniform < 0, near, drawn)
 
 
 @data_tree
@@ -221,3 +303,100 @@ class Window:
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
         """True where the whole window lies within the row's block."""
         return jnp.arange(1, num_draft + 1) + column(self.size) <= end[:, None]
+
+
+# The `Why` of an alternative that a row does not have: any other comes further.
+_NO_REASON = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The rows' blocks, as far as they are the same for all clauses.
+
+    Attributes:
+      mismatch: drafted tokens that the lossless rule refuses.
+      barred: tokens that nothing can rescue.
+      affordable: within the risk budget; None without one.
+      end: draft tokens of each row.
+    """
+
+    mismatch: Bool[Array, "rows draft"]
+    barred: Bool[Array, "rows draft"]
+    affordable: Bool[Array, "rows draft"] | None
+    end: Int32[Array, " rows"]
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Clause:
+    """Conditions and windows, all of which must hold for a mismatch to be rescued.
+
+    Attributes:
+      conditions: in the order in which a refusal is looked for.
+      windows: deferred windows.
+      enabled: the rows that have this clause; None if all have.
+    """
+
+    conditions: tuple[Condition, ...]
+    windows: tuple[Window, ...] = ()
+    enabled: Switch | None = None
+
+    def __and__(self, other: Clause) -> Clause:
+        """All that either of two demands, in the rows that have both."""
+        both = [one.enabled for one in (self, other) if one.enabled is not None]
+        return Clause(
+            self.conditions + other.conditions,
+            self.windows + other.windows,
+            functools.reduce(operator.and_, both) if both else None,
+        )
+
+    @property
+    def window_size(self) -> Count:
+        """That of the largest window, 0 without one; a Python number unless under `jit`."""
+        sizes = [window.size for window in self.windows]
+        return _plain(functools.reduce(_numpy_of(sizes).maximum, sizes, np.int32(0)))
+
+    def judge(
+        self, seen: Seen, block: Block
+    ) -> tuple[Bool[Array, "rows draft"], Int[Array, "rows draft"]]:
+        """Whether it allows a rescue at each position, and the `Why` of a refusal."""
+        holds = [condition.holds(seen) for condition in self.conditions]
+        refusals = [condition.why.value for condition in self.conditions]
+        if block.affordable is not None:
+            holds.append(block.affordable)
+            refusals.append(Why.REFUSED_BUDGET.value)
+        for window in self.windows:
+            holds.append(window.is_clean(block.mismatch))
+            refusals.append(Why.REFUSED_WINDOW.value)
+        refusal = jnp.full(block.mismatch.shape, Why.REFUSED_BOUNDARY.value)
+        if holds:
+            refusal = jnp.select([~held for held in holds], refusals, refusal)
+        fits = [window.fits(block.mismatch.shape[1], block.end) for window in self.windows]
+        allowed = functools.reduce(operator.and_, holds + fits, ~block.barred)
+        if self.enabled is None:
+            return allowed, refusal
+        enabled = jnp.asarray(column(self.enabled))
+        return allowed & enabled, jnp.where(enabled, refusal, _NO_REASON)
+
+
+def strict_tail(clauses: tuple[Clause, ...]) -> Count:
+    """The smallest window of the alternatives that a row has; 0 for a row without any."""
+    sizes = [clause.window_size for clause in clauses]
+    array = _numpy_of([*sizes, *(clause.enabled for clause in clauses)])
+    none = np.int32(np.iinfo(np.int32).max)
+    owned = (
+        size if clause.enabled is None else array.where(clause.enabled, size, none)
+        for size, clause in zip(sizes, clauses, strict=True)
+    )
+    least = functools.reduce(array.minimum, owned, none)
+    return _plain(array.where(least == none, 0, least))
+
+
+def _numpy_of(numbers: Sequence[Any]) -> Any:
+    """NumPy, or JAX's if any of the numbers is traced."""
+    return jnp if any(isinstance(number, Tracer) for number in numbers) else np
+
+
+def _plain(number: Any) -> Count:
+    """A Python number in place of a scalar of the host."""
+    return number if isinstance(number, Tracer) or number.ndim else int(number)

@@ -8,20 +8,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import check_parameters
+from fly_jax.parameters import check_parameters, parameter
 from fly_jax.verification.data import Count, Number, data_tree
-from fly_jax.verification.evidence import Needs, TargetEvidence
-from fly_jax.verification.rules.clause import Clause, strict_tail
-from fly_jax.verification.rules.conditions import Condition
-from fly_jax.verification.rules.verdict import RuleState
+from fly_jax.verification.evidence import Needs
+from fly_jax.verification.rules.conditions import (
+    Clause,
+    Condition,
+    RuleState,
+    strict_tail,
+)
 
 
 class Rule:
@@ -63,15 +66,6 @@ class Rule:
             return RuleState()
         budget = jnp.asarray(self.budget, jnp.float32)
         return RuleState(jnp.broadcast_to(budget, (num_rows,)))
-
-    def affordable(
-        self,
-        evidence: TargetEvidence,
-        mismatch: Bool[Array, "rows draft"],
-        state: RuleState | None,
-    ) -> Bool[Array, "rows draft"] | None:
-        """Mismatches within the limit around the conditions; None for no such limit."""
-        return None
 
     @property
     def strict_tail(self) -> Count:
@@ -195,3 +189,125 @@ class Either(_Pair):
     def clauses(self) -> tuple[Clause, ...]:
         """The alternatives of both."""
         return self.left.clauses() + self.right.clauses()
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Budget(Loose):
+    """A loosened rule that may lose so much and no more (after ASD, arXiv 2608.03447).
+
+    A rescue's regret is max z - z(x), in nats: how much more probable, as a logarithm, the target
+    finds its own choice. A mismatch is rescued iff
+      - the rule rescues it;
+      - the request's budget is not spent, and the regrets of this request's rescues up to and
+        including this one do not exceed it.
+    With a budget of 0, and once the budget is spent, decoding is lossless.
+
+    Attributes:
+      rule: what is limited.
+      total: the budget of each request, in nats; None for no limit.
+
+    Raises:
+      FlyJaxError: a negative budget, or a budget around a budget.
+    """
+
+    is_limited: ClassVar[bool] = True
+
+    rule: Loose
+    total: Number | None = parameter(
+        None,
+        "nats that all rescues of a prompt may cost; 0 is lossless",
+        name="risk_budget", kind=float, low=0.0,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.rule, Loose) or self.rule.is_limited:
+            raise FlyJaxError(
+                f"A budget was put around {type(self.rule).__name__}; it goes around one loosened "
+                "rule, or one combination of them."
+            )
+
+    @property
+    def budget(self) -> Number | None:
+        """What every request begins with."""
+        return self.total
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The rule's."""
+        return self.rule.clauses()
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class UnitedRules(Loose):
+    """A loosened rule that is given by its clauses, of which each row has some.
+
+    Attributes:
+      alternatives: see `Rule.clauses`.
+    """
+
+    alternatives: tuple[Clause, ...]
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """Those that it is made of."""
+        return self.alternatives
+
+
+def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
+    """One rule that gives each row of a batch what the row's own rule would give it alone.
+
+    It has the alternatives of all of them, with a number for each row, and each alternative is
+    switched off in the rows whose rule lacks it. Two batches run the same program if their rules
+    differ in numbers and in the order of rows only, so for a server: pass as `like` a rule of every
+    kind that a request may ask for, and each batch runs the same program, whoever is in it.
+
+    It works on the host; rules that read an entropy must all read the same.
+
+    Args:
+      rules: of each row; every number in them one number.
+      like: rules whose alternatives and limits the program has as well, without rows.
+
+    Raises:
+      FlyJaxError: a rule whose numbers are arrays of one for each row.
+    """
+    owned: list[dict[tuple[str, int], Clause]] = []
+    for rule in (*rules, *like):
+        clauses: dict[tuple[str, int], Clause] = {}
+        for clause in rule.clauses():
+            clause = clause if clause.enabled is not None else _switched(clause, True)
+            kind = str(jax.tree.structure(clause))
+            # A rule may have several alternatives of one kind.
+            number = sum(kind == other for other, _ in clauses)
+            clauses[kind, number] = clause
+        owned.append(clauses)
+    # In an order that does not depend on the order of rows.
+    alternatives = []
+    for name in sorted({name for clauses in owned for name in clauses}):
+        absent = _switched(next(clauses[name] for clauses in owned if name in clauses), False)
+        column = [clauses.get(name, absent) for clauses in owned[: len(rules)]]
+        alternatives.append(jax.tree.map(lambda *numbers: _stacked(numbers), *column))
+    united = UnitedRules(tuple(alternatives))
+    _ = united.needs  # which must be the same for all
+    budgets = [rule.budget for rule in (*rules, *like)]
+    if all(budget is None for budget in budgets):
+        return united
+    none = np.float32(np.inf)
+    return Budget(united, _stacked([none if one is None else one for one in budgets[: len(rules)]]))
+
+
+def _switched(clause: Clause, enabled: bool) -> Clause:
+    return dataclasses.replace(clause, enabled=enabled)
+
+
+def _stacked(numbers: Sequence[Any]) -> np.ndarray:
+    """A number for each row, of the types that arrays on a device have."""
+    arrays = [np.asarray(number) for number in numbers]
+    if any(array.ndim for array in arrays):
+        raise FlyJaxError(
+            "per_row was given a rule with an array of numbers; give it one rule for each row, "
+            "with one number for each parameter."
+        )
+    stacked = np.stack(arrays)
+    narrow = {"f": np.float32, "i": np.int32, "b": np.bool_}
+    return stacked.astype(narrow[stacked.dtype.kind])

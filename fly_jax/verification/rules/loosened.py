@@ -1,0 +1,348 @@
+"""The loosened rules, by name, and as text: "fly", "fly & margin", "(fly | csd) & margin"."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, get_args
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.parameters import parameter
+from fly_jax.verification.data import Count, Number, data_tree, log
+from fly_jax.verification.evidence import Entropy, EntropyMeasure
+from fly_jax.verification.rules.conditions import (
+    Clause,
+    Condition,
+    Lenient,
+    Near,
+    Probable,
+    Remembered,
+    TypicalEnough,
+    Undecided,
+    Window,
+    WindowKind,
+)
+from fly_jax.verification.rules.rule import Loose
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Fly(Loose):
+    """FLy: keeps a mismatch that an undecided target then goes along with (arXiv 2511.22972).
+
+    The mismatch at position j (from 1) of a block of K draft tokens is rescued iff
+      - the gate is open: the target's entropy at j is at least `entropy_threshold`;
+      - its deferred window is clean: the lossless rule accepts j+1 .. j+W (W = `window_size`), each
+        considered on its own, so that a second mismatch in the window refuses the first one even
+        where it would itself be rescued;
+      - the window fits into the block: j + W <= K;
+      - the target gives the draft token a probability above 0 (in float32; with sampling, also
+        after top-k and top-p), and neither it nor the target's argmax is protected.
+
+    With sampling the lossless rule is rejection sampling. Fly then rescues only what that has
+    refused and never redraws what it has accepted, so that the emitted distribution is no longer
+    the target's: it is moved towards the draft's, at undecided positions, by the probability that
+    the draft token is refused and its window clean. The gate always sees untempered logits.
+
+    Attributes:
+      entropy_threshold: in the unit of `entropy`; `GATE_OFF` or less switches the gate off.
+      window_size: W; 0 rescues every mismatch that passes the gate.
+      entropy: see `Entropy.measure`. The published results come from "top_k" with 0.3; with
+        "normalized", the formula printed in the paper, 0.3 rescues almost nothing.
+      entropy_top_k: see `Entropy.top_k`.
+      window: "paper", or "reference" for FLy's reference code, which looks at j+1 .. j+W-1 only and
+        yet demands j + W <= K.
+
+    Raises:
+      FlyJaxError: if a value is outside its range.
+    """
+
+    entropy_threshold: Number = parameter(
+        0.3, "fly: least entropy of the target for a mismatch to be kept; 0 for no gate", low=0.0
+    )
+    window_size: Count = parameter(
+        6, "fly: draft tokens after a mismatch that must match for it to be kept", low=0
+    )
+    entropy: EntropyMeasure = parameter(
+        "top_k",
+        "fly: what the threshold is compared with",
+        choices=get_args(EntropyMeasure), static=True,
+    )  # fmt: skip
+    entropy_top_k: int = parameter(
+        3, "fly: tokens that the entropy top_k looks at", low=1, static=True
+    )
+    window: WindowKind = parameter(
+        "paper",
+        "fly: the window of the paper, or that of the reference code, which is one shorter",
+        choices=get_args(WindowKind), flag=False, static=True,
+    )  # fmt: skip
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The gate and the deferred window."""
+        gate = Undecided(self.entropy_threshold, Entropy(self.entropy, self.entropy_top_k))
+        return (Clause((gate,), (Window(self.window_size, self.window),)),)
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Csd(Loose):
+    """Calibrated speculative decoding: rescues what the target has often corrected for little.
+
+    Zhou et al., arXiv 2604.13634, for greedy decoding. The mismatch of draft token x is rescued iff
+      - the memory has seen the target's choice take the place of x more than lambda times (lambda
+        is the memory's `min_count`);
+      - z(x) - max z >= ln(`consistency`), in raw logits: x is at least so probable, relative to the
+        target's choice.
+
+    Attributes:
+      consistency: tau; 0 demands nothing, and None leaves this half out of the program.
+      memory: False leaves the other half out.
+
+    Raises:
+      FlyJaxError: both halves left out, or a tau that is no ratio.
+    """
+
+    consistency: Number | None = parameter(
+        0.01,
+        "csd: least probability of the draft's token, as a share of that of the target's choice; "
+        "0 for no such demand",
+        name="csd_consistency", low=0.0, high=1.0,
+    )  # fmt: skip
+    memory: bool = parameter(
+        True,
+        "csd: keep only what the memory knows to be corrected often",
+        name="csd_memory", static=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.memory and (self.consistency is None or _is_zero(self.consistency)):
+            raise FlyJaxError(
+                "The rule csd was given neither its memory nor its consistency gate; leave at "
+                "least one of them on."
+            )
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The halves that are on."""
+        halves: tuple[Condition, ...] = ()
+        if self.consistency is not None:
+            halves += (Near(-log(self.consistency)),)
+        if self.memory:
+            halves += (Remembered(),)
+        return (Clause(halves),)
+
+
+def _is_zero(number: Number) -> bool:
+    """True for Python's zeros; what an array holds is data."""
+    return isinstance(number, int | float) and number == 0
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Lossy(Loose):
+    """Rescues a draft token of at least a fixed probability: p(x) >= `threshold`.
+
+    In greedy decoding a threshold above 0.5 rescues nothing: a token that probable is the target's
+    own choice.
+
+    Attributes:
+      threshold: least probability in the target's plain softmax.
+
+    Raises:
+      FlyJaxError: no probability.
+    """
+
+    threshold: Number = parameter(
+        0.3,
+        "lossy: least probability of the draft's token",
+        name="lossy_threshold", above=0.0, high=1.0,
+    )  # fmt: skip
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The threshold."""
+        return (Clause((Probable(self.threshold),)),)
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Lenience(Loose):
+    """Speculative sampling that asks less of the draft (appendix of arXiv 2211.17192).
+
+    When sampling, a draft token x ~ q is kept with probability min(1, p(x) / (l q(x))), by the draw
+    of the lossless rule, which is l = 1; a token that is not kept is replaced as by that rule. No
+    token is then emitted with more than 1/l times its probability. What l = 1 would refuse counts
+    as rescued. Greedy decoding is the limit of temperature 0 with the plain softmax on both sides:
+    x is kept iff p(x) >= l max p.
+
+    Attributes:
+      lenience: l.
+
+    Raises:
+      FlyJaxError: no ratio.
+    """
+
+    lenience: Number = parameter(
+        0.5,
+        "lenience: by how much less the draft's token has to be probable",
+        above=0.0, high=1.0,
+    )  # fmt: skip
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The lenient draw, or the ratio."""
+        return (Clause((Lenient(self.lenience),)),)
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Typical(Loose):
+    """Medusa's typical acceptance (arXiv 2401.10774): p(x) > min(`epsilon`, `delta` exp(-H)).
+
+    H is the entropy of the target's plain softmax, in nats: the flatter it is, the less is asked.
+
+    Attributes:
+      epsilon: what is enough anywhere.
+      delta: what is enough where the target is sure.
+
+    Raises:
+      FlyJaxError: a value that is no probability.
+    """
+
+    epsilon: Number = parameter(
+        0.09,
+        "typical: probability that is enough anywhere",
+        name="typical_epsilon", above=0.0, high=1.0,
+    )  # fmt: skip
+    delta: Number = parameter(
+        0.3,
+        "typical: probability that is enough where the target is sure",
+        name="typical_delta", above=0.0, high=1.0,
+    )  # fmt: skip
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The threshold that moves with the entropy."""
+        return (Clause((TypicalEnough(self.epsilon, self.delta),)),)
+
+
+@data_tree
+@dataclasses.dataclass(frozen=True)
+class Margin(Loose):
+    """Rescues a draft token that is nearly the target's choice: max ln p - ln p(x) <= `gap`.
+
+    Attributes:
+      gap: in nats.
+
+    Raises:
+      FlyJaxError: a negative gap.
+    """
+
+    gap: Number = parameter(
+        0.3,
+        "margin: most nats that the draft's token may be less probable than the target's choice",
+        name="margin_gap", low=0.0,
+    )  # fmt: skip
+
+    def clauses(self) -> tuple[Clause, ...]:
+        """The margin."""
+        return (Clause((Near(self.gap),)),)
+
+
+RULES: dict[str, type[Loose]] = {
+    rule.__name__.lower(): rule for rule in (Fly, Csd, Lossy, Lenience, Typical, Margin)
+}
+# vLLM's words for FLy, and ours.
+VLLM_NAMES = {
+    "rejection_sample_method": "rule",
+    "fly_window_size": "window_size",
+    "fly_entropy_threshold": "entropy_threshold",
+    "fly_entropy_top_k": "entropy_top_k",
+}
+
+
+def from_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by our names, where vLLM's may have been given.
+
+    Raises:
+      FlyJaxError: a parameter has two names and two values.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = VLLM_NAMES.get(name, name)
+        if found.setdefault(ours, value) != value:
+            raise FlyJaxError(
+                f"{ours} is {found[ours]!r} and {value!r}, once by vLLM's name; give it once."
+            )
+    return found
+
+
+LOSSLESS_RULES = ("autoregressive", "exact", "sampled")
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+}
+_Rule = TypeVar("_Rule")
+
+
+def rule_names(text: str) -> tuple[str, ...]:
+    """The rules that an expression is made of, in its order.
+
+    Raises:
+      FlyJaxError: no expression of rules, an unknown rule, or a lossless rule in a combination.
+    """
+    names = tuple(_names(_parsed(text), text))
+    for name in names:
+        if name not in (*LOSSLESS_RULES, *RULES):
+            raise FlyJaxError(
+                f"rule is {text!r} and there is no rule {name!r}; the rules are "
+                f"{', '.join((*LOSSLESS_RULES, *RULES))}."
+            )
+        if name in LOSSLESS_RULES and len(names) > 1:
+            raise FlyJaxError(
+                f"rule is {text!r}, and {name} is lossless, which nothing can be added to or taken "
+                f"from; combine only {', '.join(RULES)}."
+            )
+    return names
+
+
+def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
+    """The rule that a checked expression stands for.
+
+    Args:
+      text: has passed `rule_names`.
+      rules: those that it names.
+    """
+
+    def evaluated(node: ast.expr) -> _Rule:
+        if isinstance(node, ast.BinOp):
+            joined: _Rule = _OPERATORS[type(node.op)](evaluated(node.left), evaluated(node.right))
+            return joined
+        assert isinstance(node, ast.Name)
+        return rules[node.id]
+
+    return evaluated(_parsed(text))
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _no_expression(text) from error
+
+
+def _names(node: ast.expr, text: str) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        yield from _names(node.left, text)
+        yield from _names(node.right, text)
+    else:
+        raise _no_expression(text)
+
+
+def _no_expression(text: str) -> FlyJaxError:
+    return FlyJaxError(
+        f"rule is {text!r}; it must be the name of a rule, or names joined by & (what both would "
+        "keep), | (what either would keep) and parentheses, such as 'fly & margin'."
+    )

@@ -23,7 +23,7 @@ PACKAGE = Path(fly_jax.__file__).parent
 PROGRAMS = (
     "decoding/deferral.py", "decoding/dispatch.py", "decoding/drafters/", "decoding/programs.py",
     "decoding/round.py", "decoding/settling.py", "decoding/state.py", "models/attention.py",
-    "models/cache.py", "models/llama.py", "models/rope.py", "verification/data.py",
+    "models/cache.py", "models/llama.py", "verification/data.py",
     "verification/evidence.py", "verification/reductions.py", "verification/rules/",
     "verification/sampling.py",
 )  # fmt: skip

@@ -38,7 +38,7 @@ from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.models.checkpoints.identity import identity
+from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")

@@ -23,8 +23,8 @@ from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.models.checkpoints.convert import convert
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.load import convert
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.training.problems import Problem, is_correct
 from fly_jax.verification.rules import Fly
 

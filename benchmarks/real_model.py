@@ -38,7 +38,7 @@ from tqdm import tqdm
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import open_pair
 from fly_jax.models.cache import empty_cache
-from fly_jax.models.checkpoints.identity import identity
+from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.llama import Llama
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")

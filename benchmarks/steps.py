@@ -23,10 +23,9 @@ from absl import flags
 
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import open_checkpoint
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR, resolve
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.config import LlamaConfig
-from fly_jax.models.llama import Llama, Parameters
-from fly_jax.models.products import in_front
+from fly_jax.models.llama import Llama, Parameters, in_front
 from fly_jax.models.specs import parameter_specs
 
 _TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")

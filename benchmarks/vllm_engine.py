@@ -28,7 +28,7 @@ from texts import documents, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 
 _WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")
 _FILES = flags.DEFINE_list("files", [], "prompts and output of that way")

@@ -28,7 +28,7 @@ from absl import flags
 from machine import run, write
 
 from fly_jax.models.checkpoints.load import open_weights, save_hf
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 
 _WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")

@@ -24,7 +24,7 @@ from typing import Any
 import vllm_stand_ins
 from machine import run, write
 
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 
 _TARGET, _DRAFT = map(str, EMBEDDED_PAIR)
 _MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": 15}

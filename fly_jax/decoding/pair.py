@@ -27,7 +27,7 @@ from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR, resolve
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import self_draft

@@ -198,7 +198,7 @@ def _find(values: FlagValues, inputs: Inputs, command: str) -> None:
 
 def _fill(values: FlagValues, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
-    from fly_jax.models.checkpoints.identity import identity
+    from fly_jax.models.checkpoints.source import identity
 
     which = ""
     dtype = values.dtype or inputs.models.default_dtype  # starts the backend, in all processes

@@ -46,8 +46,8 @@ def main(arguments: Sequence[str]) -> None:
                 f"convert needs --{name}; see python -m fly_jax.launch convert --help."
             )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, nor waited for
-    from fly_jax.models.checkpoints.convert import convert  # starts JAX's own imports
-    from fly_jax.models.checkpoints.locate import resolve
+    from fly_jax.models.checkpoints.load import convert  # starts JAX's own imports
+    from fly_jax.models.checkpoints.source import resolve
 
     try:
         source = resolve(values.target, values.revision)

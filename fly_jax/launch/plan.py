@@ -152,8 +152,8 @@ def _round(values: FlagValues) -> RoundSpec:
 
 
 def _config(name: str) -> LlamaConfig:
-    from fly_jax.models.checkpoints.gguf_config import gguf_config
-    from fly_jax.models.checkpoints.gguf_file import is_gguf, open_gguf
+    from fly_jax.models.checkpoints.gguf_source import gguf_config, open_gguf
+    from fly_jax.models.checkpoints.source import is_gguf
     from fly_jax.models.config import read_config
     from fly_jax.models.presets import preset
 

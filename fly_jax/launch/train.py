@@ -92,9 +92,8 @@ def _distil(values: FlagValues) -> None:
     import jax.numpy as jnp
 
     from fly_jax.decoding.pair import open_pair
-    from fly_jax.models.checkpoints.convert import carry_tokenizer
-    from fly_jax.models.checkpoints.identity import identity
-    from fly_jax.models.checkpoints.load import save_hf
+    from fly_jax.models.checkpoints.load import carry_tokenizer, save_hf
+    from fly_jax.models.checkpoints.source import identity
     from fly_jax.training import distillation
     from fly_jax.training.trainer import steps_done, train
 

@@ -18,7 +18,7 @@ from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints.load import load_llama, save_hf
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import self_draft
 from fly_jax.models.specs import SELF_DRAFTS, parameter_specs, scale_groups, scale_name

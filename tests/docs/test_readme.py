@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.checkpoints.locate import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.checkpoints import convert as module
+from fly_jax.models.checkpoints import load as module
 
 
 def decoded(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[int]]:

@@ -40,8 +40,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     for owner, name in (
         (load, "HuggingFaceSource"),
         (load, "load_tokenizer"),
-        (tokenizer, "read_model"),
-        (tokenizer, "_read_settings"),
+        (tokenizer, "_sentence_piece_vocabulary"),
+        (tokenizer, "read_json"),
         (hugging_face, "read_config"),
         (inputs, "parse_mesh"),
         (pair, "parse_mesh"),
@@ -74,8 +74,8 @@ def test_everything_is_opened_once(
             f"HuggingFaceSource {folder}",
             f"read_config {folder}",
             f"load_tokenizer {folder}",
-            f"read_model {folder / 'tokenizer.model'}",
-            f"_read_settings {folder / 'tokenizer_config.json'}",
+            f"_sentence_piece_vocabulary {folder / 'tokenizer.model'}",
+            f"read_json {folder / 'tokenizer_config.json'}",
         }
     assert dict(counted) == dict.fromkeys(expected, 1)
 

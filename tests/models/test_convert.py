@@ -19,10 +19,9 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
-from fly_jax.models.checkpoints import convert as module
-from fly_jax.models.checkpoints.convert import carry_tokenizer, convert
+from fly_jax.models.checkpoints import load as module
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
-from fly_jax.models.checkpoints.load import load_llama, open_weights
+from fly_jax.models.checkpoints.load import carry_tokenizer, convert, load_llama, open_weights
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import Group
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -127,16 +126,16 @@ def test_a_killed_conversion_run_again_gives_the_same(source: Path, tmp_path: Pa
     output = tmp_path / "output"
     program = (
         "import os, sys, pathlib, time\n"
-        "from fly_jax.models.checkpoints import convert\n"
-        "write = convert.write_group\n"
+        "from fly_jax.models.checkpoints import load\n"
+        "write = load.write_group\n"
         "def slow(folder, group, parts):\n"
         "    if group.layer == 1:\n"
         "        (folder / 'orbax' / 'layer_001.orbax-checkpoint-tmp').mkdir()\n"
         "        print('here', flush=True)\n"
         "        time.sleep(600)\n"
         "    write(folder, group, parts)\n"
-        "convert.write_group = slow\n"
-        "convert.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 'int8')\n"
+        "load.write_group = slow\n"
+        "load.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), 'int8')\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(source), str(output)],

@@ -21,13 +21,12 @@ from gguf_files import (
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints import load
-from fly_jax.models.checkpoints.convert import convert
-from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
-from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
+from fly_jax.models.checkpoints.gguf_source import TYPES, open_gguf
+from fly_jax.models.checkpoints.load import convert, load_llama, open_checkpoint, open_weights
 from fly_jax.models.config import LlamaConfig, RopeScaling
 from fly_jax.models.llama import Llama
-from fly_jax.models.rope import inverse_frequencies
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tiny_pair import write_pair
 
-from fly_jax.models.checkpoints.identity import identity
+from fly_jax.models.checkpoints.source import identity
 
 
 def test_copies_are_the_same_and_anything_else_is_not(tmp_path: Path) -> None:

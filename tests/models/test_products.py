@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly_jax.models.checkpoints.load import load_llama, save_hf
-from fly_jax.models.llama import Llama
-from fly_jax.models.products import in_front, matmul, with_turned
+from fly_jax.models.llama import Llama, in_front, matmul, with_turned
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 # How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.

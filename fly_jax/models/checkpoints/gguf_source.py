@@ -1,20 +1,237 @@
-"""Weights of a GGUF file: which tensor is which parameter, dequantised matrix by matrix."""
+"""GGUF files: a configuration from the metadata, and tensors, dequantised matrix by matrix."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from pathlib import Path
+from typing import Any
 
+import gguf
 import jax
 import numpy as np
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.gguf_config import gguf_config
-from fly_jax.models.checkpoints.gguf_file import GgufFile
+from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.hugging_face import arranged, row_sharding, tensor_shape
-from fly_jax.models.config import GGUF_ARCHITECTURES
+from fly_jax.models.config import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
 from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
+
+# The types that are read: plain ones, and those that models are quantised to most often.
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A file that has been opened: its header was read, and its tensors are mapped into memory.
+
+    Attributes:
+      path: of the file.
+      tensors: by name.
+    """
+
+    path: Path
+    tensors: dict[str, gguf.ReaderTensor]
+    fields: dict[str, gguf.ReaderField]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata: a number, a text, or a list of them."""
+        field = self.fields.get(key)
+        return default if field is None else field.contents()
+
+    def needed(self, key: str) -> Any:
+        """A value that the file must have.
+
+        Raises:
+          FlyJaxError: it lacks it.
+        """
+        value = self.value(key)
+        if value is None:
+            raise FlyJaxError(
+                f"{self.path} lacks the key {key}; a GGUF file needs it: download the file again, "
+                "or convert the model anew."
+            )
+        return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, rows first, as Hugging Face has it."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def rows(self, name: str, rows: slice) -> np.ndarray:
+        """Some rows of a tensor, or a part of a vector, in float32."""
+        tensor = self.tensors[name]
+        return gguf.dequantize(np.asarray(tensor.data[rows]), tensor.tensor_type)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Reads the header.
+
+    Raises:
+      FlyJaxError: the file is missing, cut off, of an unknown version, or has tensors of a type
+        that is not read.
+    """
+    head = b""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+        reader = gguf.GGUFReader(path)
+    except OSError as error:
+        raise FlyJaxError(
+            f"{path} cannot be read ({error.strerror or error}); correct the path."
+        ) from error
+    except Exception as error:  # the library raises whatever a broken header leads to
+        raise FlyJaxError(_unreadable(path, head)) from error
+    for tensor in reader.tensors:
+        if tensor.tensor_type.name not in TYPES:
+            raise FlyJaxError(
+                f"The tensor {tensor.name} in {path} is stored as {tensor.tensor_type.name}; "
+                f"fly_jax reads {', '.join(TYPES)}: give a file of one of these."
+            )
+    return GgufFile(path, {one.name: one for one in reader.tensors}, dict(reader.fields))
+
+
+def _unreadable(path: Path, head: bytes) -> str:
+    """What is wrong with a file that begins so and that the library cannot read."""
+    if head[:4] != b"GGUF":
+        return f"{path} is no GGUF file; correct the path, or download the file again."
+    version = int.from_bytes(head[4:], "little")
+    if version not in READER_SUPPORTED_VERSIONS:
+        return (
+            f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
+            f"{' and '.join(map(str, READER_SUPPORTED_VERSIONS))}; convert the model anew, or "
+            "upgrade gguf."
+        )
+    return f"{path} is cut off or damaged; download the file again."
+
+
+_ROPE_FACTORS = "rope_freqs.weight"
+# Llama 3.1 and later state their frequency scaling as factors; these made all that are known.
+_LOW, _HIGH, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
+_CONTROL = 3  # the type of a control token
+_END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
+
+
+def gguf_config(file: GgufFile) -> LlamaConfig:
+    """The configuration that the metadata describe.
+
+    Raises:
+      FlyJaxError: a family that is not known, a key is missing or of the wrong kind, or something
+        that the family does not have.
+    """
+    try:
+        return _config(file)
+    except (TypeError, ValueError, ArithmeticError, IndexError) as error:
+        if isinstance(error, FlyJaxError):
+            raise
+        raise FlyJaxError(
+            f"{file.path} has metadata of the wrong kind ({error}); download the file again, or "
+            "convert the model anew."
+        ) from error
+
+
+def _config(file: GgufFile) -> LlamaConfig:
+    if int(file.value("split.count", 1)) > 1:
+        raise FlyJaxError(
+            f"{file.path} is one of {file.value('split.count')} files of a model; fly_jax reads "
+            "models in one file: merge them with llama-gguf-split."
+        )
+    family = str(file.needed("general.architecture"))
+    if family not in GGUF_ARCHITECTURES or file.value(f"{family}.expert_count", 0):
+        kind = f"{family} with experts" if family in GGUF_ARCHITECTURES else family
+        raise FlyJaxError(
+            f"{file.path} holds a model of architecture '{kind}'; fly_jax runs "
+            f"{', '.join(GGUF_ARCHITECTURES)}: give the file of one."
+        )
+
+    def size(key: str) -> Any:
+        return file.needed(f"{family}.{key}")
+
+    def optional(key: str, default: object) -> Any:
+        return file.value(f"{family}.{key}", default)
+
+    scaling = optional("rope.scaling.type", "none")
+    if scaling != "none":
+        raise FlyJaxError(
+            f"{file.path} asks for rotary scaling '{scaling}'; fly_jax knows none, and the factors "
+            "of Llama 3.1: give a file with one of these."
+        )
+    heads, width = size("attention.head_count"), size("embedding_length")
+    head_size = optional("attention.key_length", width // heads)
+    rotated = optional("rope.dimension_count", head_size)
+    if rotated != head_size or optional("rope.scale_linear", 1.0) != 1.0:
+        raise FlyJaxError(
+            f"{file.path} has a rotary embedding of its own, which the original models of this "
+            "architecture do not have; give the file of one."
+        )
+    # llama.cpp has no name for Mistral.
+    window = optional("attention.sliding_window", 0) or None
+    model_type = GGUF_ARCHITECTURES[family].name
+    if window is not None and model_type == "llama":
+        model_type = "mistral"
+    names = file.value("tokenizer.ggml.tokens", ())
+    config = config_of(
+        {
+            "model_type": model_type,
+            "sliding_window": window,
+            "vocab_size": optional("vocab_size", len(names)),
+            "hidden_size": width,
+            "intermediate_size": size("feed_forward_length"),
+            "num_hidden_layers": size("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": optional("attention.head_count_kv", heads),
+            "head_dim": head_size,
+            "max_position_embeddings": size("context_length"),
+            "rope_theta": optional("rope.freq_base", 10_000.0),
+            # The file has float32, and people wrote 1e-05.
+            "rms_norm_eps": float(f"{size('attention.layer_norm_rms_epsilon'):.6g}"),
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            "bos_token_id": file.value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": _ends(file),
+        },
+        str(file.path),
+    )
+    if _ROPE_FACTORS not in file.tensors:
+        return config
+    factors = file.rows(_ROPE_FACTORS, slice(None))
+    made = RopeScaling(
+        factor=float(factors.max()),
+        low_frequency_factor=_LOW,
+        high_frequency_factor=_HIGH,
+        original_context=_ORIGINAL_CONTEXT,
+    )
+    scaled = dataclasses.replace(config, rope_scaling=made)
+    plain = inverse_frequencies(config)
+    if factors.shape != plain.shape or not np.allclose(
+        inverse_frequencies(scaled), plain / factors, rtol=1e-3
+    ):
+        raise FlyJaxError(
+            f"The tensor {_ROPE_FACTORS} in {file.path} has other factors than Llama 3.1 and 3.2; "
+            "fly_jax knows these alone: give the safetensors checkpoint of the model."
+        )
+    return scaled
+
+
+def _ends(file: GgufFile) -> list[int]:
+    """Every token that ends a text: of a text, of a turn, of a message.
+
+    Files name one of each kind, and a Qwen has two; llama.cpp, too, knows them by their text.
+    """
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
+    names = file.value("tokenizer.ggml.tokens", ())
+    kinds = file.value("tokenizer.ggml.token_type", ())
+    found += [
+        index
+        for index, (name, kind) in enumerate(zip(names, kinds, strict=False))
+        if kind == _CONTROL and name in _END_NAMES
+    ]
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
+
 
 _OUTER = {
     "embedding": "token_embd",

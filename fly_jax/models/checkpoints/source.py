@@ -1,12 +1,16 @@
-"""What a checkpoint gives, whatever its format: its configuration, and its weights by groups."""
+"""Where a checkpoint lies, which one it is, and what it gives, whatever its format."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from jaxtyping import Array
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.specs import Group, ParameterSpec
 from fly_jax.sharding.rules import Layout
@@ -48,3 +52,133 @@ class Source(Protocol):
     def describe(self, group: Group, name: str) -> str:
         """Where a parameter of a group lies, in words that begin a sentence."""
         ...
+
+
+_EMBEDDED = Path(__file__).parents[1] / "embedded"
+# The target and the draft that come with the package.
+EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")
+_CONFIG = "config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What decoding reads; a repository often has its weights in other formats, too.
+_HUB_FILES = [
+    _CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a checkpoint is a GGUF file, and no folder."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def resolve(name_or_path: str, revision: str | None = None) -> Path:
+    """Where a checkpoint lies: a local folder or GGUF file, else what a hub id gives.
+
+    Args:
+      name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
+        revision, `meta-llama/Llama-3.1-8B-Instruct@main`; or the directory of a run of
+        `train --teacher`.
+      revision: branch, tag or commit of a hub id that names none itself.
+
+    Raises:
+      FlyJaxError: it is neither, it has two revisions or is local and has one, or the hub is out of
+        reach or refuses.
+    """
+    try:
+        path = Path(name_or_path).expanduser()
+        is_folder, is_file = bool(name_or_path) and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise FlyJaxError(
+            f"'{name_or_path}' cannot be looked up ({error}); give the folder of a checkpoint."
+        ) from error
+    if is_folder or is_gguf(path):
+        if revision is not None:
+            raise FlyJaxError(
+                f"The revision '{revision}' was given for '{name_or_path}'; only hub "
+                "ids have revisions: leave it out, or give a hub id."
+            )
+        made = path / "hf"  # where `train --teacher` puts its drafter
+        return made if (made / _CONFIG).is_file() and not (path / _CONFIG).exists() else path
+    if is_file:
+        raise FlyJaxError(
+            f"'{name_or_path}' is a file; fly_jax needs a GGUF file or the folder of a checkpoint: "
+            f"give '{path.parent}'."
+        )
+    repository, _, own = name_or_path.partition("@")
+    if own and revision is not None:
+        raise FlyJaxError(
+            f"'{name_or_path}' names a revision, and '{revision}' was given as well; give one of "
+            "the two."
+        )
+    if not _HUB_ID.fullmatch(repository) or name_or_path.endswith("@"):
+        raise FlyJaxError(
+            f"'{name_or_path}' is neither a folder that exists nor a hub id; give the folder of a "
+            "checkpoint, a GGUF file that exists, or an id such as "
+            "meta-llama/Llama-3.1-8B-Instruct."
+        )
+    return _download(repository, own or revision)
+
+
+def _download(repository: str, revision: str | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=_HUB_FILES
+        )
+    except errors.GatedRepoError as error:
+        raise FlyJaxError(
+            f"The hub model '{repository}' needs its licence accepted; do so on its page and log "
+            "in with `hf auth login`."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise FlyJaxError(
+            f"The hub model '{repository}' has no revision '{revision}'; give a branch, a tag or a "
+            "commit that its page lists."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise FlyJaxError(
+            f"'{repository}' is neither a folder that exists nor a model on the hub; correct the "
+            "name, or log in with `hf auth login` if the model is private."
+        ) from error
+    except Exception as error:  # the hub's HTTP library has errors of its own
+        raise FlyJaxError(
+            f"'{repository}' is no folder that exists, and the hub could not give it "
+            f"({type(error).__name__}); connect to the network, or give a local folder."
+        ) from error
+    return Path(folder)
+
+
+_SAMPLE_BYTES = 2**16
+
+
+def identity(path: Path) -> str:
+    """A digest that is the same for copies of a checkpoint and differs between checkpoints.
+
+    It is made of the configuration and of each weight file's name, size, beginning, middle and end:
+    a fine-tuned model has its parent's names and sizes, and other numbers in them.
+
+    Args:
+      path: of any format that loads.
+    """
+    folder, files = path, [path / "config.json"]
+    files += [*path.glob("*.safetensors"), *path.glob("orbax/**/*")]
+    if path.is_file():
+        folder, files = path.parent, [path]
+    digest = hashlib.sha256()
+    for one in sorted(file for file in files if file.is_file()):
+        size = one.stat().st_size
+        digest.update(f"{one.relative_to(folder).as_posix()} {size}\n".encode())
+        with one.open("rb") as file:
+            for start in (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES):
+                file.seek(max(start, 0))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

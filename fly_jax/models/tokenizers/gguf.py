@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.gguf_file import GgufFile
+from fly_jax.models.checkpoints.gguf_source import GgufFile
 from fly_jax.models.tokenizers.tokenizer import (
     JsonVocabulary,
     SentencePieceVocabulary,

@@ -136,29 +136,13 @@ def parameter(
       help: one line, without a full stop.
       name: of the flag and the TOML key; the field's own if not given.
       kind: of the values; that of the default if not given.
-      low: smallest value.
-      high: largest value.
-      above: the value must be larger than this.
-      below: the value must be smaller than this.
-      choices: the words allowed.
-      word: allowed in place of a number.
-      flag: False for what only a TOML file and Python can say.
+      low, high, above, below, choices, word, flag: as in `Parameter`.
       static: part of a rule's structure: another value is another program. Numbers are data.
     """
     declared = Parameter(
-        name or "",
-        "",
-        type(default) if kind is None else kind,
-        default,
-        help,
-        low,
-        high,
-        above,
-        below,
-        tuple(choices),
-        word,
-        flag,
-    )
+        name or "", "", kind or type(default), default, help,
+        low, high, above, below, tuple(choices), word, flag,
+    )  # fmt: skip
     return dataclasses.field(default=default, metadata={_KEY: declared, "static": static})
 
 

@@ -271,19 +271,13 @@ def _attend_shard(
     more_rows: MeshAxes,
     lengths: MeshAxes,
 ) -> Queries:
-    """One device's part.
+    """One device's part: its heads for all rows of its activations, and its part of the cache.
 
     Args:
-      query: the queries of its heads, for all rows of its activations.
-      key: as `query`.
-      value: as `query`.
-      keys: its part of the cache.
-      values: its part of the cache.
-      layer: see `attend_cached`.
-      start: of the rows of its activations.
-      window: see `attend_cached`.
+      query, key, value, keys, values, layer, window: as in `attend_cached`, of this device.
+      start: length of each row of its activations.
       heads: those that it has once queries have travelled.
-      attended: see `KVCache`.
+      attended: as in `KVCache`.
       gathers: `more_rows` or `lengths` also split the query heads.
       more_rows: the mesh axes that split the cache's rows, but not those of the activations.
       lengths: those that split the cache's positions.

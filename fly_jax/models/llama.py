@@ -45,10 +45,12 @@ def product(equation: str, x: Array, matrix: Array, scale: Array | None, multipl
       scale: of a matrix of integers.
       multiply: how they are multiplied.
     """
-    if scale is not None and scale.ndim == matrix.ndim:
-        return multiply(equation, x, _scaled(matrix, scale, x.dtype))
-    outputs = multiply(equation, x, matrix)
-    return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
+    if scale is None or scale.ndim < matrix.ndim:
+        outputs = multiply(equation, x, matrix)
+        return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
+    for axis, (size, groups) in enumerate(zip(matrix.shape, scale.shape, strict=True)):
+        scale = jnp.repeat(scale, size // groups, axis=axis) if groups != size else scale
+    return multiply(equation, x, matrix.astype(x.dtype) * scale.astype(x.dtype))
 
 
 def with_turned(multiply: Matmul) -> Matmul:
@@ -78,13 +80,6 @@ def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = N
     outputs = jnp.matmul(rows, flat.T, preferred_element_type=dtype)
     outputs = jax.lax.optimization_barrier(outputs)[:, :tokens]
     return outputs.T.reshape(*x.shape[:2], *matrix.shape[: matrix.ndim - len(inputs)])
-
-
-def _scaled(weights: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """A matrix of integers, of whose inputs consecutive ones share a scale."""
-    for axis, (size, groups) in enumerate(zip(weights.shape, scale.shape, strict=True)):
-        scale = jnp.repeat(scale, size // groups, axis=axis) if groups != size else scale
-    return weights.astype(dtype) * scale.astype(dtype)
 
 
 Attend = Callable[[Array, Array, Array], Float[Array, "batch time heads head"]]

@@ -19,13 +19,12 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.sharding.processes import Json, broadcast
 from fly_jax.verification.rules import RULES, Budget, Exact
-from fly_jax.verification.rules.rule import Both, Either
+from fly_jax.verification.rules.rule import Combination
 from fly_jax.verification.sampling import Sampling
 
 # What a request is made of; nothing else is made of a message.
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (Request, Sampling, Exact, Budget, Both, Either, *RULES.values())
+    kind.__name__: kind for kind in (Request, Sampling, Exact, Budget, Combination, *RULES.values())
 }
 
 

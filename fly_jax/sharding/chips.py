@@ -6,6 +6,7 @@ docs/planner.md names the source of every figure.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -96,91 +97,77 @@ class Chip:
         return seconds
 
 
-_HOP = 1e-6
-_SWITCH = 5e-6
-# 400 Gb/s for each GPU, and an assumption about how long a message takes.
-_NETWORK_BANDWIDTH, _NETWORK_HOP = 50e9, 1e-5
 _FLAT = (
     "1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16",
 )  # fmt: skip
 _CUBES = (
     "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
 )  # fmt: skip
+_tpu = functools.partial(Chip, step_seconds=1e-6)
+# 400 Gb/s for each GPU, and an assumption about how long a message takes.
+_gpu = functools.partial(
+    Chip, step_seconds=5e-6, domain=8, network_bandwidth=50e9, network_seconds=1e-5
+)
 
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip(
+        _tpu(
             name="v5e",
             kinds=("TPU v5 lite", "TPU v5e"),
             memory_bytes=15.75 * _GIB,
             memory_bandwidth=819e9,
             flops=197e12,
             link_bandwidth=100e9,
-            step_seconds=_HOP,
             vector_memory=128 * _MIB,
             slices=_FLAT,
         ),
-        Chip(
+        _tpu(
             name="v6e",
             kinds=("TPU v6 lite", "TPU v6e"),
             memory_bytes=31.25 * _GIB,
             memory_bandwidth=1640e9,
             flops=918e12,
             link_bandwidth=200e9,
-            step_seconds=_HOP,
             vector_memory=128 * _MIB,
             slices=_FLAT,
         ),
-        Chip(
+        _tpu(
             name="v5p",
             kinds=("TPU v5",),
             memory_bytes=95.74 * _GIB,
             memory_bandwidth=2765e9,
             flops=459e12,
             link_bandwidth=200e9,
-            step_seconds=_HOP,
             vector_memory=64 * _MIB,
             slices=_CUBES,
         ),
-        Chip(
+        _gpu(
             name="h100",
             kinds=("NVIDIA H100",),
             memory_bytes=80e9,
             memory_bandwidth=3350e9,
             flops=989e12,
             link_bandwidth=450e9,
-            step_seconds=_SWITCH,
             vector_memory=50e6,
-            domain=8,
-            network_bandwidth=_NETWORK_BANDWIDTH,
-            network_seconds=_NETWORK_HOP,
         ),
-        Chip(
+        _gpu(
             name="h200",
             kinds=("NVIDIA H200",),
             memory_bytes=141e9,
             memory_bandwidth=4800e9,
             flops=989e12,
             link_bandwidth=450e9,
-            step_seconds=_SWITCH,
             vector_memory=50e6,
-            domain=8,
-            network_bandwidth=_NETWORK_BANDWIDTH,
-            network_seconds=_NETWORK_HOP,
         ),
-        Chip(
+        _gpu(
             name="mi355x",
             kinds=("AMD Instinct MI355X",),
             memory_bytes=288e9,
             memory_bandwidth=8000e9,
             flops=2500e12,
             link_bandwidth=538e9,
-            step_seconds=_SWITCH,
             vector_memory=256e6,
-            domain=8,
-            network_bandwidth=_NETWORK_BANDWIDTH,
-            network_seconds=_NETWORK_HOP,
         ),
     )
 }

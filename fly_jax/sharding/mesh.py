@@ -134,17 +134,15 @@ def create_mesh(spec: MeshSpec) -> Mesh:
             f"simulated on the CPU; call prepare_devices before anything else uses JAX, or ask for "
             f"a mesh of {len(devices)}."
         )
-    if processes > 1 and needed != len(devices):
+    have, also = "this machine has", ", or for 1x1"
+    if processes > 1:
+        have, also = f"the {processes} processes have", ""
+    is_simulated = kind == "cpu" and processes == 1
+    if not is_simulated and needed != len(devices) and not (also and needed == 1):
         raise FlyJaxError(
-            f"The mesh {spec} needs {needed} devices and the {processes} processes have "
-            f"{len(devices)} ({devices[0].device_kind}); ask for a mesh whose sizes multiply to "
-            f"{len(devices)}."
-        )
-    if kind != "cpu" and needed not in (1, len(devices)):
-        raise FlyJaxError(
-            f"The mesh {spec} needs {needed} devices and this machine has {len(devices)} "
-            f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to {len(devices)}, "
-            "or for 1x1."
+            f"The mesh {spec} needs {needed} devices and {have} {len(devices)} "
+            f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to "
+            f"{len(devices)}{also}."
         )
     return jax.make_mesh(
         spec.sizes,

@@ -235,26 +235,14 @@ def evidence(
         draft = jnp.where(jnp.arange(num_draft + 1) < num_drafted[:, None], draft, ABSENT)
     inputs = EvidenceInputs(logits, draft)
     if sampling is not None:
-        if key is None:
-            raise FlyJaxError(
-                "Sampling was asked for without a PRNG key; pass key=jax.random.key(…)."
-            )
         if draft_logits is not None:
             draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
         positions = jnp.broadcast_to(jnp.arange(num_draft + 1), draft.shape)
-        inputs = inputs._replace(
-            sampling=sampling.of_rows(rows),
-            draft_logits=draft_logits,
-            noise=draw_noise(keys_of_rows(key, rows), positions, logits.shape[2]),
+        uniform, gumbel = draw_noise(keys_of_rows(key, rows), positions, logits.shape[2])
+        inputs = EvidenceInputs(
+            logits, draft, sampling.of_rows(rows), draft_logits, None, uniform, gumbel
         )
     return reduced(inputs, needs, layout)
-
-
-class _Noise(NamedTuple):
-    """What decides the draws: for acceptance, and for the token that follows."""
-
-    uniform: Float32[Array, "rows positions"]
-    gumbel: Float32[Array, "rows positions local"]
 
 
 class EvidenceInputs(NamedTuple):
@@ -266,7 +254,8 @@ class EvidenceInputs(NamedTuple):
       sampling: with numbers for each row; None for greedy rows alone. The rest is for sampling:
       draft_logits: what the draft was sampled from, or None.
       draft_probs: the same as probabilities, already processed, or None.
-      noise: what decides the draws.
+      uniform: noise that decides whether a draft token is accepted.
+      gumbel: noise that decides which token follows.
     """
 
     logits: Float[Array, "rows positions local"]
@@ -274,17 +263,18 @@ class EvidenceInputs(NamedTuple):
     sampling: Sampling | None = None
     draft_logits: Float[Array, "rows positions local"] | None = None
     draft_probs: Float[Array, "rows positions local"] | None = None
-    noise: _Noise | None = None
+    uniform: Float32[Array, "rows positions"] | None = None
+    gumbel: Float32[Array, "rows positions local"] | None = None
 
 
 def draw_noise(
     row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"], vocab_size: int
-) -> _Noise:
-    """The noise of each position of a block, from the key of its row alone."""
+) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
+    """Uniform and Gumbel noise of each position of a block, from the key of its row alone."""
     # Two keys for each position, made in one go: programs with fewer hashes compile faster.
     draws = _FIRST_DRAW + 2 * positions + jnp.arange(2)[:, None, None]
     uniform, gumbel = jax.vmap(position_keys, (None, 0))(row_keys, draws)
-    return _Noise(jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size))
+    return jax.vmap(jax.vmap(jax.random.uniform))(uniform), gumbel_noise(gumbel, vocab_size)
 
 
 def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) -> TargetEvidence:
@@ -296,14 +286,12 @@ def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) 
         return reduce(inputs, axis_names=())
     split, axis_names = vocab_split(layout, inputs.logits.shape)
     whole = PartitionSpec(split[0])
-    noise_spec: PartitionSpec | _Noise = whole
-    if inputs.noise is not None:
+    if inputs.gumbel is not None:
         # Each device generates its own shard of the noise, the same numbers on every mesh.
         sharding = NamedSharding(layout.mesh, split)
-        gumbel = jax.lax.with_sharding_constraint(inputs.noise.gumbel, sharding)
-        inputs = inputs._replace(noise=inputs.noise._replace(gumbel=gumbel))
-        noise_spec = _Noise._make((whole, split))
-    specs: tuple[object, ...] = (split, whole, whole, split, split, noise_spec)
+        gumbel = jax.lax.with_sharding_constraint(inputs.gumbel, sharding)
+        inputs = inputs._replace(gumbel=gumbel)
+    specs: tuple[object, ...] = (split, whole, whole, split, split, whole, split)
     return jax.shard_map(
         functools.partial(reduce, axis_names=axis_names),
         mesh=layout.mesh,
@@ -378,9 +366,10 @@ def _rejection_sample(
     arXiv 2211.17192, Algorithm 1. Where there is no draft token q is zero everywhere, so that the
     residual is p itself: that is the bonus token.
     """
-    sampling, noise = inputs.sampling, inputs.noise
+    sampling, uniform, gumbel = inputs.sampling, inputs.uniform, inputs.gumbel
     assert sampling is not None
-    assert noise is not None
+    assert uniform is not None
+    assert gumbel is not None
     positions = inputs.draft.shape[1]
     if inputs.draft_probs is None and inputs.draft_logits is not None:
         # Both at once: the exchanges over a sharded vocabulary are as many as for one.
@@ -396,7 +385,7 @@ def _rejection_sample(
     draft_probs = jnp.where(inputs.draft[..., None] == ABSENT, 0, draft_probs)
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
-    scaled_uniform = noise.uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
+    scaled_uniform = uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
     accepted = scaled_uniform < jnp.exp(draft_log_prob)
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
@@ -404,7 +393,7 @@ def _rejection_sample(
     has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
     is_row_greedy = is_greedy(sampling, 2)
-    replacement = gumbel_argmax(weights, noise.gumbel, inputs.logits, is_row_greedy, axis_names)
+    replacement = gumbel_argmax(weights, gumbel, inputs.logits, is_row_greedy, axis_names)
     top = greedy.top
     if top is not None:
         drawn = vocab_pick(inputs.logits, replacement, -jnp.inf, axis_names).astype(jnp.float32)

@@ -168,11 +168,11 @@ def sample_at(
 
     Args:
       logits: raw logits of the whole vocabulary.
-      sampling: see `sample`.
+      sampling: what to draw from, as in `sample`.
       row_keys: a PRNG key for each row, needed with `sampling`; it may be the one that the row's
         `evidence` is given.
       positions: of the tokens to draw, in their rows' texts.
-      layout: see `sample`.
+      layout: where the logits are sharded.
     """
     keys = None
     if sampling is not None and row_keys is not None:
@@ -180,8 +180,14 @@ def sample_at(
     return sample(logits, sampling, keys, layout)
 
 
-def keys_of_rows(key: Key[Array, "*#rows"], num_rows: int) -> Key[Array, " rows"]:
-    """A key for each row: those given, or the row's own of one key; it knows no other row."""
+def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, " rows"]:
+    """A key for each row: those given, or the row's own of one key; it knows no other row.
+
+    Raises:
+      FlyJaxError: no key, or keys of another number of rows.
+    """
+    if key is None:
+        raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:

@@ -43,18 +43,13 @@ def verify(
     Under `jit` the rule and the sampling are ordinary arguments: their numbers are data, each a
     scalar or one for each row, and other numbers are no other program. Only `layout` is static.
 
+    It is `evidence` and then `accept`, which say what the arguments are that are not named here.
+
     Args:
       rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
       logits: the target's raw logits; positions = draft + 1.
       draft_tokens: what was drafted.
       num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
-      draft_logits: see `evidence`.
-      sampling: see `evidence`.
-      key: see `evidence`.
-      protected: see `accept`.
-      memory: see `accept`.
-      state: see `accept`.
-      layout: see `evidence`.
 
     Raises:
       FlyJaxError: if shapes do not fit together, or something that the rule or the sampling needs
@@ -120,10 +115,10 @@ def verify_flat(
 
     With the same keys it decides and draws as `verify` does. The logits are reduced where they are;
     only the few numbers of each position are then put into rows. What stands beyond the requests'
-    tokens is padding.
+    tokens is padding. Arguments that are not named here are those of `verify`, with one number or
+    key for each request where that has one for each row; "rows" of the layout are flat positions.
 
     Args:
-      rule: see `verify`; its numbers are scalars or one for each request.
       logits: the target's raw logits, at the draft positions: those that predict draft tokens.
         Without `bonus_tokens` each request has one more, after its last draft token.
       draft_tokens: at the same positions; the one after a request's last is not read.
@@ -131,17 +126,11 @@ def verify_flat(
       bonus_tokens: what follows a block that was kept whole, as the engine has drawn it; None if
         the logits have its positions.
       max_drafted: at least the largest of `num_drafted`; static.
-      draft_logits: see `evidence`; at the same positions.
+      draft_logits: those that the draft was drawn from, at the same positions.
       draft_probs: instead of `draft_logits`, the probabilities that the draft was drawn with.
-      sampling: see `verify`; numbers are scalars or one for each request.
-      key: see `verify`; one, or one for each request.
-      protected: see `verify`.
-      memory: see `verify`.
-      state: see `verify`; of the requests.
-      layout: see `verify`; "rows" are the flat positions.
 
     Raises:
-      FlyJaxError: see `verify`.
+      FlyJaxError: as `verify`.
     """
     num_tokens, vocab_size = logits.shape
     num_requests = num_drafted.shape[0]
@@ -162,16 +151,14 @@ def verify_flat(
     draft = jnp.where(is_draft, draft_tokens.astype(jnp.int32), ABSENT)
     inputs = EvidenceInputs(logits[:, None], draft[:, None])
     if sampling is not None:
-        if key is None:
-            raise FlyJaxError(
-                "Sampling was asked for without a PRNG key; pass key=jax.random.key(…)."
-            )
         keys = keys_of_rows(key, num_requests)[request]
+        uniform, gumbel = draw_noise(keys, place[:, None], vocab_size)
         inputs = inputs._replace(
             sampling=jax.tree.map(lambda leaf: leaf[request], sampling.of_rows(num_requests)),
             draft_logits=None if draft_logits is None else draft_logits[:, None],
             draft_probs=None if draft_probs is None else draft_probs[:, None],
-            noise=draw_noise(keys, place[:, None], vocab_size),
+            uniform=uniform,
+            gumbel=gumbel,
         )
     seen = reduced(inputs, rule.needs, layout)
     # 3) The few numbers of each position, in rows.

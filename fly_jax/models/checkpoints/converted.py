@@ -102,14 +102,8 @@ def stored_files(folder: Path) -> dict[str, int]:
     }
 
 
-def _as_stored(name: str, stored: Array, spec: ParameterSpec) -> Array:
-    return stored
-
-
 class ConvertedSource:
     """A folder that `convert` has written; each process reads what its devices take."""
-
-    arranged = staticmethod(_as_stored)
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
@@ -130,6 +124,11 @@ class ConvertedSource:
         self._width = jnp.dtype(jnp.float32 if self.int8 else record.dtype)
         _check_files(folder, record.files)
         self._check_shapes(config_of(record.config, str(folder / RECORD)))
+
+    @staticmethod
+    def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:
+        """Parameters are stored as they are used."""
+        return stored
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
         """The group's arrays, each where it stays."""

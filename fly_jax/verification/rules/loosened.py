@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
 from fly_jax.errors import FlyJaxError
@@ -118,7 +118,9 @@ class Csd(Loose):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.memory and (self.consistency is None or _is_zero(self.consistency)):
+        # What an array holds is data.
+        given = self.consistency if isinstance(self.consistency, int | float) else None
+        if not self.memory and (self.consistency is None or given == 0):
             raise FlyJaxError(
                 "The rule csd was given neither its memory nor its consistency gate; leave at "
                 "least one of them on."
@@ -132,11 +134,6 @@ class Csd(Loose):
         if self.memory:
             halves += (Remembered(),)
         return (Clause(halves),)
-
-
-def _is_zero(number: Number) -> bool:
-    """True for Python's zeros; what an array holds is data."""
-    return isinstance(number, int | float) and number == 0
 
 
 @data_tree
@@ -278,10 +275,7 @@ def from_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 LOSSLESS_RULES = ("autoregressive", "exact", "sampled")
 
-_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-}
+_OPERATORS: dict[type, Callable[..., Any]] = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 _Rule = TypeVar("_Rule")
 
 
@@ -291,7 +285,7 @@ def rule_names(text: str) -> tuple[str, ...]:
     Raises:
       FlyJaxError: no expression of rules, an unknown rule, or a lossless rule in a combination.
     """
-    names = tuple(_names(_parsed(text), text))
+    names: tuple[str, ...] = _folded(text, lambda name: (name,), lambda _, one, other: one + other)
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
@@ -313,36 +307,26 @@ def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
       text: has passed `rule_names`.
       rules: those that it names.
     """
-
-    def evaluated(node: ast.expr) -> _Rule:
-        if isinstance(node, ast.BinOp):
-            joined: _Rule = _OPERATORS[type(node.op)](evaluated(node.left), evaluated(node.right))
-            return joined
-        assert isinstance(node, ast.Name)
-        return rules[node.id]
-
-    return evaluated(_parsed(text))
+    rule: _Rule = _folded(text, rules.__getitem__, lambda join, one, other: join(one, other))
+    return rule
 
 
-def _parsed(text: str) -> ast.expr:
-    try:
-        return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _no_expression(text) from error
-
-
-def _names(node: ast.expr, text: str) -> Iterator[str]:
-    if isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        yield from _names(node.left, text)
-        yield from _names(node.right, text)
-    else:
-        raise _no_expression(text)
-
-
-def _no_expression(text: str) -> FlyJaxError:
-    return FlyJaxError(
+def _folded(text: str, of_name: Callable[[str], Any], of_both: Callable[..., Any]) -> Any:
+    """What an expression comes to, from its names and from each operator with its two sides."""
+    no_expression = FlyJaxError(
         f"rule is {text!r}; it must be the name of a rule, or names joined by & (what both would "
         "keep), | (what either would keep) and parentheses, such as 'fly & margin'."
     )
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise no_expression from error
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Name):
+            return of_name(node.id)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return of_both(_OPERATORS[type(node.op)], value(node.left), value(node.right))
+        raise no_expression
+
+    return value(tree)

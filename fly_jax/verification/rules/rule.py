@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
-from fly_jax.verification.data import Count, Number, data_tree
+from fly_jax.verification.data import STATIC, Count, Number, data_tree
 from fly_jax.verification.evidence import Needs
 from fly_jax.verification.rules.conditions import (
     Clause,
@@ -127,68 +127,56 @@ class Loose(Rule):
         """The alternatives, any of which is enough for a rescue."""
         raise NotImplementedError
 
-    def __and__(self, other: Any) -> Both:
-        return Both(_loosened(self), _loosened(other))
+    def __and__(self, other: Any) -> Combination:
+        return Combination("&", self, other)
 
-    def __rand__(self, other: Any) -> Both:
-        return Both(_loosened(other), _loosened(self))
+    def __rand__(self, other: Any) -> Combination:
+        return Combination("&", other, self)
 
-    def __or__(self, other: Any) -> Either:
-        return Either(_loosened(self), _loosened(other))
+    def __or__(self, other: Any) -> Combination:
+        return Combination("|", self, other)
 
-    def __ror__(self, other: Any) -> Either:
-        return Either(_loosened(other), _loosened(self))
-
-
-def _loosened(rule: object) -> Loose:
-    """The rule, if it can be combined with others."""
-    if isinstance(rule, Loose) and not rule.is_limited:
-        return rule
-    reason = (
-        "a budget goes around the whole combination"
-        if isinstance(rule, Loose)
-        else "only loosened rules combine with & and |"
-    )
-    raise FlyJaxError(f"{type(rule).__name__} cannot be part of a combination: {reason}.")
+    def __ror__(self, other: Any) -> Combination:
+        return Combination("|", other, self)
 
 
+@data_tree
 @dataclasses.dataclass(frozen=True)
-class _Pair(Loose):
+class Combination(Loose):
     """Two rules in one.
 
     Attributes:
+      operator: "&" rescues what both would, "|" what either would.
       left: a loosened rule.
       right: another, with the same entropy if both have one.
 
     Raises:
-      FlyJaxError: different entropies.
+      FlyJaxError: a rule that cannot be combined, or different entropies.
     """
 
+    operator: Literal["&", "|"] = dataclasses.field(metadata=STATIC)
     left: Loose
     right: Loose
 
     def __post_init__(self) -> None:
+        for rule in (self.left, self.right):
+            if not isinstance(rule, Loose) or rule.is_limited:
+                reason = (
+                    "a budget goes around the whole combination"
+                    if isinstance(rule, Loose)
+                    else "only loosened rules combine with & and |"
+                )
+                raise FlyJaxError(
+                    f"{type(rule).__name__} cannot be part of a combination: {reason}."
+                )
         _ = self.needs  # which must be the same for both
 
-
-@data_tree
-@dataclasses.dataclass(frozen=True)
-class Both(_Pair):
-    """`left & right`: rescues what both would."""
-
     def clauses(self) -> tuple[Clause, ...]:
-        """Every alternative of one with every alternative of the other."""
-        return tuple(a & b for a in self.left.clauses() for b in self.right.clauses())
-
-
-@data_tree
-@dataclasses.dataclass(frozen=True)
-class Either(_Pair):
-    """`left | right`: rescues what either would."""
-
-    def clauses(self) -> tuple[Clause, ...]:
-        """The alternatives of both."""
-        return self.left.clauses() + self.right.clauses()
+        """Of |, those of both; of &, each of the one with each of the other."""
+        ones, others = self.left.clauses(), self.right.clauses()
+        if self.operator == "|":
+            return ones + others
+        return tuple(one & other for one in ones for other in others)
 
 
 @data_tree

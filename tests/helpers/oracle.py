@@ -81,61 +81,6 @@ class Row:
     num_rescued: int
 
 
-def accept_row(
-    accepted: list[bool],
-    rescues: list[str],
-    num_drafted: int,
-) -> Row:
-    """Walks over the draft; `rescues[i]` is RESCUED or what refuses position i if not accepted."""
-    why = ["DROPPED"] * len(accepted)
-    num_rescued = 0
-    for position in range(num_drafted):
-        if accepted[position]:
-            why[position] = "MATCHED"
-        else:
-            why[position] = rescues[position]
-            if rescues[position] != "RESCUED":
-                return Row(position, "CORRECTED", why, num_rescued)
-            num_rescued += 1
-    return Row(num_drafted, "BONUS", why, num_rescued)
-
-
-def lossless_row(accepted: list[bool], num_drafted: int) -> Row:
-    """`Exact`, whatever accepted the tokens."""
-    return accept_row(accepted, ["REFUSED"] * len(accepted), num_drafted)
-
-
-def fly_row(
-    accepted: list[bool],
-    entropy: list[float],
-    never: list[bool],
-    num_drafted: int,
-    *,
-    threshold: float,
-    window_size: int,
-    reference: bool,
-) -> Row:
-    """`Fly`, with 1-based positions as in the paper; `never` bars a position from rescue."""
-    last = window_size - 1 if reference else window_size
-    rescues = []
-    for j in range(1, len(accepted) + 1):
-        clean = True
-        for i in range(j + 1, j + last + 1):
-            if i <= num_drafted and not accepted[i - 1]:
-                clean = False
-        if never[j - 1]:
-            rescues.append("REFUSED")
-        elif threshold > 0.01 and entropy[j - 1] < threshold:
-            rescues.append("REFUSED_GATE")
-        elif not clean:
-            rescues.append("REFUSED_WINDOW")
-        elif j + window_size > num_drafted:
-            rescues.append("REFUSED_BOUNDARY")
-        else:
-            rescues.append("RESCUED")
-    return accept_row(accepted, rescues, num_drafted)
-
-
 @dataclasses.dataclass
 class Alternative:
     """Conditions that each name their refusal, and windows as (size, kind)."""
@@ -190,6 +135,29 @@ def loosened_row(
             why[at] = max((name for name in refusals if name), key=CHECKS.index)
         return Row(at, "CORRECTED", why, num_rescued), spent
     return Row(num_drafted, "BONUS", why, num_rescued), spent
+
+
+def lossless_row(accepted: list[bool], num_drafted: int) -> Row:
+    """`Exact`, whatever accepted the tokens."""
+    size = len(accepted)
+    return loosened_row(accepted, [True] * size, num_drafted, [], [0.0] * size)[0]
+
+
+def fly_row(
+    accepted: list[bool],
+    entropy: list[float],
+    never: list[bool],
+    num_drafted: int,
+    *,
+    threshold: float,
+    window_size: int,
+    reference: bool,
+) -> Row:
+    """`Fly`; `never` bars a position from rescue."""
+    gate = [threshold <= 0.01 or one >= threshold for one in entropy]
+    window = (window_size, "reference" if reference else "paper")
+    alternatives = [Alternative([("REFUSED_GATE", gate)], [window])]
+    return loosened_row(accepted, never, num_drafted, alternatives, [0.0] * len(accepted))[0]
 
 
 def reference_code_accepted(

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import numpy as np
 import pytest
 from gguf_files import tensors_of, write
 from safetensors.numpy import load_file, save_file
+from tiny_pair import write_pair
 
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
+from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import Group, parameter_specs
@@ -226,3 +229,20 @@ def test_no_more_than_a_layer_is_held_beside_the_model(
     layer = 4 * sum(math.prod(spec.shape) for spec in Group("", 0).specs(config).values())
     gc.unfreeze()
     assert max(held) <= whole + layer
+
+
+def test_copies_are_the_same_and_anything_else_is_not(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path)
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    assert identity(copy) == identity(target)
+    assert identity(draft) != identity(target)  # of the same shapes, names and sizes
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    assert identity(copy) != identity(target)
+    weights.write_bytes((target / "model.safetensors").read_bytes())
+    assert identity(copy) == identity(target)
+    (copy / "config.json").write_text("{}")
+    assert identity(copy) != identity(target)

@@ -132,3 +132,13 @@ def test_sharded_checkpoint_is_the_single_file() -> None:
     assert sharded.config == whole.config
     for name, values in whole.parameters().items():
         np.testing.assert_array_equal(sharded.parameters()[name], values)
+
+
+def test_an_empty_cache_may_be_donated_whole() -> None:
+    config = load_llama(GOLDEN / "llama2").config
+
+    def ones(cache: KVCache) -> KVCache:
+        return jax.tree.map(lambda leaf: leaf + 1, cache)
+
+    cache = jax.jit(ones, donate_argnums=0)(empty_cache(config, 2, 8, jnp.dtype("float32")))
+    assert float(cache.keys.sum()) == float(cache.values.sum()) == cache.keys.size

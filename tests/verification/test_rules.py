@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,13 @@ from fly_jax.verification.rules import (
     entropy_gate,
 )
 from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.verify import verify
 
 LETTER = {"m": True, "x": False}  # one letter per position of a block: match or mismatch
 UNDECIDED, SURE = 0.5, 0.1
 
 decide = jax.jit(accept)
+verdict_on = jax.jit(verify)
 gathered = jax.jit(evidence, static_argnames="needs")
 
 
@@ -131,7 +134,7 @@ def test_reference_window_keeps_what_the_reference_code_keeps(
 
 
 @jax.jit
-def verify(
+def evidence_and_verdict(
     rule: Rule, logits: jax.Array, draft: jax.Array, num_drafted: jax.Array, protected: jax.Array
 ) -> tuple[TargetEvidence, Verdict]:
     found = evidence(logits, draft, needs=rule.needs, num_drafted=num_drafted)
@@ -172,7 +175,7 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
     own = rng.integers(vocab, size=(rows, 1))
     protected = np.arange(vocab) == (own if num_draft == 9 else own[0])
     protected_in = np.broadcast_to(protected, (rows, vocab))
-    found, result = verify(rule, logits, draft, num_drafted, protected)
+    found, result = evidence_and_verdict(rule, logits, draft, num_drafted, protected)
     result = jax.tree.map(np.asarray, result)
     # The entropies are not recomputed: one at the threshold could go either way by rounding.
     entropy = np.zeros(draft.shape) if found.entropy is None else np.asarray(found.entropy)
@@ -375,3 +378,37 @@ def test_evidence_of_another_draft_is_refused() -> None:
     for rule in (Exact(), Fly()):
         with pytest.raises(FlyJaxError, match=r"\(1, 4\)"):
             accept(rule, seen(np.ones((1, 4), bool)), jnp.zeros((1, 3), jnp.int32))
+
+
+# What one round of FLy's unmodified reference code (AMD-AGI/FLy at 6667ae8, PyTorch 2.13 on a CPU)
+# made of logits (int8, times `scale`) and draft tokens, for each K, under six settings: draft
+# tokens kept, and the token that follows.
+STORED = np.load(Path(__file__).parents[1] / "fixtures" / "reference_rule.npz")
+
+SETTINGS: dict[str, Rule] = {
+    "default": Fly(window="reference"),
+    "no_gate": Fly(window="reference", entropy_threshold=0.0),
+    "thre_0.6": Fly(window="reference", entropy_threshold=0.6),
+    "no_window": Fly(window="reference", window_size=0),
+    "win_len_4": Fly(window="reference", window_size=4),
+    "strict": Exact(),
+}
+
+
+@pytest.mark.parametrize("num_draft", [6, 7, 15, 25])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_decides_as_the_reference_code_does(setting: str, num_draft: int) -> None:
+    rule = SETTINGS[setting]
+    logits = STORED[f"logits_{num_draft}"] * np.float32(STORED["scale"])
+    draft = STORED[f"draft_{num_draft}"].astype(np.int32)
+
+    verdict = verdict_on(rule, logits, draft)
+    np.testing.assert_array_equal(verdict.num_accepted, STORED[f"accepted_{num_draft}_{setting}"])
+    np.testing.assert_array_equal(verdict.next_token, STORED[f"next_{num_draft}_{setting}"])
+
+
+def test_the_stored_cases_tell_the_two_windows_apart() -> None:
+    logits = STORED["logits_15"] * np.float32(STORED["scale"])
+    draft = STORED["draft_15"].astype(np.int32)
+    kept = verdict_on(Fly(), logits, draft).num_accepted
+    assert np.any(np.asarray(kept) != STORED["accepted_15_default"])

@@ -137,36 +137,32 @@ class LlamaConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        ends = self.eos_token_ids
-        begin = () if self.bos_token_id is None else (self.bos_token_id,)
-        rows, window = self.draft_vocab_size, self.sliding_window
-        checks = [
-            *((getattr(self, name) >= 1, (name,), "it must be at least 1") for name in _SIZES),
-            (
-                all(isinstance(token, int) and token >= 0 for token in begin + ends),
-                ("bos_token_id", "eos_token_ids"),
-                "token ids are numbers of at least 0",
-            ),
-            (
-                window is None or window >= 1,
-                ("sliding_window",),
-                "it must be at least 1, or null",
-            ),
-            (
-                rows is None or 2 <= rows <= self.vocab_size,
-                ("draft_vocab_size", "vocab_size"),
-                "the first must be at least 2 and at most the second",
-            ),
-        ]
-        for is_right, names, needed in checks:
-            if not is_right:
-                given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
-                raise FlyJaxError(f"The configuration has {given}; {needed}: correct config.json.")
+        for name in _SIZES:
+            self._check(getattr(self, name) >= 1, "it must be at least 1", name)
+        tokens = self.eos_token_ids
+        tokens += () if self.bos_token_id is None else (self.bos_token_id,)
+        self._check(
+            all(isinstance(token, int) and token >= 0 for token in tokens),
+            "token ids are numbers of at least 0", "bos_token_id", "eos_token_ids",
+        )  # fmt: skip
+        window, rows = self.sliding_window, self.draft_vocab_size
+        self._check(
+            window is None or window >= 1, "it must be at least 1, or null", "sliding_window"
+        )
+        self._check(
+            rows is None or 2 <= rows <= self.vocab_size,
+            "the first must be at least 2 and at most the second", "draft_vocab_size", "vocab_size",
+        )  # fmt: skip
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(
                 f"The configuration has {self.num_heads} query heads and {self.num_kv_heads} "
                 "key/value heads; the first must be a multiple of the second: correct config.json."
             )
+
+    def _check(self, is_right: bool, needed: str, *names: str) -> None:
+        if not is_right:
+            given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
+            raise FlyJaxError(f"The configuration has {given}; {needed}: correct config.json.")
 
     def with_vocabulary(self, size: int) -> LlamaConfig:
         """The same model without the rows that pad its vocabulary beyond so many tokens."""

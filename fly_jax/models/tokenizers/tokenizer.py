@@ -15,7 +15,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,7 +181,7 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
     if config is None and (folder / "config.json").exists():
         config = read_config(folder)
     special = {
-        key: _spelling(value)
+        key: value if isinstance(value, str) else str(value["content"])
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
@@ -238,10 +238,6 @@ def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabu
         f"{folder} has neither tokenizer.json nor tokenizer.model; a checkpoint folder needs one: "
         "copy it from the model's repository."
     )
-
-
-def _spelling(token: str | Mapping[str, Any]) -> str:
-    return token if isinstance(token, str) else str(token["content"])
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
@@ -342,7 +338,7 @@ class JsonVocabulary:
         self.names = tuple(spelt.get(index, "") for index in range(max(spelt, default=-1) + 1))
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self._byte_fallback = "ByteFallback" in repr(self._tokenizer.decoder)
-        self._token_bytes = functools.lru_cache(maxsize=None)(self._read_token_bytes)
+        self.token_bytes = functools.lru_cache(maxsize=None)(self._token_bytes)
 
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
@@ -352,11 +348,7 @@ class JsonVocabulary:
             self._tokenizer.encode_special_tokens = not parse_controls
             return self._tokenizer.encode(text, add_special_tokens=adds_special).ids
 
-    def token_bytes(self, token_id: int, first: bool) -> bytes:
-        """See `Vocabulary`."""
-        return self._token_bytes(token_id, first)
-
-    def _read_token_bytes(self, token_id: int, first: bool) -> bytes:
+    def _token_bytes(self, token_id: int, first: bool) -> bytes:
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return b""
@@ -409,9 +401,12 @@ class SentencePieceVocabulary:
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
         """See `Vocabulary`."""
-        parts = self._split(text) if parse_controls else iter([text])
-        ids = [index for part in parts for index in self._encode_part(part)]
-        return [self._bos, *ids] if adds_special and self._bos is not None else ids
+        controls = self._controls if parse_controls else {}
+        parts = re.split(f"({'|'.join(map(re.escape, controls))})", text) if controls else [text]
+        ids = [self._bos] if adds_special and self._bos is not None else []
+        for part in filter(None, parts):
+            ids += [controls[part]] if part in controls else self._model.encode(part)
+        return ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
         """See `Vocabulary`."""
@@ -424,22 +419,8 @@ class SentencePieceVocabulary:
             piece = piece.removeprefix(_SPACE)
         return piece.replace(_SPACE, " ").encode()
 
-    def _split(self, text: str) -> Iterator[str | int]:
-        pattern = "|".join(map(re.escape, self._controls))
-        for part in re.split(f"({pattern})", text):
-            if part:
-                yield self._controls.get(part, part)
-
-    def _encode_part(self, part: str | int) -> list[int]:
-        return [part] if isinstance(part, int) else self._model.encode(part)
-
 
 def _json_vocabulary(path: Path) -> JsonVocabulary:
-    """A `tokenizer.json`.
-
-    Raises:
-      FlyJaxError: the tokenizers library cannot read it.
-    """
     try:
         return JsonVocabulary(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises bare Exception
@@ -452,16 +433,7 @@ def _json_vocabulary(path: Path) -> JsonVocabulary:
 def _sentence_piece_vocabulary(
     path: Path, *, adds_bos: bool, bos: str | None
 ) -> SentencePieceVocabulary:
-    """A SentencePiece `.model`.
-
-    Args:
-      path: the file.
-      adds_bos: a begin of text is put before a prompt.
-      bos: its piece; None for the model's own.
-
-    Raises:
-      FlyJaxError: the sentencepiece library cannot read it.
-    """
+    """A `.model`; `bos` is the piece that begins a prompt, None the model's own."""
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError, ValueError) as error:

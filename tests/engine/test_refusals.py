@@ -40,7 +40,7 @@ def test_requests_that_are_refused(request_: Request, words: str) -> None:
     ],
 )
 def test_what_cannot_be_deferred_is_refused(request_: Request, words: str) -> None:
-    engine = engine_for(KINDS["defer, stop"])
+    engine = engine_for(KINDS["defer"])
     with pytest.raises(FlyJaxError, match=words):
         engine.submit(request_)
     assert engine.is_idle

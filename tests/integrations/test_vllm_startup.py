@@ -20,7 +20,6 @@ from fly_jax.integrations.vllm_tpu.startup import (
     request_rule,
 )
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin
-from fly_jax.verification.rules.rule import Either
 
 
 def test_nothing_is_asked_for_unless_something_is() -> None:
@@ -43,7 +42,7 @@ def test_environment_variables_have_the_same_names() -> None:
     assert asked is not None
     assert asked["any_version"] is True
     config = decoding_config(asked, 10)
-    assert config.to_rule() == Budget(Either(Fly(0.25, 3), Margin()), 2)
+    assert config.to_rule() == Budget(Fly(0.25, 3) | Margin(), 2)
     assert config.protect == (r"\d",)
     assert asked_for({"window_size": 4}, environment)["window_size"] == 4
     assert asked_for({"fly_window_size": 4}, environment)["window_size"] == 4

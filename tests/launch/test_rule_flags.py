@@ -245,7 +245,7 @@ def test_help_says_what_the_shipped_pair_is_decoded_with(
     assert main(["--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "; fly if not given, margin with the pair that ships with the package --num" in shown
-    assert "; 0.3 if not given, 1.0 with the pair that ships with the package --margin_r" in shown
+    assert "; 0.3 if not given, 1.0 with the pair that ships with the package Limits" in shown
     assert r"; none if not given, \d with the pair that ships with the package;" in shown
 
 

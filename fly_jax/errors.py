@@ -1,8 +1,8 @@
-"""What the command line turns into a sentence and exit status 2."""
+"""The one exception: the command line prints it as a sentence and ends with exit status 2."""
 
 
 class FlyJaxError(ValueError):
-    """What was given, what is needed and what to do, in one sentence.
+    """An error in one sentence: what was given, what is needed and what to do.
 
     Raised by every check of input in the library; `fly_jax.launch` prints it without a
     traceback and ends with status 2.

@@ -26,7 +26,7 @@ _NOUNS: dict[type, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """What is known of one parameter.
+    """One parameter.
 
     Attributes:
       name: of the flag and the TOML key.
@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def described(self) -> str:
-        """What a value must be, in words that follow "it must be"."""
+        """A description of the values allowed, in words that follow "it must be"."""
         if self.choices:
             return " or ".join(f"'{choice}'" for choice in self.choices)
         bounds = [

@@ -26,7 +26,7 @@ _DRAFTS = ("replicated", "narrow_whole", "narrow", "narrow_long", *_TARGETS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What decides how models best lie on a mesh.
+    """The figures that decide how models best lie on a mesh.
 
     Attributes:
       rows: decoded together.
@@ -97,12 +97,12 @@ def choose_layouts(
 
 
 def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
-    """What one device holds of a model and its cache."""
+    """Bytes that one device holds of a model and its cache."""
     return held_bytes(layout, config, workload.matrices) + cache_bytes(layout, config, workload)
 
 
 def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
-    """What one device holds of a model's own parameters: a target's own draft shares some."""
+    """Bytes that one device holds of a model's own parameters: a target's own draft shares some."""
     specs = parameter_specs(config, matrices).values()
     shares = matrices is not None and not matrices.outer
     own = [spec for spec in specs if not shares or (spec.axes[0] == "layers" and spec.dtype)]
@@ -110,12 +110,12 @@ def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None 
 
 
 def parameter_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
-    """What one device reads of a model's parameters: bfloat16, or integers with scales."""
+    """Bytes that one device reads of a model's parameters: bfloat16, or integers with scales."""
     return _bytes(layout, parameter_specs(config, matrices).values())
 
 
 def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
-    """What one device holds of the caches of all rows, in bfloat16."""
+    """Bytes that one device holds of the caches of all rows, in bfloat16."""
     shape = cache_shape(config, workload.rows, workload.capacity)
     return 2 * layout.shard_bytes(CACHE_AXES, shape, 2)
 

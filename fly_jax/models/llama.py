@@ -241,7 +241,7 @@ class Llama(nnx.Module):
 
     @property
     def is_unstacked(self) -> bool:
-        """It has one array per layer, and matrices with their outputs before their inputs."""
+        """Each layer has arrays of its own, matrices with their outputs before their inputs."""
         return isinstance(self._layer_weights()["query"], tuple)
 
     def unstacked(self) -> Llama:

@@ -146,7 +146,7 @@ def parameter_specs(
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What is read and written together: all of one layer, or one parameter outside the layers.
+    """Parameters that are read and written together: those of a layer, or one outside the layers.
 
     Attributes:
       name: such as `layer_007` or `embedding`.

@@ -171,7 +171,7 @@ def process_id() -> int:
 
 
 def gather(value: Json) -> list[Json]:
-    """What each process gives, in their order. Every process must call it, in the same turn."""
+    """The values of all processes, in their order. Every process calls it, in the same turn."""
     if num_processes() == 1:
         return [value]
     key = _next_key()
@@ -180,7 +180,7 @@ def gather(value: Json) -> list[Json]:
 
 
 def broadcast(value: Json) -> Json:
-    """What process 0 gives. Every process must call it, in the same turn."""
+    """The value of process 0. Every process calls it, in the same turn."""
     if num_processes() == 1:
         return value
     key = _next_key()
@@ -191,7 +191,7 @@ def broadcast(value: Json) -> Json:
 
 
 def _await(key: str) -> Json:
-    """What a process sets, however long that takes; if it is lost, JAX stops this one as well."""
+    """The value that a process sets, in its own time; if it is lost, JAX stops this one too."""
     while True:
         try:  # in slices, between which Ctrl-C is heard
             return json.loads(_client().blocking_key_value_get(key, _SLICE_MS))

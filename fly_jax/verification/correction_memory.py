@@ -215,7 +215,7 @@ def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> C
     Args:
       path: the file.
       vocabulary: digest that it must have been made with.
-      min_count: see `CorrectionMemory`.
+      min_count: the memory's.
 
     Raises:
       FlyJaxError: a file that cannot be read, is damaged or no memory, or of another vocabulary.

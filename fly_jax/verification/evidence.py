@@ -1,4 +1,4 @@
-"""What the target's logits say about the draft: a few numbers per position.
+"""Evidence: what the target's logits say about the draft, in a few numbers per position.
 
 Acceptance rules never see a vocabulary-sized array. On a mesh every device reduces its own shard of
 the vocabulary, and only these numbers travel.
@@ -85,7 +85,7 @@ class Entropy:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What evidence must carry besides what every rule reads; hashable, static under `jit`.
+    """The numbers that evidence carries besides what every rule reads; static under `jit`.
 
     What is not asked for is not computed. `a | b` is what either of two asks for.
 
@@ -100,7 +100,7 @@ class Needs:
     top: int = 0
 
     def __or__(self, other: Needs) -> Needs:
-        """What either of two asks for.
+        """The numbers that either of two asks for.
 
         Raises:
           FlyJaxError: two entropies.
@@ -157,7 +157,7 @@ class TargetEvidence:
       scaled_uniform: when sampling, u q(x): the lossless rule took the draft token iff its
         probability is above this. It is -1 in rows that are decoded greedily, and None where all
         are.
-      top: see `TopTokens`.
+      top: the most probable tokens.
     """
 
     argmax: Int32[Array, "rows positions"]
@@ -246,7 +246,7 @@ def evidence(
 
 
 class EvidenceInputs(NamedTuple):
-    """What `reduced` reads; on a mesh, one device's rows and its shard of the vocabulary.
+    """The inputs of `reduced`; on a mesh, one device's rows and its shard of the vocabulary.
 
     Attributes:
       logits: the target's raw logits.
@@ -361,7 +361,7 @@ def _surprise(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
 def _rejection_sample(
     inputs: EvidenceInputs, greedy: TargetEvidence, axis_names: AxisNames
 ) -> TargetEvidence:
-    """What the draws make of the evidence, in rows that are not decoded greedily.
+    """The evidence after the draws, in rows that are not decoded greedily.
 
     arXiv 2211.17192, Algorithm 1. Where there is no draft token q is zero everywhere, so that the
     residual is p itself: that is the bonus token.

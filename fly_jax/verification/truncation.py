@@ -18,7 +18,7 @@ from fly_jax.verification.reductions import AxisNames, finite_or_zero, vocab_max
 
 
 class Truncation(NamedTuple):
-    """What of a distribution is kept.
+    """The part of a distribution that is kept.
 
     Attributes:
       largest: the largest logit; 0 if that is not finite.
@@ -249,7 +249,7 @@ def _weight_above(
     logits: Float32[Array, "*lead local"],
     weights: Float32[Array, "*lead local"],
 ) -> Float32[Array, "*lead some"]:
-    """What the logits strictly above each value weigh."""
+    """The weight of the logits strictly above each value."""
     is_above = logits[..., None, :] > values[..., None]
     return vocab_sum(jnp.where(is_above, weights[..., None, :], 0))
 

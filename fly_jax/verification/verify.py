@@ -79,7 +79,7 @@ def verify(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatVerdict:
-    """What `verify_flat` decides.
+    """The decision of `verify_flat`.
 
     Attributes:
       tokens: what is emitted, -1 elsewhere. At the positions of the draft tokens, one request after

@@ -36,7 +36,7 @@ _AGAIN = "remove the folder and convert again"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What `conversion.json` says.
+    """The content of `conversion.json`.
 
     Attributes:
       config: of the model, as in a Hugging Face `config.json`.

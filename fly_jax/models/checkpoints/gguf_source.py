@@ -96,7 +96,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _unreadable(path: Path, head: bytes) -> str:
-    """What is wrong with a file that begins so and that the library cannot read."""
+    """The fault of a file that begins so and that the library cannot read."""
     if head[:4] != b"GGUF":
         return f"{path} is no GGUF file; correct the path, or download the file again."
     version = int.from_bytes(head[4:], "little")
@@ -335,5 +335,5 @@ def _tensor_name(group: Group, name: str) -> str:
 
 
 def _part(file: GgufFile, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
-    """What one device takes of a tensor."""
+    """The part of a tensor that one device takes."""
     return file.rows(tensor, index[0])[(slice(None), *index[1:])]

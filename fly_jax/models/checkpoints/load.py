@@ -64,7 +64,7 @@ _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What has been opened: all of it was checked but the weights' own values.
+    """An opened checkpoint: all of it was checked but the weights' own values.
 
     Attributes:
       path: the folder, or the GGUF file.

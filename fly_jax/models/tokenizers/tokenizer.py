@@ -88,7 +88,7 @@ class Tokenizer:
         return stream.push(ids) + stream.finish()
 
     def token_text(self, token_id: int) -> str:
-        """What one token spells by itself, within a text; U+FFFD for a part of a character."""
+        """The text of one token by itself, within a text; U+FFFD for a part of a character."""
         return self.vocabulary.token_bytes(token_id, False).decode("utf-8", "replace")
 
     def matching(self, patterns: Sequence[str]) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class TextStream:
         return self._decoder.decode(bytes(data))
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
+        """The rest at the end: U+FFFD for a character that never became complete."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -26,7 +26,7 @@ from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
 
 
 class Why(enum.IntEnum):
-    """What became of one position; `letter` is for the tokens that were emitted.
+    """The fate of one position; `letter` is for the tokens that were emitted.
 
     `REFUSED` comes before every other refusal. The others are in the order in which a rule checks:
     the first that fails is reported; of rules joined by |, that of the one that came furthest.
@@ -56,7 +56,7 @@ _LETTERS = {Why.MATCHED: "m", Why.RESCUED: "r", Why.CORRECTED: "c", Why.BONUS: "
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a round keeps of each row's draft.
+    """The decision about a round: how much of each row's draft is kept.
 
     A row emits its first `num_accepted` draft tokens and then `next_token`.
 
@@ -80,7 +80,7 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RuleState:
-    """What a rule knows of each row from earlier rounds.
+    """A rule's knowledge of each row from earlier rounds.
 
     What a rule has no use for is None, and costs nothing.
 
@@ -123,7 +123,7 @@ def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "ro
 
 
 def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
-    """What a rule reads, if it is there.
+    """A value that a rule reads, if it is there.
 
     Raises:
       FlyJaxError: it is not, and nothing could be decided without it.
@@ -137,7 +137,7 @@ def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What conditions look at, at the draft positions only.
+    """The inputs of conditions, at the draft positions only.
 
     Attributes:
       evidence: without the position after the last draft token.
@@ -151,7 +151,7 @@ class Seen:
 
 
 class Condition:
-    """What must hold at a mismatch, considered on its own; one decision per position.
+    """A demand on a mismatch, considered on its own; one decision per position.
 
     A condition is a frozen dataclass under `data_tree`. Its numbers may be one for each row: they
     meet [rows, draft] as `column(number)`.

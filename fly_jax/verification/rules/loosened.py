@@ -312,7 +312,7 @@ def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
 
 
 def _folded(text: str, of_name: Callable[[str], Any], of_both: Callable[..., Any]) -> Any:
-    """What an expression comes to, from its names and from each operator with its two sides."""
+    """The value of an expression, from its names and from each operator with its two sides."""
     no_expression = FlyJaxError(
         f"rule is {text!r}; it must be the name of a rule, or names joined by & (what both would "
         "keep), | (what either would keep) and parentheses, such as 'fly & margin'."

@@ -1,4 +1,4 @@
-"""What a rule is: a dataclass whose numbers are data, made of alternatives, and how rules combine.
+"""Rules: each is a dataclass whose numbers are data, made of alternatives, and how rules combine.
 
 Rules read `TargetEvidence`, no logits, and know no model: any engine can call them.
 """
@@ -46,7 +46,7 @@ class Rule:
 
     @property
     def needs(self) -> Needs:
-        """What the evidence must carry; static."""
+        """The numbers that the evidence must carry; static."""
         wanted = (condition.needs for condition in self._conditions())
         return functools.reduce(operator.or_, wanted, Needs())
 
@@ -61,7 +61,7 @@ class Rule:
         return None
 
     def initial_state(self, num_rows: int) -> RuleState:
-        """What the rule knows of rows of which it has seen nothing."""
+        """The state of rows of which the rule has seen nothing."""
         if self.budget is None:
             return RuleState()
         budget = jnp.asarray(self.budget, jnp.float32)
@@ -218,7 +218,7 @@ class Budget(Loose):
 
     @property
     def budget(self) -> Number | None:
-        """What every request begins with."""
+        """The budget that every request begins with."""
         return self.total
 
     def clauses(self) -> tuple[Clause, ...]:
@@ -229,11 +229,7 @@ class Budget(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class UnitedRules(Loose):
-    """A loosened rule that is given by its clauses, of which each row has some.
-
-    Attributes:
-      alternatives: see `Rule.clauses`.
-    """
+    """A loosened rule that is given by its clauses, of which each row has some."""
 
     alternatives: tuple[Clause, ...]
 

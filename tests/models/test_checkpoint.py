@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import tensors_of, write
+from golden import assert_same, layout_on
 from safetensors.numpy import load_file, save_file
 from tiny_pair import write_pair
 
@@ -28,8 +29,6 @@ from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import Group, parameter_specs
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 
 
 def tiny(*, tied: bool) -> LlamaConfig:
@@ -73,14 +72,6 @@ def split_with_index(folder: Path, num_files: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def assert_same(loaded: Llama, original: Llama, dtype: jnp.dtype) -> None:
-    expected = original.parameters()
-    assert loaded.parameters().keys() == expected.keys()
-    for name, parameter in loaded.parameters().items():
-        assert parameter.dtype == dtype
-        np.testing.assert_array_equal(parameter, expected[name].astype(dtype), err_msg=name)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> None:
@@ -101,7 +92,7 @@ def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> N
 def test_loads_straight_into_its_layout(tmp_path: Path, mesh: str, rules: str) -> None:
     model = saved(tmp_path, tiny(tied=False))
     split_with_index(tmp_path, 3)
-    layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+    layout = layout_on(mesh, rules)
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
     assert loaded.layout == layout
     assert_same(loaded, model, jnp.bfloat16)
@@ -116,7 +107,7 @@ def test_loads_straight_into_its_layout(tmp_path: Path, mesh: str, rules: str) -
 def test_parameters_are_really_split(tmp_path: Path) -> None:
     """Guards the test above against a layout that splits nothing."""
     saved(tmp_path, tiny(tied=False))
-    layout = Layout(create_mesh(parse_mesh("2x4")), RULES["tensor"])
+    layout = layout_on("2x4")
     parameters = load_llama(tmp_path, layout=layout).parameters()
     shard = {name: value.addressable_shards[5].data.shape for name, value in parameters.items()}
     assert shard["embedding"] == (7, 20)
@@ -134,7 +125,7 @@ def test_heads_that_do_not_divide_load_replicated(tmp_path: Path) -> None:
         head_size=8, max_context=8,
     )  # fmt: skip
     model = saved(tmp_path, config)
-    layout = Layout(create_mesh(parse_mesh("2x4")), RULES["tensor"])
+    layout = layout_on("2x4")
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
     assert_same(loaded, model, jnp.bfloat16)
     assert all(value.is_fully_replicated for value in loaded.parameters().values())

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import GOLDEN
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.config import RopeScaling, YarnScaling, config_fields, config_of, read_config
 from fly_jax.models.presets import PRESETS, preset
 from fly_jax.models.specs import parameter_specs
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
 LLAMA31_V4 = json.loads((GOLDEN / "llama31" / "config_v4.json").read_text())
 

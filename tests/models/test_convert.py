@@ -15,6 +15,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import assert_same, layout_on
 from safetensors.numpy import load_file, save_file
 from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
@@ -22,10 +23,7 @@ from test_loading_errors import sentence
 from fly_jax.models.checkpoints import load as module
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import carry_tokenizer, convert, load_llama, open_weights
-from fly_jax.models.llama import Llama
 from fly_jax.models.specs import Group
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 
 
 @pytest.fixture
@@ -59,18 +57,10 @@ def test_a_tokenizer_alone_is_carried_out_of_a_conversion(tmp_path: Path, source
     open_weights(folder)  # is no conversion
 
 
-def assert_same(one: Llama, other: Llama) -> None:
-    assert one.config == other.config
-    assert one.parameters().keys() == other.parameters().keys()
-    for name, values in one.parameters().items():
-        assert values.dtype == other.parameters()[name].dtype, name
-        np.testing.assert_array_equal(values, other.parameters()[name], err_msg=name)
-
-
 @pytest.mark.parametrize("mesh", [None, "2x4", "8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_loads_under_any_mesh(converted: dict[str, Path], dtype: str, mesh: str | None) -> None:
-    layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"]) if mesh else None
+    layout = layout_on(mesh)
     original = load_llama(converted["source"], layout=layout, int8=dtype == "int8")
     loaded = load_llama(converted[dtype], layout=layout)
     assert_same(loaded, original)

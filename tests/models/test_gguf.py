@@ -21,6 +21,7 @@ from gguf_files import (
     write,
     write_sized,
 )
+from golden import GOLDEN, assert_same, layout_on
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
@@ -31,10 +32,6 @@ from fly_jax.models.checkpoints.load import convert, load_llama, open_checkpoint
 from fly_jax.models.config import LlamaConfig, RopeScaling
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
-
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +46,14 @@ def tensors(model: Llama) -> dict[str, np.ndarray]:
     return tensors_of(model)
 
 
-def same(found: Llama, expected: Llama) -> None:
-    for name, values in expected.parameters().items():
-        np.testing.assert_array_equal(found.parameters()[name], values, err_msg=name)
-
-
 @pytest.mark.parametrize("mesh", [None, "2x2"])
 def test_weights_and_configuration_come_back(
     tmp_path: Path, model: Llama, tensors: dict[str, np.ndarray], mesh: str | None
 ) -> None:
     path = write(tmp_path / "model.gguf", tensors)
-    layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
-    found = load_llama(path, layout=layout)
+    found = load_llama(path, layout=layout_on(mesh))
     assert found.config == CONFIG
-    same(found, model)
+    assert_same(found, model)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -75,7 +66,7 @@ def test_every_type_is_read(tmp_path: Path, tensors: dict[str, np.ndarray], kind
         for name, tensor in tensors.items()
     }
     expected = load_llama(write(tmp_path / "plain.gguf", plain))
-    same(load_llama(path), expected)
+    assert_same(load_llama(path), expected)
     if kind == "Q8_0":
         name = "blk.0.ffn_up.weight"
         np.testing.assert_allclose(
@@ -252,7 +243,7 @@ def test_a_conversion_carries_the_tokenizer(
         assert found.tokenizer.encode(text) == expected.tokenizer.encode(text)
     assert found.tokenizer.chat_template == expected.tokenizer.chat_template
     assert found.tokenizer.special_tokens == expected.tokenizer.special_tokens
-    same(load_llama(tmp_path / "converted"), load_llama(path))
+    assert_same(load_llama(tmp_path / "converted"), load_llama(path))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3"])
@@ -265,7 +256,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     path = write(tmp_path / "model.gguf", tensors_of(model), config=config, architecture=family)
     found = load_llama(path)
     assert dataclasses.replace(found.config, max_context=config.max_context) == config
-    same(found, model)
+    assert_same(Llama(model.config, found.parameters()), model)
 
 
 def test_smollm3_is_cut_as_llama_3_and_nothing_is_put_before(
@@ -308,4 +299,4 @@ def test_a_window_makes_a_llama_a_mistral(
 
     found = load_llama(write(tmp_path / "model.gguf", tensors, tokenizer=put))
     assert (found.config.architecture, found.config.sliding_window) == (family, window or None)
-    same(found, model)
+    assert_same(Llama(model.config, found.parameters()), model)

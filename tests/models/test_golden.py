@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import GOLDEN, assert_same
 
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 # What makes a kind another model than the ones before it: without it the logits are wrong.
 KINDS: dict[str, dict[str, object]] = {
     "llama2": {"rope_theta": 20_000.0},
@@ -129,9 +128,7 @@ def test_sharded_checkpoint_is_the_single_file() -> None:
     whole = load_llama(GOLDEN / "llama3", layout=None, dtype=jnp.float32)
     sharded = load_llama(GOLDEN / "llama3_sharded", layout=None, dtype=jnp.float32)
     assert len(list((GOLDEN / "llama3_sharded").glob("*.safetensors"))) > 1
-    assert sharded.config == whole.config
-    for name, values in whole.parameters().items():
-        np.testing.assert_array_equal(sharded.parameters()[name], values)
+    assert_same(sharded, whole)
 
 
 def test_an_empty_cache_may_be_donated_whole() -> None:

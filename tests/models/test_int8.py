@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_golden import GOLDEN, KINDS, Golden, cached, uncached
+from golden import GOLDEN, layout_on
+from test_golden import KINDS, Golden, cached, uncached
 
 from fly_jax.models import quantise
 from fly_jax.models.checkpoints.load import load_llama
@@ -19,8 +20,6 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import quantised
 from fly_jax.models.specs import INT8, SELF_DRAFTS, ParameterSpec, parameter_specs, scale_name
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 
 # Of the golden logits, whose standard deviation is about 1: the models are tiny and their weights
 # random, so that every rounding shows.
@@ -111,7 +110,7 @@ def test_layouts_give_the_same_logits(mesh: str, rules: str) -> None:
     folder = GOLDEN / "llama31"
     tokens = np.load(folder / "golden.npz")["tokens"][:2, :9]
     one = load_llama(folder, int8=True)
-    layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
+    layout = layout_on(mesh, rules)
     split = load_llama(folder, layout=layout, int8=True)
     specs = parameter_specs(one.config, INT8)
     for name, value in split.parameters().items():

@@ -12,6 +12,7 @@ import huggingface_hub
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import layout_on
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
@@ -24,8 +25,6 @@ from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 
 CONFIG = LlamaConfig(
     vocab_size=16, embed_size=8, ffw_size=12, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -235,8 +234,7 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
 
     replace_tensor(folder, spoil)
     open_weights(folder)
-    layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"]) if mesh else None
-    text = sentence(lambda: load_llama(folder, layout=layout, dtype=jnp.bfloat16))
+    text = sentence(lambda: load_llama(folder, layout=layout_on(mesh), dtype=jnp.bfloat16))
     assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
 
 

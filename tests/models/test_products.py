@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import GOLDEN, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly_jax.models.checkpoints.load import load_llama, save_hf
 from fly_jax.models.llama import Llama, in_front, matmul, with_turned
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 # How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.
 EQUATIONS = {
     "btd,dhk->bthk": {"d": 12, "h": 3, "k": 4},
@@ -58,18 +58,14 @@ def test_stacked_again_it_is_the_same(name: str, int8: bool) -> None:
     apart = model.unstacked()
     assert apart.is_unstacked
     assert not model.is_unstacked, "the one that was given stays as it is"
-    again = apart.stacked().parameters()
-    assert set(again) == set(model.parameters())
-    for one, values in model.parameters().items():
-        np.testing.assert_array_equal(again[one], values, err_msg=one)
+    assert_same(apart.stacked(), model)
 
 
 def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
     model = load_llama(GOLDEN / "llama3")
     model.unstack()
     save_hf(model, tmp_path, jnp.float32)
-    for one, values in load_llama(GOLDEN / "llama3").parameters().items():
-        np.testing.assert_array_equal(load_llama(tmp_path).parameters()[one], values, err_msg=one)
+    assert_same(load_llama(tmp_path), load_llama(GOLDEN / "llama3"))
 
 
 def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:

@@ -8,19 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden import layout_on
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import ParameterSpec, parameter_specs
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
+from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout, ShardingRules
 
 P = PartitionSpec
-
-
-def layout(mesh: str, rules: str = "tensor") -> Layout:
-    return Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
 
 
 def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
@@ -79,20 +76,20 @@ def test_replicated_splits_rows_over_data_alone() -> None:
     ("size", "expected"), [(16, ("x", "y")), (8, ("x", "y")), (6, "x"), (4, "x"), (3, None)]
 )
 def test_what_does_not_divide_loses_the_last_axes(size: int, expected: object) -> None:
-    assert layout("2x4").spec(("ffw",), (size,)) == P(expected)
+    assert layout_on("2x4").spec(("ffw",), (size,)) == P(expected)
 
 
 def test_a_mesh_axis_is_used_once() -> None:
-    assert layout("2x4").spec(("cache_batch", None, "vocab"), (4, 1, 8)) == P("y", None, "x")
-    assert layout("2x4").spec(("vocab", "ffw"), (8, 8)) == P(("x", "y"), None)
+    assert layout_on("2x4").spec(("cache_batch", None, "vocab"), (4, 1, 8)) == P("y", None, "x")
+    assert layout_on("2x4").spec(("vocab", "ffw"), (8, 8)) == P(("x", "y"), None)
     # What the first cannot use, the second may.
-    assert layout("2x4").spec(("vocab", "ffw"), (6, 4)) == P("x", "y")
+    assert layout_on("2x4").spec(("vocab", "ffw"), (6, 4)) == P("x", "y")
 
 
 def test_axes_that_the_mesh_lacks_or_that_hold_one_device() -> None:
-    assert layout("8").spec(("ffw", "cache_batch"), (8, 8)) == P("x", None)
-    assert layout("1x8").spec(("ffw", "kv_heads"), (8, 8)) == P("y", None)
-    assert layout("1x1").spec(("ffw", "cache_batch"), (8, 8)) == P(None, None)
+    assert layout_on("8").spec(("ffw", "cache_batch"), (8, 8)) == P("x", None)
+    assert layout_on("1x8").spec(("ffw", "kv_heads"), (8, 8)) == P("y", None)
+    assert layout_on("1x1").spec(("ffw", "cache_batch"), (8, 8)) == P(None, None)
 
 
 def test_fallbacks_say_which_dimension() -> None:
@@ -102,22 +99,22 @@ def test_fallbacks_say_which_dimension() -> None:
         "key": ParameterSpec((2, 3), ("embed", "kv_heads")),
         "output": ParameterSpec((6, 2), ("q_heads", "embed")),
     }
-    assert layout("2x4").fallbacks(specs) == [
+    assert layout_on("2x4").fallbacks(specs) == [
         "query, output: q_heads of 6 does not divide over 8 devices (x, y), split over 2",
         "key: kv_heads of 3 does not divide over 2 devices (x), replicated",
     ]
-    assert layout("1x1").fallbacks(specs) == []
+    assert layout_on("1x1").fallbacks(specs) == []
 
 
 def test_an_unknown_axis_or_a_wrong_rank_is_not_passed_over() -> None:
     with pytest.raises(AttributeError, match="vocabulary"):
-        layout("2x4").spec(("vocabulary",), (8,))
+        layout_on("2x4").spec(("vocabulary",), (8,))
     with pytest.raises(ValueError, match="zip"):
-        layout("2x4").spec(("vocab",), (8, 8))
+        layout_on("2x4").spec(("vocab",), (8, 8))
 
 
 def test_placement_and_constraint() -> None:
-    here = layout("2x4")
+    here = layout_on("2x4")
     values = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
     placed = jax.device_put(values, here.sharding(("ffw", None), values.shape))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3)}
@@ -140,7 +137,7 @@ def test_a_layout_is_static_under_jit() -> None:
 
     run = jax.jit(total, static_argnames="where")
     for _ in range(2):
-        assert run(jnp.arange(8.0), where=layout("2x4")) == 28
-    run(jnp.arange(8.0), where=layout("2x4", "replicated"))
+        assert run(jnp.arange(8.0), where=layout_on("2x4")) == 28
+    run(jnp.arange(8.0), where=layout_on("2x4", "replicated"))
     assert len(traced) == 2
     assert isinstance(traced[0].mesh, Mesh)

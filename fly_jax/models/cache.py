@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -85,25 +86,22 @@ class KVCache:
         In place where the cache is donated or carried by a loop. The caller keeps length + time
         within the capacity: XLA would shift a write that runs over the end.
         """
-        if layout is None:
-            keys = _write(self.keys, new.keys, self.length)
-            values = _write(self.values, new.values, self.length)
-            return dataclasses.replace(self, keys=keys, values=values)
-        cache_spec = layout.spec(CACHE_AXES, self.keys.shape)
-        new_spec = layout.spec(NEW_AXES, new.keys.shape)
-        rows = axes_in(new_spec[1])
-        write = functools.partial(
-            _write_shard,
-            more_rows=tuple(name for name in axes_in(cache_spec[1]) if name not in rows),
-            lengths=axes_in(cache_spec[3]),
-        )
-        write = jax.shard_map(
-            write,
-            mesh=layout.mesh,
-            in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
-            out_specs=cache_spec,
-            check_vma=False,
-        )
+        write: Callable[[Entries, Array, Array], Entries] = _write
+        if layout is not None:
+            cache_spec = layout.spec(CACHE_AXES, self.keys.shape)
+            new_spec = layout.spec(NEW_AXES, new.keys.shape)
+            rows = axes_in(new_spec[1])
+            write = jax.shard_map(
+                functools.partial(
+                    _write_shard,
+                    more_rows=tuple(name for name in axes_in(cache_spec[1]) if name not in rows),
+                    lengths=axes_in(cache_spec[3]),
+                ),
+                mesh=layout.mesh,
+                in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
+                out_specs=cache_spec,
+                check_vma=False,
+            )
         keys = write(self.keys, new.keys, self.length)
         values = write(self.values, new.values, self.length)
         return dataclasses.replace(self, keys=keys, values=values)

@@ -82,7 +82,6 @@ def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = N
     return outputs.T.reshape(*x.shape[:2], *matrix.shape[: matrix.ndim - len(inputs)])
 
 
-Attend = Callable[[Array, Array, Array], Float[Array, "batch time heads head"]]
 Product = Callable[[str, Array, str], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
@@ -148,29 +147,16 @@ class Llama(nnx.Module):
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rope = rotation(self.config, cache.length[:, None] + steps)
 
-        def layer(
-            x: Array, index: Int[Array, ""], weights: dict[str, Array]
+        def attend(
+            layer: Int[Array, ""], query: Array, key: Array, value: Array
         ) -> tuple[Array, NewEntries]:
-            new = None
+            key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+            new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
+            window = self._window(layer)
+            return attend_cached(query, key, value, cache, layer, self.layout, window), new
 
-            def attend(query: Array, key: Array, value: Array) -> Array:
-                nonlocal new
-                key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-                new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
-                window = self._window(index)
-                return attend_cached(query, key, value, cache, index, self.layout, window)
-
-            own_rope = self._layer_rope(rope, index)
-            x = self._constrain(
-                _layer(self.config, x, weights, own_rope, attend, self._products(weights))
-            )
-            assert new is not None
-            return x, new
-
-        x, new = self._run_layers(layer, self._constrain(self._embedded(tokens)))
-        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), new
+        return self._run_layers(tokens, cache.length[:, None] + steps, attend)
 
     def fed(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -198,24 +184,19 @@ class Llama(nnx.Module):
           visible: query t may look at key s.
           matmul: replaces the product of activations and weights (training runs it in bfloat16).
         """
-        rope = rotation(self.config, positions)
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
 
-        def layer(x: Array, index: Int[Array, ""], weights: dict[str, Array]) -> tuple[Array, None]:
-            def attend(query: Array, key: Array, value: Array) -> Array:
-                grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
-                window = self._window(index)
-                seen = visible if window is None else visible & (distance < window)
-                part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), seen)
-                return attention(grouped, [part]).reshape(query.shape)
+        def attend(
+            layer: Int[Array, ""], query: Array, key: Array, value: Array
+        ) -> tuple[Array, None]:
+            grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
+            window = self._window(layer)
+            seen = visible if window is None else visible & (distance < window)
+            part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), seen)
+            return attention(grouped, [part]).reshape(query.shape), None
 
-            own_rope = self._layer_rope(rope, index)
-            product = self._products(weights, matmul)
-            return _layer(self.config, x, weights, own_rope, attend, product), None
-
-        x, _ = self._run_layers(layer, self._embedded(tokens))
-        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+        return self._run_layers(tokens, positions, attend, matmul)[0]
 
     def logits(
         self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
@@ -309,22 +290,35 @@ class Llama(nnx.Module):
 
     def _run_layers(
         self,
-        layer: Callable[[Array, Int[Array, ""], dict[str, Array]], tuple[Array, Added]],
-        x: Array,
-    ) -> tuple[Array, Added]:
-        """The last layer's output, and what each layer adds, stacked."""
-        weights = self._layer_weights()
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        attend: Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, Added]],
+        multiply: Matmul | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], Added]:
+        """Final hidden states, and what `attend` adds in each layer, stacked."""
+        rope = rotation(self.config, positions)
+
+        def layer(
+            x: Array, index: Int[Array, ""], weights: dict[str, Array]
+        ) -> tuple[Array, Added]:
+            here, product = functools.partial(attend, index), self._products(weights, multiply)
+            x, added = _layer(self.config, x, weights, self._layer_rope(rope, index), here, product)
+            return self._constrain(x), added
+
+        x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
+        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         if self.is_unstacked:
             layer = jax.jit(layer)  # so that it is traced once, not for each layer
-            added: list[Any] = []
+            each: list[Any] = []
             for index in range(self.config.num_layers):
                 own = {name: arrays[index] for name, arrays in weights.items()}
                 x, one = layer(x, jnp.int32(index), own)
-                added.append(one)
+                each.append(one)
             zero = _zero_after(x)
-            return x, jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *added)
-        indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
-        return jax.lax.scan(lambda x, inputs: layer(x, *inputs), x, (indices, weights))
+            added = jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *each)
+        else:
+            x, added = jax.lax.scan(lambda x, inputs: layer(x, *inputs), x, (indices, weights))
+        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), added
 
     def _window(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
         """How many tokens a layer sees, the newest among them; None if all layers see all."""
@@ -411,9 +405,9 @@ def _layer(
     x: Float[Array, "batch time embed"],
     weights: dict[str, Array],
     rope: tuple[Array, Array],
-    attend: Attend,
+    attend: Callable[[Array, Array, Array], tuple[Array, Added]],
     product: Product,
-) -> Float[Array, "batch time embed"]:
+) -> tuple[Float[Array, "batch time embed"], Added]:
     normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
     query, key, value = (
         product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
@@ -425,11 +419,12 @@ def _layer(
         query = _rms_norm(query, weights["query_norm"], config.norm_epsilon)
         key = _rms_norm(key, weights["key_norm"], config.norm_epsilon)
     query, key = rotate(query, *rope), rotate(key, *rope)
-    x = x + product("bthk,hkd->btd", attend(query, key, value), "output")
+    mixed, added = attend(query, key, value)
+    x = x + product("bthk,hkd->btd", mixed, "output")
     normed = _rms_norm(x, weights["mlp_norm"], config.norm_epsilon)
     gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
     gated = gated * product("btd,df->btf", normed, "up")
-    return x + product("btf,fd->btd", gated, "down")
+    return x + product("btf,fd->btd", gated, "down"), added
 
 
 def _rms_norm(

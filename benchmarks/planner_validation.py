@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import machine
 
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.layouts import Workload, pass_seconds
 from fly_jax.models.presets import preset
 from fly_jax.planning.speed import StepTimes

@@ -21,8 +21,8 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
 from fly_jax.decoding.spec import RoundSpec, RoundStructure
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import RuleState

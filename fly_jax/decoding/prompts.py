@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 
 
 class CheckedPrompt(tuple[int, ...]):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators al
     from absl.flags import FlagValues
 
     from fly_jax.decoding.spec import RoundSpec
-    from fly_jax.models.config import LlamaConfig
+    from fly_jax.models.architectures import LlamaConfig
     from fly_jax.planning.request import Request
 
 _HELP = """\
@@ -152,9 +152,9 @@ def _round(values: FlagValues) -> RoundSpec:
 
 
 def _config(name: str) -> LlamaConfig:
+    from fly_jax.models.architectures import read_config
     from fly_jax.models.checkpoints.gguf_source import gguf_config, open_gguf
     from fly_jax.models.checkpoints.source import is_gguf
-    from fly_jax.models.config import read_config
     from fly_jax.models.presets import preset
 
     path = Path(name)

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from fly_jax.models.architectures import LlamaConfig, RopeScaling, YarnScaling
 from fly_jax.models.cache import CACHE_AXES, NEW_AXES, Entries, KVCache, rows_here
-from fly_jax.models.config import LlamaConfig, RopeScaling, YarnScaling
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 CACHE_AXES = ("layers", "cache_batch", "kv_heads", "cache_length", "head")

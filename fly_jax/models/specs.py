@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.sharding.rules import Layout
 
 

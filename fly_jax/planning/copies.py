@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import EXCHANGES, ITEM_BYTES
 from fly_jax.planning.program import Array, Computation, Instruction, Program, frames, parse

@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
 from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import Exchange

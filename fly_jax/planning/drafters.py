@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
 from fly_jax.models.presets import PRESETS
 from fly_jax.models.specs import INT8, SELF, SELF_DRAFTS, MatrixType, self_draft_type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fly_jax.decoding.programs import prefill_piece
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
 from fly_jax.planning.counts import model_exchanges
 from fly_jax.planning.hlo import Exchange

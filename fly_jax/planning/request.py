@@ -10,7 +10,7 @@ from fly_jax.decoding.capacity import CAPACITY_STEP, capacity_for
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig, shared_vocabulary
+from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.specs import INT8, MatrixType, check_self_draft
 from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate

@@ -22,8 +22,8 @@ from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES, KVCache
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.specs import MatrixType, parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float16, Float32, Int, Int32
 from tqdm import tqdm
 
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import scale_name
 from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, stacked

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 
 _STEPS_PER_REPORT = 10

@@ -13,8 +13,8 @@ import tokenizers
 from gguf import GGMLQuantizationType
 from tokenizer_makers import CONTROLS, write_sentencepiece
 
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import groups
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import sentencepiece
 
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.checkpoints.load import save_hf
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
 

@@ -12,7 +12,13 @@ import pytest
 from golden import GOLDEN
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import RopeScaling, YarnScaling, config_fields, config_of, read_config
+from fly_jax.models.architectures import (
+    RopeScaling,
+    YarnScaling,
+    config_fields,
+    config_of,
+    read_config,
+)
 from fly_jax.models.presets import PRESETS, preset
 from fly_jax.models.specs import parameter_specs
 

@@ -25,11 +25,11 @@ from golden import GOLDEN, assert_same, layout_on
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig, RopeScaling
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.gguf_source import TYPES, open_gguf
 from fly_jax.models.checkpoints.load import convert, load_llama, open_checkpoint, open_weights
-from fly_jax.models.config import LlamaConfig, RopeScaling
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 

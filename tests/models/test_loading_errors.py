@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.config import LlamaConfig, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
 

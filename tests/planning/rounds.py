@@ -15,7 +15,7 @@ from fly_jax.decoding.capacity import CAPACITY_STEP
 from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.copies import Copy, copies, large_shapes

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import empty_cache
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.layouts import Workload, parameter_bytes
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset

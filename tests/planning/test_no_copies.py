@@ -13,7 +13,7 @@ from rounds import KINDS, compiled_text, copied, on_mesh, on_one_device, repeate
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.decoder import Decoder
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.planning.hlo import exchanges
 from fly_jax.planning.steps import abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh

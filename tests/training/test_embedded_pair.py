@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pair_rows import batches, token_rows
 from pair_tokenizer import train_tokenizer
 
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.training.problems import NAMES, SUBJECTS, extract_answer, problems
 from fly_jax.training.trainer import Row

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
-from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.sampling import Sampling, sample_at

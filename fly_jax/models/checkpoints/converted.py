@@ -19,8 +19,8 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig, config_of, read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
-from fly_jax.models.config import LlamaConfig, config_of, read_config
 from fly_jax.models.specs import Group, ParameterSpec, parameter_sharding, parameter_specs
 from fly_jax.sharding.rules import Layout
 

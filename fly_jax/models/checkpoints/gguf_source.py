@@ -14,9 +14,9 @@ from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.hugging_face import arranged, row_sharding, tensor_shape
-from fly_jax.models.config import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
 from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig, config_fields, shared_vocabulary
 from fly_jax.models.checkpoints.converted import (
     RECORD,
     ConvertedSource,
@@ -39,7 +40,6 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranged, Source, is_gguf
-from fly_jax.models.config import LlamaConfig, config_fields, shared_vocabulary
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
 from fly_jax.models.specs import (

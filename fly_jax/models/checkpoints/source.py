@@ -11,7 +11,7 @@ from typing import Protocol
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.specs import Group, ParameterSpec
 from fly_jax.sharding.rules import Layout
 

@@ -23,7 +23,7 @@ import sentencepiece
 import tokenizers
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.config import LlamaConfig, read_config, read_json
+from fly_jax.models.architectures import LlamaConfig, read_config, read_json
 
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -362,9 +362,9 @@ def test_who_does_not_read_is_given_up(live: Live) -> None:
 
     async def run() -> None:
         asked = CompletionRequest(prompt=PROMPT, max_tokens=80, stream=True)
-        answering = await live.service.answer(asked, [PROMPT], 80, TextStyle())
+        stream = await live.service.answer(asked, TextStyle())
         never: Any = lambda: asyncio.sleep(3600)  # noqa: E731
-        await EventStream(answering, 600, 0.1)({}, never, stuck)
+        await EventStream(stream, 600, 0.1)({}, never, stuck)
 
     asyncio.run_coroutine_threadsafe(run(), live.loop).result(30)
 

@@ -7,18 +7,20 @@ import importlib.metadata
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 from fastapi import APIRouter, Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
 from fly_jax.serving.http.protocol import (
     ApiError,
@@ -26,12 +28,11 @@ from fly_jax.serving.http.protocol import (
     CompletionRequest,
     ErrorReply,
     GenerationRequest,
-    add_handlers,
-    invalid,
+    as_api_error,
 )
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.response_stream import EventStream, in_one_piece
-from fly_jax.serving.http.service import COMPLETION_TOKENS, Prompt, Service
+from fly_jax.serving.http.service import Service
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 429, 503)
@@ -50,14 +51,18 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    limits = service.limits
     app.add_middleware(
         Guard,  # type: ignore[arg-type]
-        api_key=limits.api_key,
-        max_body=limits.max_body,
+        api_key=service.limits.api_key,
+        max_body=service.limits.max_body,
         on_refused=service.metrics.refused,
     )
-    add_handlers(app)
+
+    async def refused(_: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response
+
+    for kind in (ApiError, FlyJaxError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refused)
     app.include_router(_answers(service))
     app.include_router(_about(service))
     return app
@@ -67,40 +72,22 @@ def _answers(service: Service) -> APIRouter:
     """Where text is asked for."""
     router = APIRouter(responses=_ERRORS)
 
-    async def answered(
-        request: Request,
-        asked: GenerationRequest,
-        prompts: Sequence[Prompt],
-        limit: int | None,
-        style: Style,
-    ) -> Response:
+    async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
         limits = service.limits
-        answering = await service.answer(asked, prompts, limit, style)
-        if asked.stream:
-            return EventStream(answering, limits.request_timeout, limits.client_timeout)
-        return await in_one_piece(request.receive, limits.request_timeout, answering)
+        stream = await service.answer(request, style)
+        if request.stream:
+            return EventStream(stream, limits.request_timeout, limits.client_timeout)
+        return await in_one_piece(raw.receive, limits.request_timeout, stream)
 
     @router.post("/v1/completions", response_model=Completion)
-    async def completions(
-        request: Request, asked: Annotated[CompletionRequest, Body()]
-    ) -> Response:
+    async def completions(raw: Request, request: Annotated[CompletionRequest, Body()]) -> Response:
         """Continues texts."""
-        limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        return await answered(request, asked, asked.prompts, limit, TextStyle())
+        return await answered(raw, request, TextStyle())
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(request: Request, asked: Annotated[ChatRequest, Body()]) -> Response:
+    async def chat_completions(raw: Request, request: Annotated[ChatRequest, Body()]) -> Response:
         """Answers in a conversation."""
-        service.check_model(asked.model)
-        if not service.has_template:
-            raise invalid(
-                f"{service.name!r} has no chat template, so it cannot take a conversation; send a "
-                "text to /v1/completions, or start the server with an instruct model.",
-                code="no_chat_template",
-            )
-        messages = [one.as_template for one in asked.messages]
-        limit = asked.max_completion_tokens or asked.max_tokens
-        return await answered(request, asked, [messages], limit, ChatStyle())
+        return await answered(raw, request, ChatStyle())
 
     return router
 
@@ -133,7 +120,7 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}", responses={404: {"model": ErrorReply}})
     def one_model(name: str) -> dict[str, Any]:
-        """What it is."""
+        """The model, if that is its name."""
         service.check_model(name)
         return model()
 
@@ -145,7 +132,7 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/version")
     def version() -> dict[str, str]:
-        """Of what runs here."""
+        """Versions of the package and of JAX, and the device."""
         return {
             "version": importlib.metadata.version("fly_jax"),
             "jax": jax.__version__,
@@ -159,22 +146,19 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/", response_class=HTMLResponse, include_in_schema=False)
     def start() -> HTMLResponse:
-        """The page."""
+        """The page to try it."""
         return HTMLResponse(page(), headers=HEADERS)
 
     return router
 
 
-_GUARDED = "/v1"
-
-
 class Guard:
-    """An ASGI application in front of another."""
+    """Turns away a wrong key and a body that is too large, before anything reads them."""
 
     def __init__(
         self, app: ASGIApp, api_key: str | None, max_body: int, on_refused: Callable[[int], None]
     ) -> None:
-        """Takes what is asked of requests.
+        """Stands before an ASGI application.
 
         Args:
           app: gets those that pass.
@@ -214,7 +198,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if self._expected is not None and scope["path"].startswith(_GUARDED):
+        if self._expected is not None and scope["path"].startswith("/v1"):
             given = headers.get("authorization", "").encode("latin-1", "replace")
             if not secrets.compare_digest(given, self._expected):
                 return ApiError(

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
-from fly_jax.serving.http.replies import speculative_decoding
+from fly_jax.serving.http.replies import SpeculativeDecoding
 
 PREFIX = "fly_jax:"
 _SECONDS = (
@@ -40,7 +40,7 @@ class ServerMetrics:
         """All counts are zero.
 
         Args:
-          engine: what is measured.
+          engine: is measured.
         """
         self._engine, self._registry = engine, CollectorRegistry()
         self._counted = collections.Counter[int]()  # rounds that `text` has been told of
@@ -113,7 +113,7 @@ class ServerMetrics:
     def ended(self, state: RequestState) -> None:
         """Counts a request whose last tokens have come, or which was cancelled."""
         one = state.generation
-        found = speculative_decoding([one], self._engine.spec.num_speculative_tokens)
+        found = SpeculativeDecoding.of([one], self._engine.spec.num_speculative_tokens)
         self._ends.labels(one.finish_reason if state.is_finished else "cancelled").inc()
         self._drafts.inc(found.num_spec_steps)
         self._drafted.inc(found.num_draft_tokens)

@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter, parameters_of
+from fly_jax.parameters import parameters_of
 from fly_jax.verification.rules import RULES, VLLM_NAMES, Budget, from_vllm_names
 
+_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
 _MOST_PROMPTS = 1024
+
+_NOTHING: tuple[Any, ...] = (0, "", [], {})
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the text or add to the reply, with the
+# values that do not.
+_CHANGING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
+            *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
+            *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
+            *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
+            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+            *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
+            *("tools", "tool_calls", "functions", "function_call", "audio", "web_search_options"),
+            *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
+            *("echo", "prompt_logprobs", "return_tokens_as_token_ids", "logits_processors"),
+            *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
+        ),
+        _NOTHING,
+    ),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+# So much like a field that there is, one was meant to be that.
+_ALIKE = 0.9
+
+# A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
+NO_RETRY = {"x-should-retry": "false"}
+
+# A text, its tokens, or a conversation as a chat template takes it.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def _written(text: str) -> str:
@@ -36,20 +78,21 @@ StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterVa
 
 
 class _Fields(BaseModel):
-    """Fields that are known, and others, of which those that would change the text are refused."""
+    """Fields that are known, and others, which are passed over where they change nothing."""
 
     model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="after")
-    def _only_what_is_done(self) -> Self:
-        check_others(self.model_extra or {}, type(self).model_fields)
+    def _others_change_nothing(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if name in _CHANGING and value is not None and value not in _CHANGING[name]:
+                raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
+            if name in VLLM_NAMES:
+                raise ValueError(f"{name} stands beside the field fly; give it within")
+            meant = difflib.get_close_matches(name, type(self).model_fields, 1, _ALIKE)
+            if meant:
+                raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
         return self
-
-
-def rule_parameters() -> dict[str, Parameter]:
-    """The numbers of rules and of their budget, by name: what a request may set."""
-    declaring = (*RULES.values(), Budget)
-    return {one.name: one for part in declaring for one in parameters_of(part)}
 
 
 class _FlyFields(BaseModel):
@@ -82,8 +125,9 @@ FlyFields: Any = create_model(
     __base__=_FlyFields,
     __doc__=_FlyFields.__doc__,
     **{  # type: ignore[call-overload]
-        name: (one.kind | None, Field(None, description=f"{one.help}: {one.described}"))
-        for name, one in rule_parameters().items()
+        one.name: (one.kind | None, Field(None, description=f"{one.help}: {one.described}"))
+        for declaring in (*RULES.values(), Budget)
+        for one in parameters_of(declaring)
     },
 )
 
@@ -111,9 +155,8 @@ class GenerationRequest(_Fields):
       seed: of the draws; of the i-th answer it is seed + i.
       stop: texts before which an answer ends.
       stream: sends the answer as server-sent events while it is decoded.
-      stream_options: see `StreamOptions`.
       ignore_eos: goes on to max_tokens, whatever ends of text come.
-      fly: see `FlyFields`.
+      fly: how FLy is to decode it; {} if not given.
     """
 
     model: str | None = None
@@ -127,7 +170,19 @@ class GenerationRequest(_Fields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    fly: FlyFields | None = None
+    fly: Annotated[FlyFields, BeforeValidator(lambda given: {} if given is None else given)] = (
+        Field(default_factory=FlyFields)
+    )
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """What is to be continued, each by n answers."""
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of each answer; None for all that there is room for."""
+        raise NotImplementedError
 
     @property
     def num_logprobs(self) -> int | None:
@@ -165,28 +220,24 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompt, or each of several."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
+
+    @property
+    def limit(self) -> int | None:
+        """OpenAI's if not given."""
+        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         """See `GenerationRequest`."""
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """All of them."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        if isinstance(given[0], int):
-            return [given]  # type: ignore[list-item]
-        return given  # type: ignore[return-value]
-
 
 class TextPart(_Fields):
-    """A piece of a message; only text is taken.
-
-    Attributes:
-      type: "text".
-      text: the text.
-    """
+    """A piece of a message; only text is taken."""
 
     type: Annotated[str, Field(pattern="^text$")]
     text: Text
@@ -197,7 +248,6 @@ class Message(_Fields):
 
     Attributes:
       role: such as system, user or assistant; the model's template knows which there are.
-      content: its text.
     """
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
@@ -227,13 +277,9 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_CHAT_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
-    def _one_limit(self) -> Self:
+    def _fields_that_go_together(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _top_of_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(
                 f"top_logprobs is {self.top_logprobs} without logprobs; give logprobs=true with it"
@@ -241,64 +287,19 @@ class ChatRequest(GenerationRequest):
         return self
 
     @property
+    def prompts(self) -> Sequence[Prompt]:
+        """The one conversation."""
+        return [[one.as_template for one in self.messages]]
+
+    @property
+    def limit(self) -> int | None:
+        """By either of its names."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def num_logprobs(self) -> int | None:
         """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-_NOTHING: tuple[Any, ...] = (0, "", [], {})
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that change the text or add to the reply, with the
-# values that do not.
-_CHANGING: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "suffix"),
-            *("min_p", "top_a", "tfs_z", "mirostat", "dry_multiplier", "xtc_probability"),
-            *("max_completion_tokens", "max_new_tokens", "n_predict", "top_logprobs"),
-            *("min_tokens", "stop_token_ids", "allowed_token_ids", "include_stop_str_in_output"),
-            *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-            *("structured_outputs", "json_schema", "regex", "ebnf", "grammar"),
-            *("tools", "tool_calls", "functions", "function_call", "audio", "web_search_options"),
-            *("chat_template", "chat_template_kwargs", "continue_final_message", "documents"),
-            *("echo", "prompt_logprobs", "return_tokens_as_token_ids", "logits_processors"),
-            *("use_beam_search", "truncate_prompt_tokens", "prompt_embeds", "lora_path"),
-        ),
-        _NOTHING,
-    ),
-    **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p", "best_of"), (1,)),
-    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), (1,)),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
-# So much like a field that there is, one was meant to be that.
-_ALIKE = 0.9
-
-
-def check_others(others: Mapping[str, Any], known: Collection[str]) -> None:
-    """Passes over fields that are not known and change nothing.
-
-    Args:
-      others: the fields, with their values.
-      known: names of the fields that there are.
-
-    Raises:
-      ValueError: one would change the answer, or is a known one misspelt.
-    """
-    for name, value in others.items():
-        changes = name in _CHANGING and value is not None and value not in _CHANGING[name]
-        if changes:
-            raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
-        if name in VLLM_NAMES:
-            raise ValueError(f"{name} stands beside the field fly; give it within")
-        meant = difflib.get_close_matches(name, known, 1, _ALIKE)
-        if meant:
-            raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
-
-
-_INVALID = "invalid_request_error"
-# A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
-NO_RETRY = {"x-should-retry": "false"}
 
 
 class ErrorDetail(BaseModel):
@@ -324,28 +325,19 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """A reply that is not a success."""
+    """A reply that is not a success: its status and headers of HTTP, and an `ErrorDetail`."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = _INVALID,
+        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes what the reply says.
-
-        Args:
-          status: of HTTP.
-          message: see `ErrorDetail`.
-          type: see `ErrorDetail`.
-          param: see `ErrorDetail`.
-          code: see `ErrorDetail`.
-          headers: of the reply.
-        """
+        """See the class."""
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = ErrorReply(
@@ -368,33 +360,18 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Has every error of an app told in this shape."""
-
-    async def known(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        return error.response
-
-    async def refused(_: Request, error: Exception) -> JSONResponse:
-        return invalid(str(error)).response
-
-    async def malformed(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return of_validation(error.errors()).response
-
-    async def of_framework(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response
-
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        message = "The server has failed in a way that it should not; its log says how."
-        return ApiError(500, message, type="server_error").response
-
-    app.add_exception_handler(ApiError, known)
-    app.add_exception_handler(FlyJaxError, refused)
-    app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(HTTPException, of_framework)
-    app.add_exception_handler(Exception, unexpected)
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return of_validation(error.errors())
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    if isinstance(error, FlyJaxError):
+        return invalid(str(error))
+    message = "The server has failed in a way that it should not; its log says how."
+    return ApiError(500, message, type="server_error")
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -11,13 +11,251 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.reports import TokenLogprobs
+from fly_jax.decoding.reports import TokenLogprobs, TokenReport
 from fly_jax.engine.request import RequestState
 from fly_jax.evaluation.audit import Mismatch, Run, audited, refused_by
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 # What JSON has instead of -inf, as in OpenAI's and vLLM's replies.
 _LEAST = -9999.0
+
+
+class CachedTokens(BaseModel):
+    """How much of a prompt did not have to be run.
+
+    Attributes:
+      cached_tokens: tokens that another request had brought into the caches.
+    """
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request.
+
+    Attributes:
+      prompt_tokens: of its prompts, each counted once.
+      completion_tokens: of all answers.
+      total_tokens: of both.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, states: Sequence[RequestState], n: int) -> Usage:
+        """Of n answers to each prompt."""
+        firsts = states[::n]
+        prompt = sum(len(one.request.prompt) for one in firsts)
+        completion = sum(len(one.generation.token_ids) for one in states)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(one.num_reused for one in firsts)),
+        )
+
+
+class SpeculativeDecoding(BaseModel):
+    """What speculation did for a request, over all its answers: vLLM's figures, and FLy's own.
+
+    Attributes:
+      mean_acceptance_length: 1 + accepted draft tokens per step, as vLLM has it.
+      draft_acceptance_rate: accepted over drafted tokens.
+      acceptance_histogram: how many steps kept 0, 1, ... K draft tokens.
+      num_spec_steps: passes of the target over a draft.
+      num_accepted_draft_tokens: draft tokens kept, rescued ones included.
+      num_draft_tokens: draft tokens that the target saw.
+      num_spec_tokens: K.
+      mean_accepted_tokens: settled tokens per pass of the target, bonus included.
+      num_rescued_tokens: mismatches kept.
+      num_revoked_windows: deferred windows that failed after their block.
+      refused_by: mismatches refused, by what refused them.
+      regret: what rescues took from the risk budgets, in nats; None without one.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    mean_accepted_tokens: float
+    num_rescued_tokens: int
+    num_revoked_windows: int
+    refused_by: dict[str, int]
+    regret: float | None
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
+        """Of generations with reports, whose rounds draft K tokens."""
+        # A deferred window may settle more than K tokens at once.
+        kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
+        accepted = sum(one.num_accepted_tokens for one in generations)
+        drafted = sum(one.num_draft_tokens for one in generations)
+        num_rounds = sum(one.num_rounds for one in generations)
+        refused = collections.Counter(
+            reason
+            for one in generations
+            for report in one.reports
+            if (reason := refused_by(report)) is not None
+        )
+        regrets = [one.regret for one in generations if one.regret is not None]
+        return cls(
+            mean_acceptance_length=1 + accepted / max(kept.total(), 1),
+            draft_acceptance_rate=accepted / max(drafted, 1),
+            acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
+            num_spec_steps=kept.total(),
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=drafted,
+            num_spec_tokens=k,
+            mean_accepted_tokens=sum(len(one.token_ids) for one in generations)
+            / max(num_rounds, 1),
+            num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
+            num_revoked_windows=sum(one.num_rollbacks for one in generations),
+            refused_by=dict(refused),
+            regret=sum(regrets) if regrets else None,
+        )
+
+
+class RequestMetrics(BaseModel):
+    """What a request took, by vLLM's names; times of several answers are those of the slowest.
+
+    Attributes:
+      time_to_first_token_ms: from the arrival.
+      generation_time_ms: from the first token to the last.
+      queue_time_ms: from the arrival to a slot.
+      mean_itl_ms: generation time per token after the first; None with one token.
+      tokens_per_second: of all answers, since the arrival.
+    """
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float
+    speculative_decoding: SpeculativeDecoding
+
+    @classmethod
+    def of(cls, states: Sequence[RequestState], k: int) -> RequestMetrics:
+        """Of answers that are done, whose rounds draft K tokens."""
+        firsts, decodes, waits, ends, per_token = [], [], [], [], []
+        for one in states:
+            assert one.seated is not None
+            assert one.first_token is not None
+            assert one.finished is not None
+            waits.append(one.seated - one.submitted)
+            firsts.append(one.first_token - one.submitted)
+            decodes.append(one.finished - one.first_token)
+            ends.append(one.finished)
+            rest = len(one.generation.token_ids) - 1
+            per_token += [decodes[-1] / rest] if rest > 0 else []
+        seconds = max(ends) - min(one.submitted for one in states)
+        number = sum(len(one.generation.token_ids) for one in states)
+        return cls(
+            time_to_first_token_ms=1e3 * max(firsts),
+            generation_time_ms=1e3 * max(decodes),
+            queue_time_ms=1e3 * max(waits),
+            mean_itl_ms=1e3 * max(per_token) if per_token else None,
+            tokens_per_second=number / max(seconds, 1e-9),
+            speculative_decoding=SpeculativeDecoding.of([one.generation for one in states], k),
+        )
+
+
+class AnswerAudit(BaseModel):
+    """Every mismatch of an answer, as the command audit knows it.
+
+    Attributes:
+      rule: that decided.
+      entropy_measure: "top_3" over so many most probable tokens in nats, "full" over all, or
+        "normalized".
+      rescues: those kept.
+      refusals: those refused.
+    """
+
+    rule: str
+    entropy_measure: str
+    rescues: list[Mismatch]
+    refusals: list[Mismatch]
+
+    @classmethod
+    def of(cls, state: RequestState, tokenizer: Tokenizer, run: Run) -> AnswerAudit:
+        """Of an answer that is done."""
+        found, _ = audited(
+            0,
+            "",
+            state.generation,
+            tokenizer,
+            run,
+            has_window=state.rule.longest_window > 0,
+            budget=state.budget,
+        )
+        return cls(
+            rule=run.rule,
+            entropy_measure=run.entropy_measure,
+            rescues=[one for one in found if one.is_rescue],
+            refusals=[one for one in found if not one.is_rescue],
+        )
+
+
+class Token(BaseModel):
+    """A token of a stream, and why it stands there.
+
+    Attributes:
+      text: what it adds to the answer.
+      why: matched, rescued, corrected or bonus.
+      other: what would stand there otherwise: of a rescued token the target's own, of a corrected
+        one the draft's.
+      probability: of the token in the target's plain softmax, where it is the draft's or the
+        target's choice.
+      other_probability: of the other one.
+      entropy: of the target there.
+    """
+
+    id: int
+    text: str
+    why: str
+    other: str | None
+    probability: float | None
+    other_probability: float | None
+    entropy: float
+
+    @classmethod
+    def of(cls, report: TokenReport, text: str, tokenizer: Tokenizer) -> Token:
+        """Of a token's report."""
+        probability, other, other_probability = None, None, None
+        if report.token_id == report.choice_id:
+            probability = report.choice_probability
+        elif report.token_id == report.draft_id:
+            probability = report.draft_probability
+        if report.why.letter == "r":
+            other, other_probability = report.choice_id, report.choice_probability
+        elif report.why.letter == "c" and report.draft_id is not None:
+            other, other_probability = report.draft_id, report.draft_probability
+        return cls(
+            id=report.token_id,
+            text=text,
+            why=report.why.name.lower(),
+            other=None if other is None else tokenizer.token_text(other),
+            probability=probability,
+            other_probability=other_probability,
+            entropy=report.entropy,
+        )
+
+
+class ChoiceExtras(BaseModel):
+    """What FLy adds to an answer, as far as it was asked for.
+
+    Attributes:
+      audit: with `fly.audit`.
+      tokens: with `fly.stream_why`, of this chunk.
+    """
+
+    audit: AnswerAudit | None = None
+    tokens: list[Token] | None = None
 
 
 class TextLogprobs(BaseModel):
@@ -70,248 +308,16 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
-def text_logprobs(
-    found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
-) -> TextLogprobs:
-    """In the shape of /v1/completions.
-
-    Args:
-      found: of some tokens.
-      texts: what each of them adds to the answer.
-      begin: characters of the answer before them.
-      tokenizer: of the models.
-    """
-
-    def top(one: TokenLogprobs) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for token_id, value in (*one.top, (one.token_id, one.logprob)):
-            # Of tokens that spell the same, the most probable one stands for all.
-            values.setdefault(_spelt(token_id, tokenizer), max(value, _LEAST))
-        return values
-
-    ends = itertools.accumulate(map(len, texts), initial=begin)
-    return TextLogprobs(
-        tokens=[_spelt(one.token_id, tokenizer) for one in found],
-        token_logprobs=[max(one.logprob, _LEAST) for one in found],
-        top_logprobs=[top(one) for one in found],
-        text_offset=list(ends)[:-1],
-    )
-
-
-def chat_logprobs(found: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
-    """In the shape of /v1/chat/completions."""
-
-    def shown(token_id: int, logprob: float) -> dict[str, object]:
-        data = _bytes(token_id, tokenizer)
-        return {
-            "token": data.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LEAST),
-            "bytes": list(data),
-        }
-
-    return ChatLogprobs(
-        content=[
-            TokenLogprob.model_validate(
-                shown(one.token_id, one.logprob)
-                | {"top_logprobs": [shown(*other) for other in one.top]}
-            )
-            for one in found
-        ]
-    )
-
-
-def _bytes(token_id: int, tokenizer: Tokenizer) -> bytes:
-    return tokenizer.vocabulary.token_bytes(token_id, False)
-
-
-def _spelt(token_id: int, tokenizer: Tokenizer) -> str:
-    data = _bytes(token_id, tokenizer)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-class SpeculativeDecoding(BaseModel):
-    """Figures of one request, over all its answers.
-
-    Attributes:
-      mean_acceptance_length: 1 + accepted draft tokens per step, as vLLM has it.
-      draft_acceptance_rate: accepted over drafted tokens.
-      acceptance_histogram: how many steps kept 0, 1, ... K draft tokens.
-      num_spec_steps: passes of the target over a draft.
-      num_accepted_draft_tokens: draft tokens kept, rescued ones included.
-      num_draft_tokens: draft tokens that the target saw.
-      num_spec_tokens: K.
-      mean_accepted_tokens: settled tokens per pass of the target, bonus included.
-      num_rescued_tokens: mismatches kept.
-      num_revoked_windows: deferred windows that failed after their block.
-      refused_by: mismatches refused, by what refused them.
-      regret: what rescues took from the risk budgets, in nats; None without one.
-    """
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    mean_accepted_tokens: float
-    num_rescued_tokens: int
-    num_revoked_windows: int
-    refused_by: dict[str, int]
-    regret: float | None
-
-
-def speculative_decoding(generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
-    """The figures of some generations.
-
-    Args:
-      generations: with reports.
-      k: draft tokens of a round.
-    """
-    # A deferred window may settle more than K tokens at once.
-    kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
-    accepted = sum(one.num_accepted_tokens for one in generations)
-    drafted = sum(one.num_draft_tokens for one in generations)
-    refused = collections.Counter(
-        reason
-        for one in generations
-        for report in one.reports
-        if (reason := refused_by(report)) is not None
-    )
-    regrets = [one.regret for one in generations if one.regret is not None]
-    return SpeculativeDecoding(
-        mean_acceptance_length=1 + accepted / max(kept.total(), 1),
-        draft_acceptance_rate=accepted / max(drafted, 1),
-        acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
-        num_spec_steps=kept.total(),
-        num_accepted_draft_tokens=accepted,
-        num_draft_tokens=drafted,
-        num_spec_tokens=k,
-        mean_accepted_tokens=sum(len(one.token_ids) for one in generations)
-        / max(sum(one.num_rounds for one in generations), 1),
-        num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
-        num_revoked_windows=sum(one.num_rollbacks for one in generations),
-        refused_by=dict(refused),
-        regret=sum(regrets) if regrets else None,
-    )
-
-
-FinishReason = Literal["stop", "length"]
-
-
-class CachedTokens(BaseModel):
-    """How much of a prompt did not have to be run.
-
-    Attributes:
-      cached_tokens: tokens that another request had brought into the caches.
-    """
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """Tokens of a request.
-
-    Attributes:
-      prompt_tokens: of its prompts, each counted once.
-      completion_tokens: of all answers.
-      total_tokens: of both.
-      prompt_tokens_details: see `CachedTokens`.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class RequestMetrics(BaseModel):
-    """What a request took, by vLLM's names; times of several answers are those of the slowest.
-
-    Attributes:
-      time_to_first_token_ms: from the arrival.
-      generation_time_ms: from the first token to the last.
-      queue_time_ms: from the arrival to a slot.
-      mean_itl_ms: generation time per token after the first; None with one token.
-      tokens_per_second: of all answers, since the arrival.
-      speculative_decoding: see there.
-    """
-
-    time_to_first_token_ms: float
-    generation_time_ms: float
-    queue_time_ms: float
-    mean_itl_ms: float | None
-    tokens_per_second: float
-    speculative_decoding: SpeculativeDecoding
-
-
-class AnswerAudit(BaseModel):
-    """Every mismatch of an answer.
-
-    Attributes:
-      rule: that decided.
-      entropy_measure: "top_3" over so many most probable tokens in nats, "full" over all, or
-        "normalized".
-      rescues: those kept.
-      refusals: those refused.
-    """
-
-    rule: str
-    entropy_measure: str
-    rescues: list[Mismatch]
-    refusals: list[Mismatch]
-
-
-class Token(BaseModel):
-    """A token of a stream, and why it stands there.
-
-    Attributes:
-      id: the token.
-      text: what it adds to the answer.
-      why: matched, rescued, corrected or bonus.
-      other: what would stand there otherwise: of a rescued token the target's own, of a corrected
-        one the draft's.
-      probability: of the token in the target's plain softmax, where it is the draft's or the
-        target's choice.
-      other_probability: of the other one.
-      entropy: of the target there.
-    """
-
-    id: int
-    text: str
-    why: str
-    other: str | None
-    probability: float | None
-    other_probability: float | None
-    entropy: float
-
-
-class ChoiceExtras(BaseModel):
-    """What FLy adds to an answer, as far as it was asked for.
-
-    Attributes:
-      audit: with `fly.audit`.
-      tokens: with `fly.stream_why`, of this chunk.
-    """
-
-    audit: AnswerAudit | None = None
-    tokens: list[Token] | None = None
-
-
 class Choice(BaseModel):
     """What all answers and their pieces have.
 
     Attributes:
       index: prompts in their order, the n answers of each together.
       finish_reason: None while it goes on.
-      fly: see `ChoiceExtras`.
     """
 
     index: int
-    finish_reason: FinishReason | None
+    finish_reason: Literal["stop", "length"] | None
     fly: ChoiceExtras | None = None
 
 
@@ -385,41 +391,64 @@ class TextStyle:
     """How /v1/completions puts an answer."""
 
     prefix: ClassVar[str] = "cmpl"
-    whole: ClassVar[Callable[..., Reply]] = Completion
-    chunk: ClassVar[Callable[..., Reply]] = Completion
-    whole_object: ClassVar[str] = "text_completion"
-    chunk_object: ClassVar[str] = "text_completion"
+    whole: Callable[..., Reply] = staticmethod(
+        functools.partial(Completion, object="text_completion")
+    )
+    chunk = whole
 
     def answer(self, text: str, **fields: Any) -> Choice:
-        """All of it."""
+        """An answer in one piece."""
         return TextChoice(text=text, **fields)
 
     def piece(self, text: str, is_first: bool, **fields: Any) -> Choice:
-        """A piece."""
+        """A piece of an answer, which is put as an answer is."""
         return TextChoice(text=text, **fields)
 
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
     ) -> TextLogprobs:
-        """See `text_logprobs`."""
-        return text_logprobs(found, texts, begin, tokenizer)
+        """Log-probabilities of some tokens.
+
+        Args:
+          found: theirs.
+          texts: what each of them adds to the answer.
+          begin: characters of the answer before them.
+          tokenizer: of the models.
+        """
+
+        def top(one: TokenLogprobs) -> dict[str, float]:
+            values: dict[str, float] = {}
+            for token_id, value in (*one.top, (one.token_id, one.logprob)):
+                # Of tokens that spell the same, the most probable one stands for all.
+                values.setdefault(_spelt(token_id, tokenizer), max(value, _LEAST))
+            return values
+
+        ends = itertools.accumulate(map(len, texts), initial=begin)
+        return TextLogprobs(
+            tokens=[_spelt(one.token_id, tokenizer) for one in found],
+            token_logprobs=[max(one.logprob, _LEAST) for one in found],
+            top_logprobs=[top(one) for one in found],
+            text_offset=list(ends)[:-1],
+        )
 
 
 class ChatStyle:
     """How /v1/chat/completions puts an answer."""
 
     prefix: ClassVar[str] = "chatcmpl"
-    whole: ClassVar[Callable[..., Reply]] = ChatCompletion
-    chunk: ClassVar[Callable[..., Reply]] = ChatChunk
-    whole_object: ClassVar[str] = "chat.completion"
-    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    whole: Callable[..., Reply] = staticmethod(
+        functools.partial(ChatCompletion, object="chat.completion")
+    )
+    chunk: Callable[..., Reply] = staticmethod(
+        functools.partial(ChatChunk, object="chat.completion.chunk")
+    )
 
     def answer(self, text: str, **fields: Any) -> Choice:
-        """All of it."""
+        """An answer in one piece."""
         return ChatChoice(message=ChatMessage(role="assistant", content=text), **fields)
 
     def piece(self, text: str, is_first: bool, **fields: Any) -> Choice:
-        """A piece; the first one says who speaks."""
+        """A piece of an answer; the first one says who speaks."""
         said = ChatMessage(content=text)
         if is_first:
             said.role = "assistant"
@@ -428,39 +457,34 @@ class ChatStyle:
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
     ) -> ChatLogprobs:
-        """See `chat_logprobs`; texts and where they begin are not said there."""
-        return chat_logprobs(found, tokenizer)
+        """As `TextStyle.logprobs`; texts and where they begin are not said here."""
+
+        def shown(token_id: int, logprob: float) -> dict[str, Any]:
+            data = _bytes(token_id, tokenizer)
+            token = data.decode("utf-8", "replace")
+            return {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(data)}
+
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(
+                    **shown(one.token_id, one.logprob),
+                    top_logprobs=[TopLogprob(**shown(*other)) for other in one.top],
+                )
+                for one in found
+            ]
+        )
 
 
 Style = TextStyle | ChatStyle
 
 
-@dataclasses.dataclass(frozen=True)
-class AnswerAuditor:
-    """What the audits of a request have in common.
+def _bytes(token_id: int, tokenizer: Tokenizer) -> bytes:
+    return tokenizer.vocabulary.token_bytes(token_id, False)
 
-    Attributes:
-      tokenizer: of the models.
-      run: the rule and what entropies are.
-    """
 
-    tokenizer: Tokenizer
-    run: Run
-
-    def audit(self, state: RequestState) -> AnswerAudit:
-        """Every mismatch of an answer that is done."""
-        found, _ = audited(
-            0,
-            "",
-            state.generation,
-            self.tokenizer,
-            self.run,
-            has_window=state.rule.longest_window > 0,
-            budget=state.budget,
-        )
-        return AnswerAudit(
-            rule=self.run.rule,
-            entropy_measure=self.run.entropy_measure,
-            rescues=[one for one in found if one.is_rescue],
-            refusals=[one for one in found if not one.is_rescue],
-        )
+def _spelt(token_id: int, tokenizer: Tokenizer) -> str:
+    data = _bytes(token_id, tokenizer)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

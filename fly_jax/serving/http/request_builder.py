@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked for."""
+"""The engine's requests from a client's fields, and the rules that clients may ask for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GREEDY_BELOW = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class RequestBuilder:
-    """How the server decodes, and what a request may have otherwise.
+    """Makes the engine's requests: as the server decodes, but for what a client gives.
 
     Attributes:
       config: of requests that do not say; its temperature is theirs.
@@ -34,7 +34,7 @@ class RequestBuilder:
 
     @classmethod
     def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:
-        """The choices of a server.
+        """Of a server.
 
         Args:
           config: of requests that do not say.
@@ -83,16 +83,77 @@ class RequestBuilder:
         """What a request may give as its rule."""
         return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
 
-    def protect(self, asked: GenerationRequest) -> tuple[str, ...]:
+    def requests(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Sequence[int]],
+        engine: Engine,
+        protected: Callable[[tuple[str, ...]], tuple[int, ...]],
+    ) -> list[Request]:
+        """The engine's requests for a client's: n for each prompt.
+
+        Args:
+          request: the client's.
+          prompts: its prompts' token ids.
+          engine: will take them.
+          protected: tokens by patterns; see `Pair.protected_token_ids`.
+
+        Raises:
+          ApiError: a rule or a pattern that the server does not have.
+          FlyJaxError: values of no use.
+        """
+        config = self._config(request)
+        rule = config.to_rule()
+        if not engine.takes(rule):
+            raise self._unknown(config.rule)
+        patterns = self._patterns(request)
+        first = Request(
+            (),
+            engine.max_length if request.limit is None else request.limit,
+            rule,
+            config.to_sampling(),
+            secrets.randbelow(2**31) if request.seed is None else request.seed,
+            request.stops,
+            request.num_logprobs,
+            bool(request.ignore_eos),
+            None if patterns == self.config.protect else protected(patterns),
+        )
+        return [
+            dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % 2**32)
+            for prompt in prompts
+            for index in range(request.n)
+        ]
+
+    def rule_name(self, request: GenerationRequest) -> str:
+        """The rule that a request is decoded with."""
+        return self.config.rule if request.fly.rule is None else str(request.fly.rule)
+
+    def _config(self, request: GenerationRequest) -> DecodingConfig:
+        """The server's config with what a request gives."""
+        own = self.config
+        given = request.fly.model_dump(
+            exclude={"rule", "protect", "audit", "stream_why"}, exclude_none=True
+        )
+        temperature = own.temperature if request.temperature is None else request.temperature
+        if temperature < _GREEDY_BELOW:  # without draws there is nothing to keep tokens from
+            temperature, top_k, top_p = 0.0, 0, 1.0
+        else:
+            top_k = own.top_k if request.top_k is None else max(request.top_k, 0)
+            top_p = own.top_p if request.top_p is None else request.top_p
+        rule, drafts = self.rule_name(request), bool(own.num_drafted)
+        if rule in LOSSLESS_RULES or not drafts:
+            if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):
+                raise self._unknown(rule)
+            if drafts:
+                rule = "sampled" if temperature else "exact"
+        return own.replace(rule=rule, temperature=temperature, top_k=top_k, top_p=top_p, **given)
+
+    def _patterns(self, request: GenerationRequest) -> tuple[str, ...]:
         """The patterns whose tokens are never rescued.
 
         A pattern of the client's own is not taken: some take forever to be searched for.
-
-        Raises:
-          ApiError: one that the server was not started with.
         """
-        own = self.config.protect
-        given = None if asked.fly is None else asked.fly.protect
+        own, given = self.config.protect, request.fly.protect
         for pattern in given or ():
             if pattern not in own:
                 raise invalid(
@@ -103,92 +164,6 @@ class RequestBuilder:
                     "pattern_not_served",
                 )
         return own if given is None else tuple(one for one in own if one in given)
-
-    def requests(
-        self,
-        asked: GenerationRequest,
-        prompts: Sequence[Sequence[int]],
-        limit: int,
-        engine: Engine,
-        protected: Callable[[tuple[str, ...]], tuple[int, ...]],
-    ) -> list[Request]:
-        """What the engine is asked for: n requests for each prompt.
-
-        Args:
-          asked: by the client.
-          prompts: token ids.
-          limit: new tokens of each.
-          engine: will take them.
-          protected: tokens by patterns; see `Pair.protected_token_ids`.
-
-        Raises:
-          ApiError: a rule or a pattern that the server does not have.
-          FlyJaxError: values of no use.
-        """
-        config = self._config(asked)
-        rule = self._rule(asked, config, engine)
-        sampling = config.to_sampling()
-        patterns = self.protect(asked)
-        token_ids = None if patterns == self.config.protect else protected(patterns)
-        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        return [
-            Request(
-                prompt,
-                limit,
-                rule,
-                sampling,
-                (seed + index) % 2**32,
-                asked.stops,
-                asked.num_logprobs,
-                bool(asked.ignore_eos),
-                token_ids,
-            )
-            for prompt in prompts
-            for index in range(asked.n)
-        ]
-
-    def rule_name(self, asked: GenerationRequest) -> str:
-        """The rule that a request is decoded with."""
-        given = None if asked.fly is None else asked.fly.rule
-        return self.config.rule if given is None else str(given)
-
-    def _config(self, asked: GenerationRequest) -> DecodingConfig:
-        """The server's config with what was asked for."""
-        given = {} if asked.fly is None else asked.fly.model_dump(exclude_unset=True)
-        values = {
-            name: value
-            for name, value in given.items()
-            if name not in ("rule", "protect", "audit", "stream_why") and value is not None
-        }
-        temperature = self.config.temperature if asked.temperature is None else asked.temperature
-        temperature = 0.0 if temperature < _GREEDY_BELOW else temperature
-        values["temperature"] = temperature
-        if temperature:  # without one there is nothing to keep tokens from
-            values["top_k"] = self._or_own("top_k", asked.top_k if asked.top_k != -1 else 0)
-            values["top_p"] = self._or_own("top_p", asked.top_p)
-        else:
-            values |= {"top_k": 0, "top_p": 1.0}
-        rule = self.rule_name(asked)
-        if rule in LOSSLESS_RULES and self.config.num_drafted:
-            self._check_name(rule, lossless=("exact", "sampled"))
-            rule = "sampled" if temperature else "exact"
-        return self.config.replace(rule=rule, **values)
-
-    def _or_own(self, name: str, given: float | None) -> float | None:
-        return getattr(self.config, name) if given is None else given
-
-    def _rule(self, asked: GenerationRequest, config: DecodingConfig, engine: Engine) -> Rule:
-        """The rule that was asked for, if the engine was made for it."""
-        if not self.config.num_drafted:
-            self._check_name(config.rule, lossless=("autoregressive",))
-        rule = config.to_rule()
-        if not engine.takes(rule):
-            raise self._unknown(config.rule)
-        return rule
-
-    def _check_name(self, rule: str, lossless: tuple[str, ...]) -> None:
-        if rule not in lossless:
-            raise self._unknown(rule)
 
     def _unknown(self, rule: str) -> Exception:
         return invalid(

@@ -18,15 +18,18 @@ from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
 from fly_jax.serving.http.metrics import ServerMetrics
-from fly_jax.serving.http.protocol import ApiError, GenerationRequest, invalid, unavailable
-from fly_jax.serving.http.replies import AnswerAuditor, Style
+from fly_jax.serving.http.protocol import (
+    ApiError,
+    GenerationRequest,
+    Prompt,
+    invalid,
+    unavailable,
+)
+from fly_jax.serving.http.replies import Style
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.response_stream import ResponseStream
 
-COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
-_MAX_UNREAD = 1024
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+_MAX_UNREAD = 1024  # dispatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +58,12 @@ class Service:
       name: of the model.
       engine: decodes; whoever runs the service enters and leaves it.
       pair: the models.
-      builder: how it decodes.
+      builder: makes the engine's requests.
       limits: what clients may do.
       metrics: of all that happens.
       state: "starting" until it is warmed up; "draining" when it is about to stop.
       created: when it began, in seconds since 1970.
+      num_open: requests that are decoded or wait.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Service:
         self.state: Literal["starting", "ready", "draining"] = "starting"
         self.created = int(time.time())
         self._open: set[ResponseStream] = set()
-        self._num_open = 0
+        self.num_open = 0
         self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
         entropy = engine.engine.spec.needs.entropy
         assert entropy is not None, "the engine audits"
@@ -89,11 +93,6 @@ class Service:
     def capacity(self) -> int:
         """Requests that are decoded or wait, at most."""
         return len(self.engine.engine.slots.occupants) + self.limits.max_queue
-
-    @property
-    def num_open(self) -> int:
-        """Requests that are decoded or wait."""
-        return self._num_open
 
     @property
     def described(self) -> str:
@@ -120,42 +119,32 @@ class Service:
                 code="model_not_found",
             )
 
-    async def answer(
-        self, asked: GenerationRequest, prompts: Sequence[Prompt], limit: int | None, style: Style
-    ) -> ResponseStream:
-        """Hands a request to the engine.
-
-        Args:
-          asked: by the client.
-          prompts: texts, tokens or conversations.
-          limit: new tokens of each; None for all that there is room for.
-          style: of the endpoint.
+    async def answer(self, request: GenerationRequest, style: Style) -> ResponseStream:
+        """Hands a request to the engine, to be answered in the style of its endpoint.
 
         Raises:
           ApiError: it is not taken.
           FlyJaxError: something in it is wrong.
         """
-        self.check_model(asked.model)
-        number = len(prompts) * asked.n
-        with self._admitted(number):
-            ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in prompts]
+        self.check_model(request.model)
+        with self._admitted(len(request.prompts) * request.n):
+            ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
             engine = self.engine.engine
-            limit = engine.max_length if limit is None else limit
-            requests = self.builder.requests(asked, ids, limit, engine, self._protected)
-            streams = await self._submitted(requests)
-            rule = self.builder.rule_name(asked)
-            answering = ResponseStream(
-                asked,
+            requests = self.builder.requests(request, ids, engine, self._protected)
+            rule = self.builder.rule_name(request)
+            stream = ResponseStream(
+                request,
                 style,
-                streams,
-                AnswerAuditor(self.pair.tokenizer, Run(FORMAT, VERSION, rule, self._entropy, {})),
+                await self._submitted(requests),
                 model=self.name,
+                tokenizer=self.pair.tokenizer,
+                run=Run(FORMAT, VERSION, rule, self._entropy, {}),
                 num_speculative_tokens=engine.spec.num_speculative_tokens,
                 metrics=self.metrics,
-                left=self._leave,
+                on_end=self._leave,
             )
-        self._open.add(answering)
-        return answering
+        self._open.add(stream)
+        return stream
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""
@@ -171,7 +160,7 @@ class Service:
 
     @contextlib.contextmanager
     def _admitted(self, number: int) -> Iterator[None]:
-        """Counts requests in, and out again where they are not taken after all."""
+        """Counts answers in, and out again where they are not taken after all."""
         if self.state != "ready":
             raise unavailable(
                 "The server is about to stop and takes no more requests; send them to another one."
@@ -184,30 +173,36 @@ class Service:
                 "(slots and queue together); ask for fewer.",
                 "n",
             )
-        if self._num_open + number > self.capacity:
+        if self.num_open + number > self.capacity:
             raise ApiError(
                 429,
-                f"The queue is full: {self._num_open} requests are decoded or wait; try again.",
+                f"The queue is full: {self.num_open} requests are decoded or wait; try again.",
                 type="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        self._num_open += number
+        self.num_open += number
         try:
             yield
         except BaseException:
-            self._num_open -= number
+            self.num_open -= number
             raise
 
-    def _leave(self, answering: ResponseStream) -> None:
-        self._open.discard(answering)
-        self._num_open -= answering.num_streams
+    def _leave(self, stream: ResponseStream) -> None:
+        self._open.discard(stream)
+        self.num_open -= stream.num_streams
 
     def _encoded(self, prompt: Prompt) -> Sequence[int]:
         tokenizer, engine = self.pair.tokenizer, self.engine.engine
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt)
         elif prompt and isinstance(prompt[0], Mapping):
+            if not self.has_template:
+                raise invalid(
+                    f"{self.name!r} has no chat template, so it cannot take a conversation; send a "
+                    "text to /v1/completions, or start the server with an instruct model.",
+                    code="no_chat_template",
+                )
             ids = tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         else:
             ids = list(prompt)  # type: ignore[arg-type]
@@ -231,7 +226,7 @@ class Service:
         self.state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_period):
-                while self._num_open:
+                while self.num_open:
                     await asyncio.sleep(0.05)
         return self.cancel()
 

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Self, TypeVar
 
 from fly_jax.decoding.generation import Settled
@@ -135,12 +134,7 @@ class AsyncEngine:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Ends the thread, after the rounds that it is reading."""
         assert self._thread is not None
         self._commands.put(None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -29,32 +29,36 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class LeadingEngine(Engine):
-    """The engine of process 0, which tells the others; `end` it when nothing more is to come."""
+    """The engine of process 0, which tells the others; `end` it when nothing more is to come.
+
+    A message is a request to submit, or the place of one to cancel among those that are going,
+    which every process has in the order in which they were handed in.
+    """
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
         """Makes an engine; see `Engine`."""
         super().__init__(*arguments, **given)
         self._messages: list[Json] = []
-        self._going = _Going()
+        self._going: list[RequestState] = []
 
     def submit(self, request: Request) -> RequestState:
         """See `Engine`."""
         state = super().submit(request)
         self._messages.append(encoded(state.request))
-        self._going.add(state)
+        self._going.append(state)
         return state
 
     def cancel(self, state: RequestState) -> None:
         """See `Engine`."""
         if not state.is_finished:
-            self._messages.append(self._going.number(state))
+            self._messages.append(self._going.index(state))
         super().cancel(state)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
         """See `Engine`."""
         broadcast(self._messages)
         self._messages = []
-        self._going.forget_finished()
+        self._going = _unfinished(self._going)
         return super().step()
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -78,16 +82,21 @@ class LeadingEngine(Engine):
 
 def follow(engine: Engine) -> None:
     """Does with another process's engine what process 0 does with its own, until that ends."""
-    going = _Going()
+
+    def go_on(done: int, total: int) -> None:
+        if not broadcast(None):
+            raise _Ended
+
+    going: list[RequestState] = []
     with contextlib.suppress(_Ended):
-        engine.warm_up(_go_on)
+        engine.warm_up(go_on)
     while (messages := broadcast(None)) is not None:
         for one in messages:
             if isinstance(one, int):
-                engine.cancel(going.state(one))
+                engine.cancel(going[one])
             else:
-                going.add(engine.submit(decoded(one)))
-        going.forget_finished()
+                going.append(engine.submit(decoded(one)))
+        going = _unfinished(going)
         engine.step()
 
 
@@ -95,32 +104,8 @@ class _Ended(Exception):
     """Process 0 does not go on."""
 
 
-def _go_on(done: int, total: int) -> None:
-    if not broadcast(None):
-        raise _Ended
-
-
-class _Going:
-    """The requests that are not finished, numbered in the order in which they were handed in."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, RequestState] = {}
-        self._count = 0
-
-    def add(self, state: RequestState) -> None:
-        self._states[self._count] = state
-        self._count += 1
-
-    def state(self, number: int) -> RequestState:
-        return self._states[number]
-
-    def number(self, state: RequestState) -> int:
-        return next(number for number, one in self._states.items() if one is state)
-
-    def forget_finished(self) -> None:
-        for number, state in list(self._states.items()):
-            if state.is_finished:
-                del self._states[number]
+def _unfinished(states: Iterable[RequestState]) -> list[RequestState]:
+    return [one for one in states if not one.is_finished]
 
 
 def encoded(value: Any) -> Json:

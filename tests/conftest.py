@@ -26,6 +26,9 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 import jax
 import jaxlib
 import pytest
+from jaxtyping import install_import_hook
+
+install_import_hook("fly_jax", "shape_checks.checked")
 
 from fly_jax.compilation_cache import enable_compilation_cache
 

@@ -25,10 +25,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
 
 import jax
 import jaxlib
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
 
-install_import_hook("fly_jax", "shape_checks.checked")
+jaxtyping.install_import_hook("fly_jax", "shape_checks.checked")
 
 from fly_jax.compilation_cache import enable_compilation_cache
 
@@ -51,6 +51,14 @@ _LONGEST_FILES = ("planning", "docs", "launch")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the longest files, so that no worker waits for another's last one."""
     items.sort(key=lambda item: item.path.parent.name not in _LONGEST_FILES)
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """For tests of what fly_jax itself says of shapes that do not fit."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -236,8 +236,8 @@ def _mixed(
 
 
 def _normalised(
-    mixed: Float32[Array, "rows heads time head+1"], dtype: jnp.dtype
-) -> Float[Array, "rows time heads head"]:
+    mixed: Float32[Array, "rows heads time sums"], dtype: jnp.dtype
+) -> Float[Array, "rows time heads sums-1"]:
     return (mixed[..., :-1] / mixed[..., -1:]).astype(dtype).swapaxes(1, 2)
 
 

@@ -132,12 +132,12 @@ bfloat16_matmul.defvjp(_forward, _backward)
 
 def weighted_loss(
     model: Llama,
-    tokens: Int[Array, "batch length+1"],
-    weights: Float[Array, "batch length"],
-    segments: Int[Array, "batch length+1"],
-    positions: Int[Array, "batch length+1"],
-    likely: Int[Array, "batch length few"] | None = None,
-    shares: Float[Array, "batch length few"] | None = None,
+    tokens: Int[Array, "batch time"],
+    weights: Float[Array, "batch time-1"],
+    segments: Int[Array, "batch time"],
+    positions: Int[Array, "batch time"],
+    likely: Int[Array, "batch time-1 few"] | None = None,
+    shares: Float[Array, "batch time-1 few"] | None = None,
 ) -> Float[Array, ""]:
     """Cross entropy of each next token, or of what a teacher expects, in nats, averaged by weight.
 
@@ -202,12 +202,12 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def _train_step(
     recipe: Recipe,
     state: TrainingState,
-    tokens: Int[Array, "batch length+1"],
-    weights: Float[Array, "batch length"],
-    segments: Int[Array, "batch length+1"],
-    positions: Int[Array, "batch length+1"],
-    likely: Int[Array, "batch length few"] | None = None,
-    shares: Float[Array, "batch length few"] | None = None,
+    tokens: Int[Array, "batch time"],
+    weights: Float[Array, "batch time-1"],
+    segments: Int[Array, "batch time"],
+    positions: Int[Array, "batch time"],
+    likely: Int[Array, "batch time-1 few"] | None = None,
+    shares: Float[Array, "batch time-1 few"] | None = None,
 ) -> tuple[TrainingState, Float[Array, ""]]:
     """One step on one batch: the new state, and the loss before it."""
 

@@ -127,6 +127,7 @@ def test_ids_outside_the_vocabulary_are_impossible() -> None:
     np.testing.assert_array_equal(seen.draft_log_prob, np.full((1, 3), -np.inf))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FlyJaxError, match=r"\(2, 4, vocabulary\)"):
         evidence(jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), jnp.int32))
@@ -263,11 +264,12 @@ def test_draft_sampling_moves_no_vocabulary() -> None:
     layout = layout_of("vocabulary over x and y")
     split = NamedSharding(layout.mesh, PartitionSpec(None, ("x", "y")))
     logits = logits_of(3, (SHARDED_ROWS, WIDE))
-    sampling, key = Sampling(0.7, top_k=50, top_p=0.83), jax.random.key(9)
+    sampling = Sampling(0.7, top_k=50, top_p=0.83)
+    keys = jax.random.split(jax.random.key(9), SHARDED_ROWS)
     draw = jax.jit(sample, static_argnums=1)
-    program = draw.lower(jax.device_put(logits, split), sampling, key).compile()
+    program = draw.lower(jax.device_put(logits, split), sampling, keys).compile()
     np.testing.assert_array_equal(
-        program(jax.device_put(logits, split), key), draw(logits, sampling, key)
+        program(jax.device_put(logits, split), keys), draw(logits, sampling, keys)
     )
     collectives = collective_operands(program.as_text())
     assert collectives

@@ -390,6 +390,7 @@ def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None
     assert flat.tokens.tolist() == [*expected, *np.where(is_whole, bonus, -1)]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_missing_is_said() -> None:
     block = block_of(0)
     for rule, words in ((Csd(), "CorrectionMemory"), (Budget(Margin(), 1.0), "initial_state")):

@@ -56,6 +56,7 @@ setup(
         "test": [
             *_NOTEBOOK,
             *_SERVE,
+            "beartype>=0.22",  # with it tests check the shapes that annotations name
             "httpx>=0.27",
             "hypothesis>=6.100",
             # The planner's tests compile for TPUs; libtpu is made for this platform alone.

@@ -7,7 +7,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import jaxtyping
+import numpy as np
 import pytest
+
+from fly_jax.verification.sampling import sample
 
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "fly_jax"
@@ -166,3 +171,9 @@ def test_version_is_in_one_place() -> None:
     )
     assert newest is not None
     assert newest.group(1) == versions[0]
+
+
+def test_shapes_are_checked() -> None:
+    """Guards the hook in tests/conftest.py: what an annotation names is what a call gets."""
+    with pytest.raises(jaxtyping.TypeCheckError, match="lead"):
+        sample(np.zeros((2, 8), np.float32), keys=jax.random.split(jax.random.key(0), 3))

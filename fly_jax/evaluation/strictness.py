@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Real
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -54,7 +54,7 @@ class Bound:
                 f"{' and at most 1' if most == 1 else ''}: correct it."
             )
 
-    def of(self, tally: Tally) -> Float[np.ndarray, " prompts"]:
+    def of(self, tally: Tally) -> Real[np.ndarray, " prompts"]:
         """What each prompt's rescues add up to."""
         return tally.rescues if self.risk == "disagreement" else tally.regret
 

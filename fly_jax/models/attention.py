@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from fly_jax.models.architectures import LlamaConfig, RopeScaling, YarnScaling
-from fly_jax.models.cache import CACHE_AXES, NEW_AXES, Entries, KVCache, rows_here
+from fly_jax.models.cache import CACHE_AXES, NEW_AXES, KVCache, rows_here
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 
@@ -92,6 +92,8 @@ _CPU_WIDTH = 16
 
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
+# Of a cache whose first rows, and some of whose heads, the queries are of.
+Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
 
 class Part(NamedTuple):
@@ -259,8 +261,8 @@ def _attend_shard(
     query: Queries,
     key: New,
     value: New,
-    keys: Entries,
-    values: Entries,
+    keys: Cached,
+    values: Cached,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
     window: Int[Array, ""] | None,
@@ -305,8 +307,8 @@ def _attend(
     query: Queries,
     key: New,
     value: New,
-    keys: Entries,
-    values: Entries,
+    keys: Cached,
+    values: Cached,
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
     window: Int[Array, ""] | None,
@@ -316,7 +318,7 @@ def _attend(
     lengths: MeshAxes = (),
     scatters: bool = False,
     joins: bool = False,
-) -> Queries:
+) -> Float[Array, "rows time some_heads head"]:
     """`attend_cached` with what is on one device.
 
     `scatters` leaves it the heads it came with. `joins` puts the pass's own keys behind the cached

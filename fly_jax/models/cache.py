@@ -149,8 +149,8 @@ def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Arra
 
 def _write_shard(
     entries: Entries,
-    new: Float[Array, "layers rows kv_heads time head"],
-    start: Int[Array, " rows"],
+    new: Float[Array, "layers given_rows kv_heads time head"],
+    start: Int[Array, " given_rows"],
     *,
     more_rows: MeshAxes,
     lengths: MeshAxes,
@@ -165,8 +165,8 @@ def _write_shard(
 
 def _write(
     entries: Entries,
-    new: Float[Array, "layers rows kv_heads time head"],
-    start: Int[Array, " rows"],
+    new: Float[Array, "layers given_rows kv_heads time head"],
+    start: Int[Array, " given_rows"],
 ) -> Entries:
     new, zero = new.astype(entries.dtype), jnp.zeros((), jnp.int32)
     for row in range(new.shape[1]):

@@ -68,7 +68,7 @@ def test_a_step_without_requests_takes_in_nothing() -> None:
 
 def test_drafting_goes_on_from_the_last_token_of_each() -> None:
     found = taken([(0, [10, 11], 0, 12), (20, [30], 0, 31)])
-    hidden = np.arange(TOKENS + ROWS)[:, None]
+    hidden = np.arange(TOKENS + ROWS, dtype=np.float32)[:, None]
     last, positions, starts, distribution = decoding_step(
         hidden, np.asarray(found.positions), found.last, np.asarray(found.distribution)
     )
@@ -135,7 +135,7 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
         text[row, : len(one)] = one
         length[row] = len(one)
     first = np.array([tokens[0] for tokens in expected] + [0] * num_padding, np.int32)
-    progress = begin(text, length, first, np.array([0, 0, len(TEXTS)]), k=K)
+    progress = begin(text, length, first, np.array([0, 0, len(TEXTS)], np.int32), k=K)
     fed_of = jax.jit(lambda progress: feed(progress, LOOKUP, k=K, max_length=LIMIT))
     after = jax.jit(lambda progress, fed, chosen: extended(progress, fed, chosen, k=K))
     finished = []
@@ -154,7 +154,7 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
 
 
 def test_a_token_goes_to_its_requests_text() -> None:
-    slots, starts = jnp.array([4, 9, 2]), np.array([0, 2, 3, 3])
+    slots, starts = jnp.array([4, 9, 2]), np.array([0, 2, 3, 3], np.int32)
     where = slots_of_tokens(slots, starts, np.zeros(5, np.int32))
     assert where[:3].tolist() == [4, 4, 9]
     assert min(where[3:]) > 100  # padding

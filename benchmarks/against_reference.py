@@ -23,9 +23,9 @@ from typing import Any
 
 import machine
 from absl import app, flags
-
-from fly_jax.decoding.config_files import from_reference_json
 from fly_jax.decoding.decoder import capacity_for
+
+from fly_jax.decoding.config import from_reference_json
 from fly_jax.decoding.pair import load_pair
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Fly

@@ -15,8 +15,8 @@ import machine
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.layouts import Workload, pass_seconds
 from fly_jax.models.presets import preset
-from fly_jax.planning.speed import StepTimes
-from fly_jax.planning.topology import abstract_mesh
+from fly_jax.planning.plan_spec import abstract_mesh
+from fly_jax.planning.roofline import StepTimes
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

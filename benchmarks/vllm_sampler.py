@@ -29,8 +29,7 @@ _FREE = (
 
 def _bytes(hlo: str) -> int:
     """Of operands and results of everything that runs and is not fused into something else."""
-    from fly_jax.planning.hlo import ITEM_BYTES
-    from fly_jax.planning.program import frames, parse
+    from fly_jax.planning.hlo import ITEM_BYTES, frames, parse
 
     def size(one: Any) -> int:
         return sum(math.prod(a.shape) * ITEM_BYTES.get(a.kind, 0) for a in one.arrays)
@@ -86,7 +85,7 @@ def main() -> None:
     from fly_jax.integrations.vllm_tpu.row_rules import RowRules
     from fly_jax.integrations.vllm_tpu.runner import kept_on
     from fly_jax.integrations.vllm_tpu.startup import decoding_config
-    from fly_jax.planning.topology import slice_mesh
+    from fly_jax.planning.plan_spec import slice_mesh
     from fly_jax.sharding.chips import CHIPS
     from fly_jax.sharding.mesh import parse_mesh
 

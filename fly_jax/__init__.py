@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
-    from fly_jax.decoding.capacity import capacity_for as capacity_for
     from fly_jax.decoding.config import DecodingConfig as DecodingConfig
     from fly_jax.decoding.config_files import load_config as load_config
-    from fly_jax.decoding.decoder import Decoder as Decoder
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
@@ -26,13 +24,13 @@ if TYPE_CHECKING:
     from fly_jax.decoding.generation import Settled as Settled
     from fly_jax.decoding.pair import OpenPair as OpenPair
     from fly_jax.decoding.pair import Pair as Pair
-    from fly_jax.decoding.pair import generate as generate
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.pair import open_pair as open_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.decoding.spec import RoundSpec as RoundSpec
     from fly_jax.engine.engine import Engine as Engine
+    from fly_jax.engine.engine import generate as generate
     from fly_jax.engine.request import Request as Request
     from fly_jax.engine.request import RequestState as RequestState
     from fly_jax.errors import FlyJaxError as FlyJaxError

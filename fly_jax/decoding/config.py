@@ -19,12 +19,9 @@ from fly_jax.verification.sampling import Sampling
 
 Boundary = Literal["reject", "defer"]
 
-# What K is chosen from where it is not given: each is a program of its own within the round, and
-# between two neighbours there is little to gain.
-AUTO_DEPTHS = (2, 5, 9, 15, 24)
-# The same for rows that join and leave: where drafting does not pay, nothing is drafted. They are
-# fewer, since an engine compiles many programs before its first request.
-SERVED_DEPTHS = (0, 5, 15)
+# What K is chosen from where it is not given: 0 where drafting does not pay, and few others, since
+# each is a width of the target's pass in every program of rounds.
+AUTO_DEPTHS = (0, 2, 5, 15)
 # What `re.compile` raises for what is no regular expression.
 PATTERN_ERRORS = (re.error, OverflowError, RecursionError)
 # Of the pair that ships with the package.

@@ -55,8 +55,8 @@ def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
     )
 
 
-def row_begun(pace: Pace, row: Int[Array, ""]) -> Pace:
-    """With a guess for a row that begins: what all rows have seen so far, its last one too.
+def rows_begun(pace: Pace, rows: Int[Array, " few"]) -> Pace:
+    """With a guess for rows that begin: what all rows have seen so far, their last ones too.
 
     Where nothing has been seen it is that of `initial_pace`.
     """
@@ -67,7 +67,7 @@ def row_begun(pace: Pace, row: Int[Array, ""]) -> Pace:
     scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     begun = {
         name: getattr(pace, name)
-        .at[row]
+        .at[rows]
         .set(jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]))
         for name in names
     }

@@ -24,8 +24,7 @@ def decode_rounds(
 ) -> tuple[DecodeState, RoundOutput]:
     """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
-    Where rows join and leave, the dispatch ends with the first one that is done: another is to
-    have its place.
+    With `RuleInputs.seated` it ends with the first row that is done: another is to have its place.
 
     A single round runs without a loop around it. Within one, the TPU compiler gives matrices that
     are split finely another order in memory than they arrive in, and copies them whole: a 405B
@@ -58,10 +57,9 @@ def decode_rounds(
     def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
         index, state, _ = carry
         goes_on = (index < structure.rounds_per_dispatch) & ~jnp.all(state.finished)
-        if structure.rows_leave:
-            goes_on &= jnp.all(state.finished == begun)
+        if inputs.seated is not None:
+            goes_on &= jnp.all(state.finished == ~inputs.seated)
         return goes_on
 
-    begun = state.finished
     _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
     return state, outputs

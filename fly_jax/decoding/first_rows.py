@@ -7,7 +7,6 @@ is fed, and a copy of some would cost more than it saves.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -71,11 +70,12 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     """The numbers of the first rows; what all share stays as it is."""
-    rule, sampling, ends = jax.tree.map(
-        lambda leaf: leaf[:rows] if leaf.ndim else leaf, (inputs.rule, inputs.sampling, inputs.ends)
+    whole = (inputs.rule, inputs.sampling, inputs.ends, inputs.seated)
+    rule, sampling, ends, seated = jax.tree.map(
+        lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole
     )
     protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
-    return dataclasses.replace(inputs, rule=rule, sampling=sampling, ends=ends, protected=protected)
+    return RuleInputs(rule, sampling, protected, inputs.memory, ends, seated)
 
 
 def _each(function: Any, few: DecodeState, whole: DecodeState) -> DecodeState:

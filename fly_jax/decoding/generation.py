@@ -47,8 +47,8 @@ class Generation:
       num_rescued_tokens: mismatches kept.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
-      seconds: from the first round's dispatch to the arrival of the row's last token; in an engine
-        from when the row got its slot, so that other prompts taken in meanwhile count.
+      seconds: from when its prompt had been run to the arrival of its last token; other prompts
+        that are run meanwhile count.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundSpec.audits`.
       logprobs: of each token, if they are asked for.
@@ -70,7 +70,7 @@ class Generation:
     reports: list[TokenReport] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
-    def book(
+    def update_from_output(
         self,
         output: RoundOutput,
         at: tuple[int, int],

@@ -18,11 +18,9 @@ from fly_jax.decoding.config import (
     check_patterns,
     default_config,
 )
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
@@ -43,7 +41,6 @@ from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +72,24 @@ class Pair:
     def config(self, config: DecodingConfig | None = None, **given: Any) -> DecodingConfig:
         """How this pair is decoded: the values that are given, laid over a config.
 
+        Where nothing proposes, or K is 0, that is one token at a time, whatever the rule.
+
         Args:
           config: None for `default_config`.
-          **given: see `DecodingConfig`.
+          **given: see `DecodingConfig`; num_speculative_tokens may also be 0.
 
         Raises:
           FlyJaxError: as `DecodingConfig`.
         """
+        drafts = given.get("num_speculative_tokens") != 0
+        if not drafts:
+            del given["num_speculative_tokens"]
         config = config or default_config(is_embedded=self.is_embedded)
         config = config.replace(**given) if given else config
-        return config.with_lookup() if self.drafter == NGRAM else config
+        if self.drafter == NGRAM:
+            config = config.with_lookup()
+        proposes = self.drafts or self.drafter or config.prompt_lookup_max
+        return config if drafts and proposes else config.without_draft()
 
     def spec(
         self,
@@ -115,42 +120,6 @@ class Pair:
             audits=audits,
         )
 
-    def decoder(
-        self,
-        spec: RoundSpec,
-        *,
-        capacity: int | None = None,
-        batch_size: int = 1,
-        protect: Sequence[str] = (),
-        memory: CorrectionMemory | None = None,
-    ) -> Decoder:
-        """A decoder of this pair; see `Decoder`.
-
-        Args:
-          spec: from `spec`.
-          capacity: see `Decoder`.
-          batch_size: rows decoded together.
-          protect: regular expressions; tokens in whose text one is found are never rescued, nor
-            replaced by a rescue. Control tokens never are.
-          memory: of corrections; None for an empty one, if the rule uses one.
-
-        Raises:
-          FlyJaxError: a memory of another vocabulary, or a pattern that is no regular expression.
-        """
-        if memory is not None:
-            memory.check_vocabulary(self.tokenizer.digest, "The memory")
-        elif spec.rule.uses_memory or spec.reports_mismatches:
-            memory = CorrectionMemory(self.tokenizer.digest)
-        return Decoder(
-            self.target,
-            self.proposing(spec),
-            spec,
-            capacity=capacity,
-            batch_size=batch_size,
-            protected_token_ids=self.protected_token_ids(protect),
-            memory=memory,
-        )
-
     def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
         """What proposes in rounds of this kind: the draft models, or what stands in their place."""
         drafter = self.drafter
@@ -159,7 +128,14 @@ class Pair:
         return drafter if isinstance(drafter, Drafter) else self.drafts
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
-        """Tokens that are never rescued; see `decoder`."""
+        """Tokens that are never rescued: control tokens, and those in which a pattern is found.
+
+        Args:
+          protect: regular expressions.
+
+        Raises:
+          FlyJaxError: a pattern that is no regular expression.
+        """
         try:
             matching = self.tokenizer.matching(protect)
         except PATTERN_ERRORS:
@@ -368,68 +344,3 @@ def _created(spec: MeshSpec) -> Mesh:
 
 def _default_rounds() -> int:
     return 4 if jax.default_backend() == "cpu" else 1
-
-
-def generate(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    config: DecodingConfig | None = None,
-    *,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-    seed: int = 0,
-    memory: CorrectionMemory | str | None = None,
-    audits: bool = False,
-    drafter: str | Drafter | None = None,
-    **given: Any,
-) -> list[Generation]:
-    """Decodes prompts, given as text or as token ids.
-
-    A pair that nothing proposes to decodes one token at a time, whatever the rule.
-
-    Args:
-      pair: from `load_pair`.
-      prompts: what to continue.
-      config: how, but for what is given below; None for `default_config`, which the command line
-        takes too.
-      max_new_tokens: limit of each prompt's continuation.
-      batch_size: prompts decoded together.
-      seed: of the draws, where the rule samples.
-      memory: see `Pair.decoder`; it learns. Or the file that holds one.
-      audits: fills `Generation.reports`.
-      drafter: what proposes instead of the pair's draft models; see `Pair`.
-      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
-        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
-
-    Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
-        `Pair.spec` and `Pair.decoder` refuse.
-    """
-    if isinstance(prompts, str) or not prompts or batch_size < 1:
-        raise FlyJaxError(
-            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
-            "[text] for a single text."
-        )
-    if drafter is not None:
-        pair = dataclasses.replace(pair, drafter=drafter)
-    if isinstance(memory, str):
-        given["memory"], memory = memory, None
-    drafts = given.get("num_speculative_tokens") != 0
-    if not drafts:
-        del given["num_speculative_tokens"]
-    config = pair.config(config, **given)
-    if not (drafts and (pair.drafts or pair.drafter or config.prompt_lookup_max)):
-        config = config.without_draft()
-    spec = pair.spec(config, audits=audits)
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
-    ]
-    if memory is None and config.memory is not None and spec.rule.uses_memory:
-        memory = load_memory(
-            Path(config.memory), pair.tokenizer.digest, min_count=config.csd_min_count
-        )
-    decoder = pair.decoder(
-        spec, batch_size=min(batch_size, len(ids)), protect=config.protect, memory=memory
-    )
-    return decoder.generate(ids, max_new_tokens, seed=seed)

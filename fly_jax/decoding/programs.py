@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from fly_jax.decoding.deferral import no_windows
-from fly_jax.decoding.depth import initial_pace, row_begun
+from fly_jax.decoding.deferral import most_provisional, no_windows
+from fly_jax.decoding.depth import initial_pace, rows_begun
 from fly_jax.decoding.dispatch import decode_rounds
 from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
@@ -27,16 +27,87 @@ from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import RuleState
 
-# Prompts are taken in by pieces of so many tokens of all rows together, and at most so many of a
-# row: the scores of a layer, [rows, heads, piece, capacity] in float32, are what fills a chip.
-_PREFILL_TOKENS = 2048
-_LONGEST_PIECE = 1024
+CAPACITY_STEP = 64
+# Of fewer cache positions nothing is saved by reading a part of them.
+LEAST_ATTENDED = 256
 
 
-def prefill_piece(rows: int) -> int:
-    """Tokens of each row that one pass takes in of long prompts: a power of two."""
-    most = min(_LONGEST_PIECE, max(_PREFILL_TOKENS // rows, 1))
-    return 1 << (most.bit_length() - 1)
+def cache_capacity(length: int, room: int) -> int:
+    """Cache positions of a row of so many tokens, in whole steps.
+
+    Args:
+      length: most tokens of the row.
+      room: positions beyond its last token that a round may write to.
+    """
+    return -(-(length + room) // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def attention_steps(capacity: int, *, is_whole: bool) -> tuple[int, ...]:
+    """How many positions of a cache attention may read, in ascending order; the last is all.
+
+    Args:
+      capacity: cache positions of a row.
+      is_whole: all positions are always read.
+    """
+    steps = [capacity]
+    while not is_whole and steps[0] // 2 >= LEAST_ATTENDED:
+        steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
+    return tuple(steps)
+
+
+class AttentionBuckets:
+    """How many positions of a cache attention may read, and how many the next dispatch needs.
+
+    Each step is about twice the one before it: a row's attention then reads at most about twice
+    what it holds, and few programs are compiled.
+
+    Attributes:
+      steps: numbers of positions, in ascending order; the last is all.
+    """
+
+    def __init__(
+        self, structure: RoundStructure, capacity: int, room: int, *, is_whole: bool
+    ) -> None:
+        """For rows of any length.
+
+        Args:
+          structure: of the rounds.
+          capacity: cache positions of a row.
+          room: positions beyond a row's last token that a round may write to.
+          is_whole: all positions are always read.
+        """
+        self.steps = attention_steps(capacity, is_whole=is_whole)
+        window = structure.deferred_window
+        most_a_dispatch = structure.rounds_per_dispatch * (structure.num_speculative_tokens + 1)
+        # One dispatch is on its way when the next one is made.
+        self._growth = 2 * most_a_dispatch + (most_provisional(window) if window else 0)
+        self._room = room
+
+    def next_dispatch(self, rows: Iterable[tuple[int, int]]) -> int:
+        """Positions for the next dispatch.
+
+        Args:
+          rows: of each row that goes on, the tokens that are known to have settled, its prompt
+            among them, and the length at which it is done.
+        """
+        return self._step(max(self._longest(*row) for row in rows))
+
+    def all(self, rows: Sequence[tuple[int, int]]) -> list[int]:
+        """Every answer that `next_dispatch` may give, also when only the shortest rows are left.
+
+        Args:
+          rows: before anything has settled.
+        """
+        first = self._step(min(self._longest(*row) for row in rows))
+        last = self._step(max(limit for _, limit in rows))
+        return [step for step in self.steps if first <= step <= last]
+
+    def _longest(self, length: int, limit: int) -> int:
+        """Tokens that a row may have before the last round of the next dispatch."""
+        return min(length + self._growth, limit)
+
+    def _step(self, length: int) -> int:
+        return next(step for step in self.steps if step >= length + self._room)
 
 
 class Rows(NamedTuple):
@@ -79,11 +150,11 @@ class Programs:
         """The target's."""
         return self._shapes.config
 
-    @property
-    def splits_positions(self) -> bool:
-        """The mesh splits the positions of the target's cache, so that all of it is attended."""
+    def attention_buckets(self, capacity: int) -> AttentionBuckets:
+        """For caches of so many positions; a mesh that splits the positions attends to all."""
         layout = self._shapes.layout
-        return layout is not None and bool(layout.rules.cache_length)
+        is_whole = layout is not None and bool(layout.rules.cache_length)
+        return AttentionBuckets(self.structure, capacity, self.room, is_whole=is_whole)
 
     def row_steps(self, rows: int) -> tuple[int, ...]:
         """How many of a state's rows `run` may be asked for; on a mesh all, which it splits."""
@@ -152,51 +223,40 @@ class Programs:
             None if seconds is None else self.put(seconds, (None,)),
         )
 
-    def admit(self, rows: Rows, bucket: int) -> DecodeState:
-        """Runs prompts, padded to `bucket` tokens, through all models."""
-        piece = min(bucket, prefill_piece(len(rows.text)))
-        state = self._call(_admit, self._shapes, piece, self._parameters, self._drafter, rows)
-        if not self._is_abstract:  # whose first piece is traced, and no state comes of it
-            for start in range(piece, bucket, piece):
-                state = self.take_in(state, piece, start)
-        return cast(DecodeState, state)
+    def begin(self, rows: Rows) -> DecodeState:
+        """Rows of whose prompts nothing has been run; traced where the models are abstract."""
+        return cast(DecodeState, self._call(_begin, self._shapes, self._drafter, rows))
 
-    def resume(
-        self,
-        state: DecodeState,
-        rows: Rows,
-        start: int,
-        bucket: int,
-    ) -> DecodeState:
-        """`admit`, behind what the caches of a state hold already.
+    def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
+        """A few rows, donated, of which one holds what the models hold of a row of the state.
 
         Args:
-          state: of rows whose tokens were the same before `start`; donated.
-          rows: whose capacity is at least that of the state.
-          start: tokens of each row that are not run again.
-          bucket: tokens that are run.
+          some: the few rows.
+          state: of all slots.
+          row: of the state.
+          at: which of the few rows takes it.
         """
-        number, capacity = rows.text.shape
-        state = state.attending(None)
-        if capacity > state.target.capacity:
-            state = _grown(state, capacity)
-        state = _resume(self._shapes, state, rows)
-        piece = min(bucket, prefill_piece(number))
-        for at in range(start, start + bucket, piece):
-            state = self.take_in(state, piece, at)
-        return state
+        indices = self._index(row), self._index(at)
+        return cast(DecodeState, _copy_row(self._shapes, self._drafter, some, state, *indices))
 
-    def begin(self, rows: Rows) -> DecodeState:
-        """`admit`, of whose prompts nothing has been run yet."""
-        return cast(DecodeState, _begin(self._shapes, self._drafter, rows))
+    def insert(
+        self, state: DecodeState, some: DecodeState, slots: Sequence[int]
+    ) -> tuple[DecodeState, Array]:
+        """The state, donated, with a few rows in places of its own.
 
-    def copy_row(self, one: DecodeState, state: DecodeState, row: int) -> DecodeState:
-        """One row with what the models hold of a row of a larger state; `one` is donated."""
-        return _copy_row(self._shapes, one, state, self._index(row))
+        Args:
+          state: of all slots.
+          some: the rows.
+          slots: where each of them goes; of several with one slot the first of them stays there.
 
-    def insert(self, state: DecodeState, one: DecodeState, row: int) -> DecodeState:
-        """The state, which is donated, with another row in a place of its rows."""
-        return _insert(self.structure.learns_pace, state, one, self._index(row))
+        Returns:
+          The state, and an array that is there when the program has run.
+        """
+        where = self.put(np.asarray(slots, np.int32), (None,))
+        return cast(
+            tuple[DecodeState, Array],
+            self._call(_insert, self._shapes, self._drafter, state, some, where),
+        )
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with a row that is done."""
@@ -205,21 +265,30 @@ class Programs:
     def _index(self, row: int) -> Array:
         return self.put(np.asarray(row, np.int32), ())
 
-    def take_in(
-        self, state: DecodeState, piece: int, start: int, attended: int | None = None
+    def prefill_chunk(
+        self, state: DecodeState, size: int, start: int, attended: int
     ) -> DecodeState:
-        """Runs `piece` more tokens of the prompts, from `start` on; the state is donated.
+        """Runs `size` more tokens of the prompts of all rows; the state is donated.
 
         Args:
           state: of the rows.
-          piece: tokens that are run.
+          size: tokens of each row that are run.
           start: those that were run before.
-          attended: positions that attention reads, at least `start`; a power of two if not given.
+          attended: positions that attention reads, at least `start`.
         """
-        attended = 1 << (start - 1).bit_length() if attended is None else attended
         begin = self.put(np.asarray(start, np.int32), ())
-        return self._call(
-            _take_in, self._shapes, piece, attended, self._parameters, self._drafter, state, begin
+        return cast(
+            DecodeState,
+            self._call(
+                _prefill_chunk,
+                self._shapes,
+                size,
+                attended,
+                self._parameters,
+                self._drafter,
+                state,
+                begin,
+            ),
         )
 
     def run(
@@ -252,21 +321,6 @@ class _Shapes:
 
     def target(self, parameters: Parameters) -> Llama:
         return Llama(self.config, parameters, self.layout)
-
-
-@functools.partial(jax.jit, static_argnames=("shapes", "piece"))
-def _admit(
-    shapes: _Shapes,
-    piece: int,
-    parameters: Parameters,
-    drafter: Drafter | None,
-    rows: Rows,
-) -> DecodeState:
-    """Runs the prompts' first tokens through all models; logits are not needed yet."""
-    state = _begun(shapes, drafter, rows)
-    # Nothing has been taken in before that could be attended to.
-    state = _fed(shapes, piece, parameters, drafter, state.attending(0), jnp.int32(0))
-    return state.attending(None)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes",))
@@ -317,39 +371,68 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
     return _begun(shapes, drafter, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("one",))
+def _row_axes(shapes: _Shapes, drafter: Drafter | None, state: DecodeState) -> list[int | None]:
+    """For each array of a state the axis of its rows, if it has one."""
+    one, two = (
+        jax.tree.leaves(jax.eval_shape(lambda number=number: _like(shapes, drafter, state, number)))
+        for number in (1, 2)
+    )
+    return [row_axis(few, many) for few, many in zip(one, two, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("some",))
 def _copy_row(
-    shapes: _Shapes, one: DecodeState, state: DecodeState, row: Int[Array, ""]
+    shapes: _Shapes,
+    drafter: Drafter | None,
+    some: DecodeState,
+    state: DecodeState,
+    row: Int[Array, ""],
+    at: Int[Array, ""],
 ) -> DecodeState:
-    def copied(mine: Array, theirs: Array) -> Array:
-        axis = row_axis(mine, theirs)
+    axes = _row_axes(shapes, drafter, some)
+
+    def copied(axis: int | None, mine: Array, theirs: Array) -> Array:
         if axis is None:
             return theirs
         if shapes.layout is None or not jnp.issubdtype(theirs.dtype, jnp.floating):
-            return jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
-        # A mesh may split the rows: of a sum it exchanges one row, of a slice it collects them all.
-        is_it = jax.lax.broadcasted_iota(jnp.int32, theirs.shape, axis) == row
-        return jnp.sum(jnp.where(is_it, theirs, 0), axis, keepdims=True, dtype=theirs.dtype)
+            found = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
+        else:
+            # A mesh may split the rows: of a sum it exchanges one row, of a slice it collects all.
+            is_it = jax.lax.broadcasted_iota(jnp.int32, theirs.shape, axis) == row
+            kept = jnp.where(is_it, theirs, 0)
+            found = jnp.sum(kept, axis, keepdims=True, dtype=theirs.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(mine, found, at, axis)
 
-    held = (state.target, state.drafter)
-    target, drafting = jax.tree.map(copied, (one.target, one.drafter), held)
-    return dataclasses.replace(one, target=target, drafter=drafting)
+    leaves, structure = jax.tree.flatten(some)
+    both = zip(axes, leaves, jax.tree.leaves(state), strict=True)
+    found = jax.tree.unflatten(structure, [copied(*one) for one in both])
+    return dataclasses.replace(some, target=found.target, drafter=found.drafter)
 
 
-@functools.partial(jax.jit, static_argnames=("learns_pace",), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
 def _insert(
-    learns_pace: bool, state: DecodeState, one: DecodeState, row: Int[Array, ""]
-) -> DecodeState:
-    def inserted(theirs: Array, mine: Array) -> Array:
-        axis = row_axis(mine, theirs)
+    shapes: _Shapes,
+    drafter: Drafter | None,
+    state: DecodeState,
+    some: DecodeState,
+    slots: Int[Array, " few"],
+) -> tuple[DecodeState, Array]:
+    axes = _row_axes(shapes, drafter, state)
+
+    def inserted(axis: int | None, theirs: Array, mine: Array) -> Array:
         if axis is None:
             return mine
-        return jax.lax.dynamic_update_slice_in_dim(theirs, mine, row, axis)
+        for at in reversed(range(len(slots))):  # the first of several in one slot stays
+            one = jax.lax.slice_in_dim(mine, at, at + 1, axis=axis)
+            theirs = jax.lax.dynamic_update_slice_in_dim(theirs, one, slots[at], axis)
+        return theirs
 
-    found = cast(DecodeState, jax.tree.map(inserted, state, one))
-    if learns_pace and state.pace is not None:
-        found = dataclasses.replace(found, pace=row_begun(state.pace, row))
-    return found
+    leaves, structure = jax.tree.flatten(state)
+    both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
+    found = cast(DecodeState, jax.tree.unflatten(structure, [inserted(*one) for one in both]))
+    if shapes.structure.learns_pace and state.pace is not None:
+        found = dataclasses.replace(found, pace=rows_begun(state.pace, slots))
+    return found, found.length[slots]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -357,32 +440,12 @@ def _release(state: DecodeState, row: Int[Array, ""]) -> DecodeState:
     return dataclasses.replace(state, finished=state.finished.at[row].set(True))
 
 
-@functools.partial(jax.jit, static_argnames=("capacity",))
-def _grown(state: DecodeState, capacity: int) -> DecodeState:
-    """The state with longer caches."""
-    grow = ((0, 0),) * 3 + ((0, capacity - state.target.capacity), (0, 0))
-
-    def grown(one: object) -> object:
-        if not isinstance(one, KVCache):
-            return one
-        keys, values = (jnp.pad(entries, grow) for entries in (one.keys, one.values))
-        return dataclasses.replace(one, keys=keys, values=values)
-
-    return jax.tree.map(grown, state, is_leaf=lambda one: isinstance(one, KVCache))
-
-
-@functools.partial(jax.jit, static_argnames=("shapes",), donate_argnames=("state",))
-def _resume(shapes: _Shapes, state: DecodeState, rows: Rows) -> DecodeState:
-    """Other prompts in the caches of a state."""
-    return _before_rounds(shapes.structure, rows, state.target, state.drafter)
-
-
 @functools.partial(
-    jax.jit, static_argnames=("shapes", "piece", "attended"), donate_argnames=("state",)
+    jax.jit, static_argnames=("shapes", "size", "attended"), donate_argnames=("state",)
 )
-def _take_in(
+def _prefill_chunk(
     shapes: _Shapes,
-    piece: int,
+    size: int,
     attended: int,
     parameters: Parameters,
     drafter: Drafter | None,
@@ -390,28 +453,16 @@ def _take_in(
     start: Int[Array, ""],
 ) -> DecodeState:
     """Runs the prompts' next tokens, from `start` on, through all models."""
-    state = _fed(shapes, piece, parameters, drafter, state.attending(attended), start)
-    return state.attending(None)
-
-
-def _fed(
-    shapes: _Shapes,
-    piece: int,
-    parameters: Parameters,
-    drafter: Drafter | None,
-    state: DecodeState,
-    start: Int[Array, ""],
-) -> DecodeState:
+    state = state.attending(attended)
     rows = state.tokens.shape[0]
-    tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, piece))
+    tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, size))
     target = shapes.target(parameters)
-    hidden, cache = target.fed(tokens, state.target.with_length(jnp.full((rows,), start)))
-    state = dataclasses.replace(state, target=cache)
-    if drafter is None:
-        return state
-    seen = hidden if drafter.needs_hidden else None
-    taken = drafter.prefill(state.drafter, tokens, start, seen)
-    return dataclasses.replace(state, drafter=taken)
+    hidden, cache = target.extend(tokens, state.target.with_length(jnp.full((rows,), start)))
+    drafting = state.drafter
+    if drafter is not None:
+        seen = hidden if drafter.needs_hidden else None
+        drafting = drafter.prefill(drafting, tokens, start, seen)
+    return dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "num_rows"), donate_argnames=("state",))

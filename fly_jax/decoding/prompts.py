@@ -15,11 +15,14 @@ class CheckedPrompt(tuple[int, ...]):
 def check_prompt(
     prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
 ) -> CheckedPrompt:
-    """Raises FlyJaxError where the model cannot continue a prompt.
+    """The prompt, unless it has been checked already.
 
-    It is empty, leaves no room in the context, or has ids beyond the vocabulary (which an array
-    lookup would silently take for other tokens).
+    Raises:
+      FlyJaxError: the model cannot continue it: it is empty, leaves no room in the context, or has
+        ids beyond the vocabulary (which an array lookup would silently take for other tokens).
     """
+    if isinstance(prompt, CheckedPrompt):
+        return prompt
     max_context = config.max_context
     if not prompt:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")

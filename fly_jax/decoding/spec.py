@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fly_jax.decoding.config import AUTO_DEPTHS, SERVED_DEPTHS, Boundary, DecodingConfig
+from fly_jax.decoding.config import AUTO_DEPTHS, Boundary, DecodingConfig
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -42,7 +42,6 @@ class RoundSpec:
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
         the one before it, at most.
       sampling: how target and draft are drawn from; None for greedy decoding.
-      rows_leave: a row that is done makes room for another, so that a dispatch ends with it.
     """
 
     rule: Rule
@@ -58,7 +57,6 @@ class RoundSpec:
     boundary: Boundary = "reject"
     level_speculative_tokens: tuple[int, ...] = ()
     sampling: Sampling | None = None
-    rows_leave: bool = False
 
     @classmethod
     def of(
@@ -126,19 +124,6 @@ class RoundSpec:
         if self.boundary == "defer":
             check_deferral(self.rule, self.sampling)
 
-    def served(self) -> RoundSpec:
-        """The same for rows that join and leave: where K is chosen, from `SERVED_DEPTHS`.
-
-        Raises:
-          FlyJaxError: the largest of them leaves no room for the rule's window.
-        """
-        if not self.depths:
-            return self
-        if self.boundary == "reject":
-            self.rule.check(SERVED_DEPTHS[-1])
-        most = SERVED_DEPTHS[-1]
-        return dataclasses.replace(self, depths=SERVED_DEPTHS, num_speculative_tokens=most)
-
     @property
     def deferred_window(self) -> int:
         """Size of the windows that may stay open after a round; 0 if none may."""
@@ -172,7 +157,7 @@ class RoundSpec:
         k = self.num_speculative_tokens
         widths = self.depths or (k,)
         if not self.depths and drafter is not None and drafter.may_fall_short:
-            shorter = (0, *AUTO_DEPTHS) if isinstance(drafter, Lookup) else AUTO_DEPTHS
+            shorter = AUTO_DEPTHS if isinstance(drafter, Lookup) else AUTO_DEPTHS[1:]
             widths = (*(depth for depth in shorter if depth < k), k)
         return RoundStructure(
             num_speculative_tokens=k,
@@ -184,7 +169,6 @@ class RoundSpec:
             reports=self.reports,
             reports_evidence=self.reports_evidence,
             deferred_window=self.deferred_window,
-            rows_leave=self.rows_leave,
         )
 
 
@@ -202,7 +186,6 @@ class RoundStructure:
       reports: fills `RoundOutput.reports`.
       reports_evidence: fills `RoundOutput.evidence`.
       deferred_window: size of the windows that may stay open; 0 if none may.
-      rows_leave: a dispatch ends when a row does.
     """
 
     num_speculative_tokens: int
@@ -214,7 +197,6 @@ class RoundStructure:
     reports: bool
     reports_evidence: bool
     deferred_window: int
-    rows_leave: bool
 
     @property
     def learns_pace(self) -> bool:

@@ -64,7 +64,7 @@ class DecodeState:
         assert self.pace is not None
         return dataclasses.replace(self, pace=dataclasses.replace(self.pace, seconds=seconds))
 
-    def unpaced(self) -> DecodeState:
+    def without_stats(self) -> DecodeState:
         """The same rows, with nothing known of what is accepted."""
         return dataclasses.replace(self, pace=jax.tree.map(jnp.zeros_like, self.pace))
 
@@ -80,6 +80,9 @@ class RuleInputs:
       protected: tokens that are never rescued, of all rows or of each.
       memory: `CorrectionMemory.keys`; None for a rule that does not use one.
       ends: rows that are done at an end of text; None for all.
+      seated: rows with a request. A dispatch of several rounds ends with the first of them that is
+        done, and one that begins after that runs no round, so that another request soon has its
+        row; None where no row makes room for another.
     """
 
     rule: Rule
@@ -87,6 +90,7 @@ class RuleInputs:
     protected: Bool[Array, "*rows vocab"]
     memory: Int32[Array, "pairs 2"] | None = None
     ends: Bool[Array, " rows"] | None = None
+    seated: Bool[Array, " rows"] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -106,7 +106,7 @@ class DepthCosts:
         assert attended is not None
         for depth in self.depths * _TIMINGS:
             for row in range(rows):
-                state = programs.insert(state.attending(None), one, row)
+                state, _ = programs.insert(state.attending(None), one, [row])
             only = programs.put(_only(depth, self.depths), (None,))
             state = jax.block_until_ready(state.attending(attended).choosing(only))
             begin = time.perf_counter()

@@ -7,25 +7,31 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Traced
 
-from fly_jax.decoding.capacity import CAPACITY_STEP, Reach, ladder
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.generation import Settled
-from fly_jax.decoding.memory_keys import MemoryKeys, check_memory
+from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.pair import Pair
-from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.programs import Programs, cache_capacity
 from fly_jax.decoding.prompts import check_prompt
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
-from fly_jax.engine.prefill import Intake, empty_rows
+from fly_jax.engine.prefill import (
+    OFFLINE_PREFILL_TOKENS,
+    Chunk,
+    ChunkPlan,
+    Prefill,
+    empty_slots,
+)
 from fly_jax.engine.request import (
     Request,
     RequestState,
@@ -37,16 +43,20 @@ from fly_jax.engine.request import (
     check_spec,
     check_stop,
 )
-from fly_jax.engine.row_inputs import Protection, RowNumbers
-from fly_jax.engine.slots import Dispatch, Prefix, Slots
+from fly_jax.engine.row_inputs import MemoryKeys, Protection, RowNumbers, check_memory
+from fly_jax.engine.slots import NOTHING, SHARED_BLOCK, Dispatch, Prefix, Seated, Slots
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
-from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
+# Requests behind the first one that are looked at for one that can be run with it.
+_LOOKAHEAD = 64
+
+Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 
 
 class Engine:
@@ -59,12 +69,17 @@ class Engine:
     order; where only one of them is asked, see `fly_jax.serving.lockstep`.
 
     Attributes:
+      spec: of the rounds.
       slots: who is in which slot.
       waiting: the requests that have no slot yet, the first to come in front.
+      max_length: tokens of a request, its prompt included.
       num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
       num_prompt_tokens: those of all requests that have got a slot.
-      memory: see `Decoder`; what it learns depends on what is decoded together.
+      prefill_seconds: in which prompts were run, of all requests so far.
+      memory: of corrections; what it learns depends on what is decoded together.
       costs: from what K is chosen; None where it is fixed.
+      listener: is told of every dispatch's rounds, on the host, with who was in which slot, before
+        their tokens are handed out.
     """
 
     def __init__(
@@ -83,12 +98,14 @@ class Engine:
         load_may_change_text: bool = False,
         memory: CorrectionMemory | None = None,
         offline: bool = False,
+        listener: Listener | None = None,
     ) -> None:
-        """Makes the slots.
+        """Checks the pair against the rule. The caches are made when they are first needed.
 
         Args:
           target: the model whose text is wanted.
-          draft: see `Decoder`.
+          draft: the model that proposes, or several, each of which proposes to the one before it;
+            or any other drafter. Without one the spec's lookup proposes alone, if it has one.
           spec: of the rounds; its rule is that of requests without one of their own. They are
             decoded greedily, unless they say otherwise. With `depths` K is chosen for the batch,
             round by round, while all requests in it are lossless and greedy; beside another one it
@@ -99,40 +116,44 @@ class Engine:
           prefill_chunk: prompt tokens that are run between two rounds.
           rules: a rule of every kind that requests may ask for, besides that of `spec` and the
             lossless one.
-          protected_token_ids: see `Decoder`.
-          cache_dtype: see `Decoder`.
+          protected_token_ids: control tokens, never rescued; the ends of text are added.
+          cache_dtype: type of the caches; that of the parameters if not given.
           tokenizer: fills `Settled.texts` and finds stop strings; None if nobody asks for text.
           load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
             alone, and draws stay the target's.
-          memory: see `Decoder`; of all rules that use one.
-          offline: nobody waits for a reply: free slots are filled between two rounds, however long
-            that takes, and rounds are made for all slots, however few are in use.
+          memory: what rules with `uses_memory` look up; with `spec.reports_mismatches` it learns
+            while decoding.
+          offline: nobody waits for a reply, and all requests have the rule and the sampling of
+            `spec`: free slots are filled between two rounds, however long that takes, and rounds
+            are made for all slots, however few are in use.
+          listener: see the class.
 
         Raises:
-          FlyJaxError: no slot or no room; a sampling of all requests, which is not taken; rules
-            whose windows cannot be deferred together; what `Decoder` refuses.
+          FlyJaxError: no slot or no room; a sampling of all requests that are not offline; rules
+            whose windows cannot be deferred together; K without anything that proposes, a level
+            without a size, vocabularies of different sizes, or no memory where one is needed.
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
         check_sizes(num_slots, prefill_chunk, length, context)
-        check_spec(spec, rules)
+        if not offline:
+            check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
-        self._numbers = RowNumbers(spec.rule, rules, num_slots)
-        self.spec = dataclasses.replace(spec, rule=self._numbers.united, rows_leave=True)
+        self._numbers = RowNumbers(spec.rule, None if offline else rules, spec.sampling, num_slots)
+        self.spec = dataclasses.replace(spec, rule=self._numbers.united)
         check_memory(self.spec, memory)
-        self.memory = memory
-        drafter = checked_drafter(target, draft, spec)
-        self._resumes = drafter is None or drafter.resumes
-        self._programs = Programs(target, drafter, self.spec, cache_dtype)
+        self.memory, self.listener = memory, listener
+        self.drafter = checked_drafter(target, draft, spec)
+        self._resumes = self.drafter is None or self.drafter.resumes
+        self._programs = Programs(target, self.drafter, self.spec, cache_dtype)
         self._keys = MemoryKeys(self._programs)
         self.max_length = length
-        needed = max(length + self._programs.room, prefill_chunk)
-        capacity = -(-needed // CAPACITY_STEP) * CAPACITY_STEP
-        steps = (capacity,) if self._programs.splits_positions else ladder(capacity)
-        self._steps = steps
-        self._intake = Intake(self._programs, self.spec, steps, prefill_chunk, length)
-        self._reach = Reach(self._programs.structure, steps, self._programs.room)
+        self._capacity = cache_capacity(length, self._programs.room)
+        self._buckets = self._programs.attention_buckets(self._capacity)
+        tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
+        plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=length)
+        self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._protection = Protection(
             self._programs, protected_token_ids, spec.eos_token_ids, num_slots
         )
@@ -140,12 +161,15 @@ class Engine:
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
+        self.prefill_seconds = 0.0
         self.costs = DepthCosts(spec.depths) if spec.depths else None
         self._load_may_change_text = load_may_change_text
-        self._last_read, self._has_taken_in = 0.0, False
+        self._last_read = 0.0
+        self._seated: list[Seated] = []  # since the last dispatch
         self._offline = offline
         self._pending: Dispatch | None = None
-        self._state = empty_rows(self._programs, self.spec, num_slots, capacity)
+        self._state: DecodeState | None = None
+        self._compiled: set[object] = set()
 
     @classmethod
     def of(
@@ -153,14 +177,21 @@ class Engine:
         pair: Pair,
         config: DecodingConfig | None = None,
         *,
+        prompts: Sequence[Sequence[int]] | None = None,
+        max_new_tokens: int = 128,
         num_slots: int = 8,
         max_length: int | None = None,
         prefill_chunk: int = 256,
         rules: Sequence[Rule] = (),
         audits: bool = False,
         max_logprobs: int = 0,
+        reports_evidence: bool = False,
+        reports_mismatches: bool = False,
         load_may_change_text: bool = False,
         memory: CorrectionMemory | None = None,
+        listener: Listener | None = None,
+        with_texts: bool = True,
+        offline: bool = False,
         **given: Any,
     ) -> Self:
         """An engine of a pair.
@@ -168,26 +199,45 @@ class Engine:
         Args:
           pair: from `load_pair`.
           config: how requests are decoded that do not say; None for `default_config`.
+          prompts: all that will be decoded, where that is known: the engine is offline then, with
+            no more slots and no longer caches than they need.
+          max_new_tokens: limit of each of their continuations.
           num_slots: see the class.
           max_length: see the class.
           prefill_chunk: see the class.
           rules: see the class.
           audits: fills `Generation.reports`.
           max_logprobs: see `RoundSpec`.
+          reports_evidence: see `RoundSpec`.
+          reports_mismatches: the memory learns, whatever the rule.
           load_may_change_text: see the class.
-          memory: see the class.
+          memory: see the class; None for an empty one, if the rule uses one.
+          listener: see the class.
+          with_texts: fills `Settled.texts`.
+          offline: see the class; so it is with `prompts`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
-          FlyJaxError: as the class and `DecodingConfig`.
+          FlyJaxError: as the class and `DecodingConfig`; a memory of another vocabulary.
         """
         config = pair.config(config, **given)
-        if not (pair.drafts or pair.drafter or config.prompt_lookup_max):
-            config = config.without_draft()
-        spec = pair.spec(config, audits=audits).served()
-        spec = dataclasses.replace(spec, max_logprobs=max_logprobs)
+        spec = pair.spec(config, audits=audits)
+        spec = dataclasses.replace(
+            spec,
+            max_logprobs=max_logprobs,
+            reports_evidence=reports_evidence,
+            reports_mismatches=spec.reports_mismatches or reports_mismatches,
+        )
+        offline = offline or prompts is not None
         if memory is not None:
             memory.check_vocabulary(pair.tokenizer.digest, "The memory")
+        elif offline and (spec.rule.uses_memory or spec.reports_mismatches):
+            memory = CorrectionMemory(pair.tokenizer.digest, min_count=config.csd_min_count)
+        if prompts is not None:
+            num_slots = min(num_slots, max(len(prompts), 1))
+            context = pair.target.config.max_context
+            longest = max(map(len, prompts), default=1)
+            max_length = max(min(longest + max_new_tokens, context), 2)
         return cls(
             pair.target,
             pair.proposing(spec),
@@ -197,10 +247,52 @@ class Engine:
             prefill_chunk=prefill_chunk,
             rules=rules,
             protected_token_ids=pair.protected_token_ids(config.protect),
-            tokenizer=pair.tokenizer,
-            load_may_change_text=load_may_change_text,
+            tokenizer=pair.tokenizer if with_texts else None,
+            load_may_change_text=load_may_change_text or offline,
             memory=memory,
+            offline=offline,
+            listener=listener,
         )
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
+    ) -> list[Request]:
+        """Requests of prompts that are decoded as `spec` says.
+
+        Args:
+          prompts: token ids.
+          max_new_tokens: limit of each continuation.
+          seed: of the draws of the first prompt, each other one's being one more.
+
+        Raises:
+          FlyJaxError: a prompt that the target cannot continue.
+        """
+        config = self._programs.config
+        return [
+            Request(
+                check_prompt(prompt, config, name=f"Prompt {index + 1}"),
+                max_new_tokens,
+                sampling=self.spec.sampling,
+                seed=seed + index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
+    ) -> list[Generation]:
+        """Decodes prompts, and returns what became of each; see `requests`.
+
+        Raises:
+          FlyJaxError: see `submit`.
+        """
+        requests = self.requests(prompts, max_new_tokens, seed=seed)
+        if self.costs is not None:  # which are measured before the first round
+            self.warm_up_for(requests)
+        handed_in = [self.submit(request) for request in requests]
+        for _ in self.run(()):
+            pass
+        return [one.generation for one in handed_in]
 
     def submit(self, request: Request) -> RequestState:
         """Hands in a request.
@@ -246,18 +338,16 @@ class Engine:
         request_state.finished = time.perf_counter()
         if request_state in self.waiting:
             self.waiting.remove(request_state)
-        if self._intake.request_state is request_state:
-            self._intake.drop()
+        self._prefill.drop(request_state)
         self._forget_rounds()
         for slot, occupant in self.slots.live:
             if occupant is request_state:
-                self.slots.give_back(slot)
-                self._state = self._programs.release(self._state, slot)
+                self._free(slot)
 
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self.waiting) + (self._intake.request_state is not None)
+        return len(self.waiting) + len(self._prefill.group)
 
     @property
     def is_idle(self) -> bool:
@@ -265,20 +355,13 @@ class Engine:
         return not (self.num_waiting or self.slots.live or self._pending)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
-        """Takes in prompts, dispatches rounds, and reads those that were dispatched before.
+        """Runs prompts, dispatches rounds, and reads those that were dispatched before.
 
         Returns:
           What has settled of whom.
         """
-        # 0) Where rounds run one after the other, they end with the first row that is done. If a
-        #    prompt waits for its place they are read at once: running ahead would leave it empty.
-        found = []
-        if self._offline and self.waiting and self.spec.rounds_per_dispatch > 1 and self._pending:
-            pending, self._pending = self._pending, None
-            found = self._read(pending)
-
-        # 1) Prompts, in pieces: so much of them that the rows in the slots wait for a round or two.
-        self._take_in()
+        # 1) Prompts, in chunks: so much of them that the rows in the slots wait for a round or two.
+        self._run_prompts()
 
         # 2) Rounds. They run while those before them are read.
         before, self._pending = self._pending, None
@@ -286,7 +369,7 @@ class Engine:
             self._pending = self._dispatch(follows=before is not None)
 
         # 3) What the rounds before have settled. With the last row nothing else is waited for.
-        found += [] if before is None else self._read(before)
+        found = [] if before is None else self._read(before)
         self._forget_rounds()
         return found
 
@@ -306,11 +389,12 @@ class Engine:
         Raises:
           FlyJaxError: requests wait or are being decoded.
         """
-        taken = itertools.product(self._intake.sizes, self._steps)
-        self._compile(taken, self._steps, {False, True}, on_progress or (lambda _, __: None))
+        drawn = {self.spec.sampling is not None} if self._offline else {False, True}
+        chunks, steps = self._prefill.plan.all(), self._buckets.steps
+        self._compile(chunks, steps, drawn, on_progress or (lambda _, __: None))
 
     def warm_up_for(self, requests: Sequence[Request]) -> None:
-        """Compiles what these requests need.
+        """Compiles what these requests need and no request before them has needed.
 
         One that shares less with what is in the slots than with any other prompt may still compile.
 
@@ -318,80 +402,211 @@ class Engine:
           FlyJaxError: requests wait or are being decoded.
         """
         prompts = [one.prompt for one in requests]
-        taken = self._intake.needed(prompts, shares=self._resumes)
-        lengths = [(len(one.prompt), self._intake.limit(one)) for one in requests]
+        held = self.slots.texts if self._resumes else []
+        chunks = self._prefill.plan.needed(
+            [*prompts, *held], shares=self._resumes, block=SHARED_BLOCK
+        )
+        lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
         drawn = {one.sampling is not None for one in requests}
-        self._compile(taken, self._reach.all(lengths), drawn, lambda _, __: None)
+        self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
+
+    def forget(self) -> None:
+        """Gives the caches back, with what they hold of earlier requests; the next ones get others.
+
+        Raises:
+          FlyJaxError: requests wait or are being decoded.
+        """
+        self._check_idle("give its caches back")
+        self.slots.forget()
+        self._state = None
+
+    def trace_slots(self) -> Traced:
+        """The program that makes the slots, of an engine of abstract models.
+
+        Models whose parameters are `jax.ShapeDtypeStruct`, each with a sharding, can be compiled
+        for devices that are not there: the planner does so with the programs that `step` runs.
+        """
+        return cast(Traced, self._slots())
+
+    def trace_rows(self, number: int) -> Traced:
+        """The program that makes rows in which so many prompts are run together."""
+        return cast(Traced, self._prefill.rows([], number))
+
+    def trace_prefill(self, rows: DecodeState, chunk: Chunk) -> Traced:
+        """The program of a chunk, given the abstract rows whose prompts are run."""
+        size, start = chunk.size, chunk.start
+        return cast(Traced, self._programs.prefill_chunk(rows, size, start, chunk.attended))
+
+    def trace_insert(self, state: DecodeState, rows: DecodeState) -> Traced:
+        """The program that puts rows whose prompts have been run into slots."""
+        return cast(Traced, self._programs.insert(state, rows, [0] * len(rows.length)))
+
+    def trace_rounds(self, state: DecodeState) -> Traced:
+        """The program of a dispatch for all slots, given their abstract state.
+
+        Where requests say how they are decoded, some of them are drawn.
+        """
+        inputs = self._inputs(sampled=True) or self._inputs()
+        assert inputs is not None
+        state = state.attending(self._buckets.steps[-1])
+        return cast(Traced, self._programs.run(state, inputs, self._row_steps[-1]))
+
+    def prefill_groups(self, prompt_length: int) -> list[tuple[list[Chunk], int]]:
+        """How prompts of this length come into all slots; see `ChunkPlan.groups`."""
+        return self._prefill.plan.groups(prompt_length, self._row_steps[-1])
+
+    def _check_idle(self, what: str) -> None:
+        if not self.is_idle:
+            raise FlyJaxError(
+                f"The engine was asked to {what} while it decodes, which would take a slot from a "
+                "request; do so before the first one, or when all are done."
+            )
+
+    def _slots(self) -> DecodeState:
+        """The state of all slots, made anew."""
+        number = self._row_steps[-1]
+        return empty_slots(self._programs, self.spec, number, self._capacity)
+
+    def _held(self) -> DecodeState:
+        """The state of all slots."""
+        if self._state is None or self._state.length.is_deleted():
+            # Ctrl-C may come where a program has taken the state and not given it back.
+            self.slots.forget()
+            self._state = self._slots().without_stats()
+        return self._state
 
     def _compile(
         self,
-        taken: Iterable[tuple[int, int]],
+        chunks: Iterable[tuple[int, int, int]],
         reaches: Sequence[int],
         drawn: Iterable[bool],
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Runs programs once: of pieces of prompts, by size and reach, and of rounds."""
-        if not self.is_idle:
-            raise FlyJaxError(
-                "The engine was asked to warm up while it decodes, which would take a slot from a "
-                "request; warm it up before the first one, or when all are done."
-            )
-        for slot in range(self.slots.num_free):
-            self.slots.forget(slot)
-        one = self._intake.row(RequestState(Request([0], self.max_length), self._own))
-        one = self._programs.copy_row(one, self._state, 0)
+        """Runs programs once, those that have not run yet: what slots hold stays as it is.
+
+        Args:
+          chunks: of prompts: rows, size, and positions.
+          reaches: positions of rounds.
+          drawn: kinds of rounds.
+          on_progress: see `warm_up`.
+        """
+        self._check_idle("warm up")
+        programs = self._programs
         self._protection.hold(0, None)
-        kinds = [have for one in sorted(drawn) if (have := self._inputs(sampled=one))]
-        taken, rounds = list(taken), list(itertools.product(reaches, self._row_steps))
-        done, total = itertools.count(1), len(taken) + len(kinds) * len(rounds)
-        for size, attended in taken:
-            start = min(attended, self._steps[-1] - size)
-            one = self._programs.take_in(one, size, start, attended)
-            on_progress(next(done), total)
-        state = self._programs.insert(self._state, one, 0)
-        state = self._programs.release(state, 0)
-        for attended, rows in rounds:
-            for inputs in kinds:
-                state = self._programs.run(state.attending(attended), inputs, rows)[0]
+        new_chunks = sorted(set(chunks) - self._compiled)
+        kinds = [(one, given) for one in sorted(drawn) if (given := self._inputs(sampled=one))]
+        rounds = [
+            (drawn_too, *where)
+            for where in itertools.product(reaches, self._row_steps)
+            for drawn_too, _ in kinds
+            if (drawn_too, *where) not in self._compiled
+        ]
+        if not (new_chunks or rounds):
+            return
+        state, inputs = self._held(), dict(kinds)
+        done, total = itertools.count(1), len(new_chunks) + len(rounds)
+        for number, some in itertools.groupby(new_chunks, key=lambda chunk: chunk[0]):
+            # What is put into a slot is what it holds.
+            rows = self._prefill.rows(self.slots.held(0), number)
+            rows = programs.copy_row(rows, state, 0, 0)
+            state, _ = programs.insert(state, rows, [0] * number)
+            for _, size, attended in some:
+                start = min(attended, self._buckets.steps[-1] - size)
+                rows = programs.prefill_chunk(rows, size, start, attended)
                 on_progress(next(done), total)
-            if self.costs is not None:
-                state = self.costs.measure(self._programs, state, kinds[0], one, rows)
-        self._state = jax.block_until_ready(state.attending(None).unpaced())
+        state = programs.release(state, 0)
+        for drawn_too, attended, number in rounds:
+            state, _ = programs.run(state.attending(attended), inputs[drawn_too], number)
+            state = state.attending(None)
+            on_progress(next(done), total)
+        if self.costs is not None and rounds:
+            places = sorted({(attended, number) for _, attended, number in rounds})
+            state = self._time_depths(self.costs, state, kinds[0][1], places)
+        self._state = jax.block_until_ready(state.without_stats())
+        self._compiled |= {*new_chunks, *rounds}
+
+    def _time_depths(
+        self,
+        costs: DepthCosts,
+        state: DecodeState,
+        inputs: RuleInputs,
+        places: Sequence[tuple[int, int]],
+    ) -> DecodeState:
+        """Times rounds of each K, by positions and rows, in slots that then hold nothing."""
+        request = RequestState(Request([0], self.max_length), self._own)
+        row = self._prefill.rows([request], 1)
+        for attended, number in places:
+            seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
+            inputs = dataclasses.replace(inputs, seated=seated)
+            state = costs.measure(
+                self._programs, state.attending(attended), inputs, row, number
+            ).attending(None)
+        self.slots.forget()
+        return state
 
     def _forget_rounds(self) -> None:
         """Those on their way, if all that were in them are finished."""
         if self._pending is not None and not self._pending.is_awaited:
             self._pending = None
 
-    def _take_in(self) -> None:
-        intake, num_run = self._intake, 0
-        while self._offline or num_run < intake.sizes[-1] or not self.slots.live:
-            if intake.request_state is None:
-                if not (self.waiting and self.slots.num_free):
+    def _run_prompts(self) -> None:
+        prefill, num_run = self._prefill, 0
+        while self._offline or num_run < prefill.plan.tokens or not self.slots.live:
+            if not prefill.group:
+                group = self._next_group()
+                if not group:
                     return
-                request_state = self.waiting.popleft()
-                shared = self.slots.shared(request_state.request.prompt) if self._resumes else None
-                intake.begin(request_state, shared or Prefix(0, 0), self._state)
-            size, one = intake.run()
-            if one is not None:  # so that it is in the next rounds
-                self._seat(*intake.end(), one)
-            num_run += size
-            self._has_taken_in = True
+                prefill.begin(group, self._held())
+            num_tokens, rows = prefill.run()
+            num_run += num_tokens
+            if rows is not None:  # so that they are in the next rounds
+                self._seat(prefill.end(), rows)
 
-    def _seat(self, request_state: RequestState, prefix: Prefix, one: DecodeState) -> None:
-        """Puts a prompt that was taken in into a slot."""
-        request_state.seated, request_state.num_reused = time.perf_counter(), prefix.length
-        self.num_reused_tokens += prefix.length
-        self.num_prompt_tokens += len(request_state.request.prompt)
-        slot = self.slots.take(request_state, prefix)
-        self._state = self._programs.insert(self._state, one, slot)
+    def _next_group(self) -> list[tuple[RequestState, Prefix]]:
+        """The request that came first, with others whose prompts are run in the same passes."""
+        plan, found = self._prefill.plan, list[tuple[RequestState, Prefix]]()
+        kind: tuple[int, int] | None = None
+        for one in itertools.islice(self.waiting, _LOOKAHEAD):
+            if len(found) == min(self.slots.num_free, plan.rows[-1]):
+                break
+            prompt = one.request.prompt
+            prefix = self.slots.shared(prompt) if self._resumes else NOTHING
+            its_kind = plan.kind(prefix.length, len(prompt))
+            if not found:
+                found, kind = [(one, prefix)], its_kind
+            elif kind is not None and its_kind == kind:
+                found.append((one, prefix))
+            elif not self._offline:  # nobody overtakes
+                break
+            if kind is None:
+                break
+        for one, _ in found:
+            self.waiting.remove(one)
+        return found
+
+    def _seat(self, group: Sequence[tuple[RequestState, Prefix]], rows: DecodeState) -> None:
+        """Puts prompts that have been run into slots."""
+        now, slots = time.perf_counter(), list[int]()
+        for request_state, prefix in group:
+            request_state.seated, request_state.num_reused = now, prefix.length
+            self.num_reused_tokens += prefix.length
+            self.num_prompt_tokens += len(request_state.request.prompt)
+            slots.append(self.slots.take(request_state, prefix))
+        # Rows that only fill the pass are where the first request comes to stay.
+        places = [*slots, *slots[:1] * (len(rows.length) - len(slots))]
+        self._state, is_there = self._programs.insert(self._held(), rows, places)
+        requests = tuple(one for one, _ in group)
+        self._seated.append(Seated(requests, self._prefill.begun, is_there))
+        for slot, request_state in zip(slots, requests, strict=True):
+            if request_state.is_finished:  # it was cancelled while its prompt was run
+                self._free(slot)
 
     def _dispatch(self, *, follows: bool) -> Dispatch:
         live, rows = self.slots.live, self.slots.reach
-        known = ((one.generation.num_tokens, self._intake.limit(one.request)) for _, one in live)
+        known = ((one.generation.num_tokens, self._prefill.limit(one.request)) for _, one in live)
         samples = any(one.request.sampling is not None for _, one in live)
-        attended = self._reach.next_dispatch(known)
-        state = self._state.attending(attended)
+        attended = self._buckets.next_dispatch(known)
+        state = self._held().attending(attended)
         if self.costs is not None:
             may_vary = self._load_may_change_text or all(one.is_settled for _, one in live)
             seconds = self.costs.next((rows, attended), may_vary=may_vary)
@@ -404,8 +619,9 @@ class Engine:
         self._state = state.attending(None)
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
-        is_timed, self._has_taken_in = follows and not self._has_taken_in, False
-        return Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed)
+        seated, self._seated = tuple(self._seated), []
+        is_timed = follows and not (seated or self._prefill.group)
+        return Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed, seated)
 
     def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
         """The numbers of all slots; None where nothing is ever drawn."""
@@ -418,11 +634,15 @@ class Engine:
         return inputs
 
     def _read(self, dispatch: Dispatch) -> list[tuple[RequestState, Settled]]:
+        for seated in dispatch.seated:
+            self._note_prefill(seated)
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
         if self.memory is not None and self.spec.reports_mismatches:
             self.memory.add(corrections(output, dispatch.teaching))
+        if self.listener is not None:
+            self.listener(output, dispatch.occupants)
         if self.costs is not None:
             rounds = rounds_run(output, dispatch.num_seats)
             self.costs.observe(dispatch.program, rounds, taken if dispatch.is_timed else None)
@@ -431,18 +651,99 @@ class Engine:
             for slot, request_state in enumerate(dispatch.occupants):
                 if request_state is None or request_state.is_finished:
                     continue
-                settled = request_state.book(output, (index, slot), self.spec)
+                settled = request_state.update_from_output(output, (index, slot), self.spec)
                 if settled is None:
                     continue
                 request_state.first_token = request_state.first_token or now
-                request_state.generation.seconds = now - (request_state.seated or now)
+                request_state.generation.seconds = now - (request_state.prefilled or now)
                 shown = request_state.detokenize(settled)
                 if shown is None:
                     continue
                 if shown.finish_reason is not None:
                     request_state.finished = now
-                    self.slots.give_back(slot)
                     if settled.finish_reason is None:  # a stop string, of which the row knows not
-                        self._state = self._programs.release(self._state, slot)
+                        self._free(slot)
+                    else:
+                        self.slots.give_back(slot)
                 found.append((request_state, shown))
         return found
+
+    def _note_prefill(self, seated: Seated) -> None:
+        """Waits until prompts have been run, which the rounds behind them wait for as well."""
+        jax.block_until_ready(seated.is_there)
+        now = time.perf_counter()
+        self.prefill_seconds += now - max(seated.dispatched, self._last_read)
+        self._last_read = now
+        for request_state in seated.requests:
+            request_state.prefilled = now
+
+    def _free(self, slot: int) -> None:
+        """Ends what a slot decodes before its row is done."""
+        self.slots.give_back(slot)
+        self._state = self._programs.release(self._held(), slot)
+
+
+def generate(
+    pair: Pair,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    config: DecodingConfig | None = None,
+    *,
+    max_new_tokens: int = 128,
+    batch_size: int = 1,
+    seed: int = 0,
+    memory: CorrectionMemory | str | None = None,
+    audits: bool = False,
+    drafter: str | Drafter | None = None,
+    **given: Any,
+) -> list[Generation]:
+    """Decodes prompts, given as text or as token ids.
+
+    A pair that nothing proposes to decodes one token at a time, whatever the rule.
+
+    Args:
+      pair: from `load_pair`.
+      prompts: what to continue.
+      config: how, but for what is given below; None for `default_config`, which the command line
+        takes too.
+      max_new_tokens: limit of each prompt's continuation.
+      batch_size: prompts decoded together.
+      seed: of the draws, where the rule samples.
+      memory: of corrections; it learns. Or the file that holds one.
+      audits: fills `Generation.reports`.
+      drafter: what proposes instead of the pair's draft models; see `Pair`.
+      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
+        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
+
+    Raises:
+      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
+        `Engine.of` refuses.
+    """
+    if isinstance(prompts, str) or not prompts or batch_size < 1:
+        raise FlyJaxError(
+            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
+            "[text] for a single text."
+        )
+    if drafter is not None:
+        pair = dataclasses.replace(pair, drafter=drafter)
+    if isinstance(memory, str):
+        given["memory"], memory = memory, None
+    config = pair.config(config, **given)
+    ids = [
+        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    if memory is None and config.memory is not None and config.to_rule().uses_memory:
+        memory = load_memory(
+            Path(config.memory), pair.tokenizer.digest, min_count=config.csd_min_count
+        )
+    engine = Engine.of(
+        pair,
+        config,
+        prompts=ids,
+        max_new_tokens=max_new_tokens,
+        num_slots=batch_size,
+        audits=audits,
+        memory=memory,
+        with_texts=False,
+    )
+    return engine.generate(ids, max_new_tokens, seed=seed)

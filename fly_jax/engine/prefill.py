@@ -1,150 +1,283 @@
-"""Taking prompts in, one after the other and piece by piece, before they get a slot."""
+"""Prefill: prompts are run chunk by chunk, short ones several at a time, before they get slots."""
 
 from __future__ import annotations
 
 import collections
 import itertools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float32, Int
 
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.engine.slots import LEAST_SHARED, Prefix
+from fly_jax.engine.slots import Prefix
+
+# Tokens of a row that a chunk may have, besides the largest: each size fits into the next four
+# times, and so does each number of rows.
+_SMALLEST_CHUNK = 16
+_GROWTH = 4
+# The scores of a layer, [rows, heads, chunk, capacity] in float32, are what fills a chip.
+_LARGEST_CHUNK = 1024
+# Tokens of all rows that a pass runs where nobody waits for rounds in between.
+OFFLINE_PREFILL_TOKENS = 2048
 
 
-class Intake:
-    """One row that a prompt is run in.
+class Chunk(NamedTuple):
+    """Some tokens of prompts that one pass runs.
 
     Attributes:
-      sizes: that pieces may have, in ascending order.
-      request_state: whose prompt is being taken in; None for nobody's.
+      rows: prompts, those that only fill the pass among them.
+      start: position of the first token.
+      size: tokens of each row, those beyond its prompt among them.
+      attended: cache positions that attention reads.
+    """
+
+    rows: int
+    start: int
+    size: int
+    attended: int
+
+    @property
+    def program(self) -> tuple[int, int, int]:
+        """What is compiled for: rows, size, and positions."""
+        return self.rows, self.size, self.attended
+
+
+class ChunkPlan:
+    """Chunks of few shapes, so that few programs are compiled.
+
+    Attributes:
+      sizes: tokens of a row, in ascending order.
+      rows: prompts that are run together, in ascending order.
+      tokens: of all rows that a pass runs at most.
+    """
+
+    def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
+        """For prompts of a length.
+
+        Args:
+          steps: see `AttentionBuckets`; the last is the capacity.
+          tokens: see the class.
+          num_slots: prompts that may be decoded together.
+          longest: tokens of a prompt.
+        """
+        self.tokens, self._steps = tokens, steps
+        sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
+        while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:
+            sizes.insert(0, sizes[0] // _GROWTH)
+        self.sizes = tuple(sizes)
+        rows, most = [1], min(num_slots, max(tokens // sizes[0], 1))
+        while rows[-1] < most:
+            rows.append(min(rows[-1] * _GROWTH, most))
+        self.rows = tuple(rows)
+
+    def sizes_of(self, rows: int) -> tuple[int, ...]:
+        """Sizes of chunks of so many rows."""
+        return tuple(size for size in self.sizes if rows * size <= max(self.tokens, self.sizes[0]))
+
+    def chunks(self, start: int, end: int, rows: int = 1) -> Iterator[Chunk]:
+        """The chunks that run the tokens from `start` to `end` of so many rows."""
+        sizes = self.sizes_of(rows)
+        while start < end:
+            size = next((size for size in sizes if size >= end - start), sizes[-1])
+            # What would run over the end of the cache begins earlier: running tokens twice is
+            # harmless.
+            at = min(start, self._steps[-1] - size)
+            yield Chunk(rows, at, size, next(step for step in self._steps if step >= at))
+            start = at + size
+
+    def groups(self, length: int, number: int) -> list[tuple[list[Chunk], int]]:
+        """How so many prompts of one length are run that share nothing.
+
+        Args:
+          length: tokens of each prompt.
+          number: prompts.
+
+        Returns:
+          The chunks of a group of prompts, and how many such groups there are.
+        """
+        most = self.rows[-1] if self.kind(0, length) else 1
+        whole, rest = divmod(number, most)
+        rows = {next(rows for rows in self.rows if rows >= most): whole}
+        if rest:
+            few = next(rows for rows in self.rows if rows >= rest)
+            rows[few] = rows.get(few, 0) + 1
+        return [(list(self.chunks(0, length, few)), times) for few, times in rows.items() if times]
+
+    def kind(self, start: int, end: int) -> tuple[int, int] | None:
+        """Prompts of one kind are run together; None for one that is run alone.
+
+        A pass over a prompt that is not short has enough tokens by itself. Prompts of one kind
+        begin at one position, and their lengths have one power of two.
+        """
+        if end > self._steps[0]:
+            return None
+        return start, max(end - start - 1, _SMALLEST_CHUNK - 1).bit_length()
+
+    def all(self) -> set[tuple[int, int, int]]:
+        """Every program that may run."""
+        alone = itertools.product((1,), self.sizes, self._steps)
+        together = {
+            (rows, size, self._steps[0]) for rows in self.rows[1:] for size in self.sizes_of(rows)
+        }
+        return {*alone, *together}
+
+    def needed(
+        self, prompts: Sequence[Sequence[int]], *, shares: bool, block: int
+    ) -> set[tuple[int, int, int]]:
+        """The programs that run these prompts, in whatever order they come.
+
+        Args:
+          prompts: token ids.
+          shares: a prompt also begins behind what it has in common with another.
+          block: tokens that are shared come in multiples of this.
+        """
+        begins = {(0, len(prompt)) for prompt in prompts}
+        if shares:
+            lengths = map(len, prompts)
+            shared = (length // block * block for length in shared_beginnings(prompts))
+            begins |= set(zip(shared, lengths, strict=True))
+        rows = self.rows if len(prompts) > 1 else (1,)
+        return {
+            chunk.program
+            for begin in begins
+            for number in (rows if self.kind(*begin) else (1,))
+            for chunk in self.chunks(*begin, number)
+        }
+
+
+class Prefill:
+    """The prompts that are being run, in rows of their own.
+
+    Attributes:
+      plan: the chunks.
+      group: whose prompts these are, with what a slot held of each; empty for nobody's.
+      begun: when they began to be dispatched, by `time.perf_counter`.
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        spec: RoundSpec,
-        steps: Sequence[int],
-        prefill_chunk: int,
-        max_length: int,
+        self, programs: Programs, spec: RoundSpec, plan: ChunkPlan, capacity: int, max_length: int
     ) -> None:
-        """Nobody's prompt is taken in.
+        """Nobody's prompt is being run.
 
         Args:
           programs: that run.
           spec: of the rounds.
-          steps: see `ladder`; the last is the capacity.
-          prefill_chunk: tokens of the largest piece.
+          plan: see the class.
+          capacity: cache positions of a row.
           max_length: see `Engine`.
         """
-        self.sizes = piece_sizes(prefill_chunk)
-        self.request_state: RequestState | None = None
-        self._prefix = Prefix(0, 0)
+        self.plan = plan
+        self.group: list[tuple[RequestState, Prefix]] = []
+        self.begun = 0.0
         self._programs, self._spec = programs, spec
-        self._steps, self._max_length = steps, max_length
-        self._one: DecodeState | None = None
-        self._planned: collections.deque[Piece] = collections.deque()
+        self._capacity, self._max_length = capacity, max_length
+        self._rows: DecodeState | None = None
+        self._chunks: collections.deque[Chunk] = collections.deque()
 
     def limit(self, request: Request) -> int:
         """Length at which a request is done."""
         return min(len(request.prompt) + request.max_new_tokens, self._max_length)
 
-    def row(self, request_state: RequestState) -> DecodeState:
-        """A state of one row, of whose prompt nothing has been run."""
-        limit = self.limit(request_state.request)
-        return row_of(self._programs, self._spec, request_state, limit, self._steps[-1])
+    def rows(self, requests: Sequence[RequestState], number: int) -> DecodeState:
+        """Rows of whose prompts nothing has been run; those beyond the requests are finished."""
+        lengths = np.ones(number, np.int32)
+        limits = np.ones(number, np.int32)
+        text = np.zeros((number, self._capacity), np.int32)
+        seeds = np.zeros(number, np.uint32)
+        budgets = np.full(number, math.inf, np.float32)
+        for row, one in enumerate(requests):
+            prompt = one.request.prompt
+            text[row, : len(prompt)] = prompt
+            lengths[row], limits[row] = len(prompt), self.limit(one.request)
+            seeds[row] = one.request.seed % 2**32
+            budgets[row] = math.inf if one.budget is None else one.budget
+        return begun(self._programs, self._spec, text, lengths, limits, seeds, budgets)
 
-    def begin(self, request_state: RequestState, prefix: Prefix, state: DecodeState) -> None:
-        """Takes the next prompt, behind what it shares with a slot of the state."""
-        one = self.row(request_state)
-        if prefix.length:
-            one = self._programs.copy_row(one, state, prefix.slot)
-        self.request_state, self._prefix, self._one = request_state, prefix, one
-        length = len(request_state.request.prompt)
-        self._planned.extend(pieces(prefix.length, length, self.sizes, self._steps))
-
-    def run(self) -> tuple[int, DecodeState | None]:
-        """Runs the next piece: its tokens, and the row once the whole prompt has been run."""
-        assert self._one is not None
-        piece = self._planned.popleft()
-        self._one = self._programs.take_in(self._one, piece.size, piece.start, piece.attended)
-        return piece.size, None if self._planned else self._one.attending(None)
-
-    def end(self) -> tuple[RequestState, Prefix]:
-        """Whose prompt has been run, and what of it was copied."""
-        request_state = self.request_state
-        assert request_state is not None
-        self.drop()
-        return request_state, self._prefix
-
-    def drop(self) -> None:
-        """Is free for the next prompt."""
-        self.request_state = self._one = None
-        self._planned.clear()
-
-    def needed(self, prompts: Sequence[Sequence[int]], *, shares: bool) -> list[tuple[int, int]]:
-        """The pieces of prompts, by size and how far they attend.
+    def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
+        """Takes the next prompts, behind what they share with slots of the state.
 
         Args:
-          prompts: what will be taken in, in whatever order.
-          shares: also behind what one of them has in common with another.
+          group: of one kind, or a single one.
+          state: of all slots.
         """
-        begins = {(0, len(prompt)) for prompt in prompts}
-        if shares:
-            shared = shared_beginnings(prompts)
-            lengths = map(len, prompts)
-            begins |= {one for one in zip(shared, lengths, strict=True) if one[0] >= LEAST_SHARED}
-        planned = (pieces(*begin, self.sizes, self._steps) for begin in begins)
-        return sorted({(one.size, one.attended) for some in planned for one in some})
+        self.group, self.begun = list(group), time.perf_counter()
+        number = next(rows for rows in self.plan.rows if rows >= len(group))
+        self._rows = self.rows([one for one, _ in group], number)
+        for at, (_, prefix) in enumerate(group):
+            if prefix.length:
+                self._rows = self._programs.copy_row(self._rows, state, prefix.slot, at)
+        longest = max(len(one.request.prompt) for one, _ in group)
+        self._chunks.extend(self.plan.chunks(group[0][1].length, longest, number))
+
+    def run(self) -> tuple[int, DecodeState | None]:
+        """Runs the next chunk: its tokens, and the rows once the whole prompts have been run."""
+        assert self._rows is not None
+        chunk = self._chunks.popleft()
+        self._rows = self._programs.prefill_chunk(
+            self._rows, chunk.size, chunk.start, chunk.attended
+        )
+        return chunk.rows * chunk.size, None if self._chunks else self._rows
+
+    def end(self) -> list[tuple[RequestState, Prefix]]:
+        """Is free for the next prompts; returns those that have been run."""
+        group, self.group = self.group, []
+        self._rows = None
+        self._chunks.clear()
+        return group
+
+    def drop(self, request: RequestState) -> None:
+        """Forgets a request that was cancelled; the rows of others go on."""
+        if any(one is not request and not one.is_finished for one, _ in self.group):
+            return
+        if any(one is request for one, _ in self.group):
+            self.end()
 
 
-# Tokens that a piece may have, besides the largest: each size fits into the next four times.
-_SMALLEST_PIECE = 16
-_GROWTH = 4
-
-
-class Piece(NamedTuple):
-    """Some tokens of a prompt that one pass takes in.
-
-    Attributes:
-      start: position of the first.
-      size: how many are run, those beyond the prompt among them.
-      attended: cache positions that attention reads.
-    """
-
-    start: int
-    size: int
-    attended: int
-
-
-def piece_sizes(largest: int) -> tuple[int, ...]:
-    """The sizes of pieces, in ascending order."""
-    sizes = [largest]
-    while sizes[0] // _GROWTH >= _SMALLEST_PIECE:
-        sizes.insert(0, sizes[0] // _GROWTH)
-    return tuple(sizes)
-
-
-def pieces(start: int, end: int, sizes: Sequence[int], steps: Sequence[int]) -> Iterator[Piece]:
-    """What takes in the tokens of a prompt from `start` to `end`.
+def begun(
+    programs: Programs,
+    spec: RoundSpec,
+    text: Int[np.ndarray, "rows capacity"],
+    lengths: Int[np.ndarray, " rows"],
+    limits: Int[np.ndarray, " rows"],
+    seeds: Int[np.ndarray, " rows"],
+    budgets: Float32[np.ndarray, " rows"],
+) -> DecodeState:
+    """Rows on the devices, of whose prompts nothing has been run.
 
     Args:
-      start: tokens that the caches hold already.
-      end: of the prompt.
-      sizes: from `piece_sizes`; the largest is at most the last of `steps`.
-      steps: see `ladder`; the last one is the capacity.
+      programs: that will run them.
+      spec: of the rounds.
+      text: the prompts.
+      lengths: of the prompts.
+      limits: length at which each row is done.
+      seeds: of each row's draws.
+      budgets: risk budget of each row, in nats; of no meaning without a rule that has one.
     """
-    while start < end:
-        size = next((size for size in sizes if size >= end - start), sizes[-1])
-        # What would run over the end of the cache begins earlier: running tokens twice is harmless.
-        at = min(start, steps[-1] - size)
-        yield Piece(at, size, next(step for step in steps if step >= at))
-        start = at + size
+    needs_stats = spec.depths or spec.deferred_window
+    rows = programs.put_rows(
+        text,
+        lengths,
+        limits,
+        seeds,
+        None if spec.rule.budget is None else budgets,
+        np.zeros(len(spec.depths), np.float32) if needs_stats else None,
+    )
+    return programs.begin(rows)
+
+
+def empty_slots(programs: Programs, spec: RoundSpec, num_slots: int, capacity: int) -> DecodeState:
+    """Rows that are finished from the start."""
+    ones = np.ones(num_slots, np.int32)
+    text = np.zeros((num_slots, capacity), np.int32)
+    budgets = np.full(num_slots, math.inf, np.float32)
+    return begun(programs, spec, text, ones, ones, ones.astype(np.uint32), budgets)
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -157,55 +290,3 @@ def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:
         for index in (one, other):
             found[index] = max(found[index], min(same, len(prompts[index]) - 1))
     return found
-
-
-def empty_rows(programs: Programs, spec: RoundSpec, num_slots: int, capacity: int) -> DecodeState:
-    """Rows that are finished from the start."""
-    ones = np.ones(num_slots, np.int32)
-    text = np.zeros((num_slots, capacity), np.int32)
-    return _begun(programs, spec, text, ones, ones, ones).unpaced()
-
-
-def row_of(
-    programs: Programs, spec: RoundSpec, request_state: RequestState, limit: int, capacity: int
-) -> DecodeState:
-    """A state of one row, of whose prompt nothing has been run.
-
-    Args:
-      programs: that will run it.
-      spec: of the rounds.
-      request_state: whose row it is.
-      limit: length at which it is done.
-      capacity: of the caches.
-    """
-    prompt = request_state.request.prompt
-    text = np.zeros((1, capacity), np.int32)
-    text[0, : len(prompt)] = prompt
-    length, end, seed = (
-        np.array([number]) for number in (len(prompt), limit, request_state.request.seed % 2**32)
-    )
-    return _begun(programs, spec, text, length, end, seed, request_state.budget)
-
-
-def _begun(
-    programs: Programs,
-    spec: RoundSpec,
-    text: np.ndarray,
-    lengths: np.ndarray,
-    limits: np.ndarray,
-    seeds: np.ndarray,
-    budget: float | None = None,
-) -> DecodeState:
-    budgets = None
-    if spec.rule.budget is not None:
-        budgets = np.full(len(text), math.inf if budget is None else budget, np.float32)
-    needs_pace = spec.depths or spec.deferred_window
-    rows = programs.put_rows(
-        text,
-        lengths.astype(np.int32),
-        limits.astype(np.int32),
-        seeds.astype(np.uint32),
-        budgets,
-        np.zeros(len(spec.depths), np.float32) if needs_pace else None,
-    )
-    return programs.begin(rows)

@@ -56,6 +56,7 @@ class RequestState:
       is_finished: nothing more will come.
       submitted: when it was handed in, by `time.perf_counter`.
       seated: when its prompt had been dispatched and it got a slot; None before.
+      prefilled: when its prompt had been run, as far as the host has seen; None before.
       first_token: when its first token was read; None before.
       finished: when its last token was read, or it was cancelled; None before.
     """
@@ -74,6 +75,7 @@ class RequestState:
         self.num_reused = 0
         self.submitted = time.perf_counter()
         self.seated: float | None = None
+        self.prefilled: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
 
@@ -103,9 +105,11 @@ class RequestState:
         top_p = 1.0 if given.top_p is None else given.top_p
         return Sampling(given.temperature, top_k=top_k, top_p=top_p)
 
-    def book(self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec) -> Settled | None:
-        """Adds what one round has done to its row; see `Generation.book`."""
-        return self.generation.book(
+    def update_from_output(
+        self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
+    ) -> Settled | None:
+        """Adds what one round has done to its row; see `Generation.update_from_output`."""
+        return self.generation.update_from_output(
             output,
             at,
             spec,

@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Int32
 
 from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import RuleInputs
 from fly_jax.engine.request import RequestState
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
@@ -26,20 +29,27 @@ class RowNumbers:
       united: a rule of all slots in which every kind has its place.
     """
 
-    def __init__(self, own: Rule, rules: Sequence[Rule], num_slots: int) -> None:
+    def __init__(
+        self, own: Rule, rules: Sequence[Rule] | None, sampling: Sampling | None, num_slots: int
+    ) -> None:
         """Nobody is in a slot.
 
         Args:
           own: rule of requests without one.
-          rules: a rule of every other kind but the lossless one.
+          rules: a rule of every other kind but the lossless one; None where all requests are
+            decoded with `own` and `sampling`.
+          sampling: of all requests then.
           num_slots: rows of the program.
         """
-        self._own, self._like = own, (own, Exact(), *rules)
-        self.united: Any = per_row([own] * num_slots, self._like)
+        self._own, self._sampling = own, sampling
+        self._like = None if rules is None else (own, Exact(), *rules)
+        self.united: Any = own if self._like is None else per_row([own] * num_slots, self._like)
         self._last: tuple[tuple[RequestState | None, ...], RuleInputs] | None = None
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of one of the kinds."""
+        if self._like is None:
+            return rule is self._own
         kind: Any = jax.tree.structure(self.united)
         return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
 
@@ -61,18 +71,27 @@ class RowNumbers:
         """
         who = tuple(occupants)
         if self._last is None or self._last[0] != who:
-            rules = [self._own if one is None else one.rule for one in who]
-            samplings = [_GREEDY if one is None else one.sampling for one in who]
-            ends = [one is None or not one.request.ignores_eos for one in who]
-            inputs = RuleInputs(
-                rule=programs.put_numbers(per_row(rules, self._like)),
-                sampling=programs.put_numbers(sampling_per_row(samplings)),
-                protected=protection.of(who),
-                ends=programs.put_numbers(np.array(ends)),
-            )
+            seated = np.array([one is not None for one in who])
+            ends = np.array([one is None or not one.request.ignores_eos for one in who])
+            rows = {"seated": programs.put_numbers(seated), "ends": programs.put_numbers(ends)}
+            if self._like is not None or self._last is None:
+                rule, sampling = self._of_rows(who)
+                rows["rule"] = programs.put_numbers(rule)
+                rows["sampling"] = programs.put_numbers(sampling)
+                rows["protected"] = protection.of(who)
+                inputs = RuleInputs(**rows)
+            else:
+                inputs = dataclasses.replace(self._last[1], **rows)
             self._last = (who, inputs)
         inputs = self._last[1]
         return inputs if sampled else dataclasses.replace(inputs, sampling=None)
+
+    def _of_rows(self, who: Sequence[RequestState | None]) -> tuple[Rule, Sampling | None]:
+        if self._like is None:
+            return self._own, self._sampling
+        rules = [self._own if one is None else one.rule for one in who]
+        samplings = [_GREEDY if one is None else one.sampling for one in who]
+        return per_row(rules, self._like), sampling_per_row(samplings)
 
 
 class Protection:
@@ -116,3 +135,30 @@ def _replaced(
 ) -> Bool[Array, "slots vocab"]:
     # The rounds on their way read the rows as they were: nothing is donated.
     return jax.lax.dynamic_update_slice_in_dim(rows, row[None], slot, 0)
+
+
+class MemoryKeys:
+    """What the rounds look mismatches up in."""
+
+    def __init__(self, programs: Programs) -> None:
+        """Nothing is on the devices yet."""
+        self._programs = programs
+        self._known: tuple[CorrectionMemory, int] | None = None
+        self._keys: Int32[Array, "pairs 2"] | None = None
+
+    def of(self, memory: CorrectionMemory) -> Int32[Array, "pairs 2"]:
+        """The keys as they are now; see `CorrectionMemory.keys`."""
+        known = (memory, memory.version)
+        if self._keys is None or known != self._known:
+            self._keys = self._programs.put(memory.keys(), (None, None))
+            self._known = known
+        return self._keys
+
+
+def check_memory(spec: RoundSpec, memory: CorrectionMemory | None) -> None:
+    """Raises FlyJaxError for rounds that need a memory, without one."""
+    if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
+        raise FlyJaxError(
+            "This rule looks mismatches up in a memory, or is to teach one, and none was "
+            "given; pass memory=CorrectionMemory(…), empty or filled."
+        )

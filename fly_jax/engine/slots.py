@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from fly_jax.decoding.kept import num_shared
+from jaxtyping import Array
+
 from fly_jax.decoding.state import RoundOutput
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import Request, RequestState
 
-# Copying a row for fewer tokens than this takes longer than running them.
-LEAST_SHARED = 16
+# Beginnings are shared in multiples of so many tokens: copying a row for fewer takes longer than
+# running them, and prompts that share a block begin at one position.
+SHARED_BLOCK = 16
+_UNSEEN = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +28,9 @@ class Prefix:
 
     slot: int
     length: int
+
+
+NOTHING = Prefix(0, 0)
 
 
 class Slots:
@@ -53,20 +60,30 @@ class Slots:
         used = max((slot + 1 for slot, _ in self.live), default=0)
         return next(step for step in (0, *self._steps) if step >= used)
 
+    def held(self, slot: int) -> list[RequestState]:
+        """A request for the tokens that the caches of a slot hold, if they hold any."""
+        last = self._last[slot]
+        return [] if last is None else [RequestState(Request(_text(last)), last.rule)]
+
+    @property
+    def texts(self) -> list[tuple[int, ...]]:
+        """The tokens that the caches of each slot hold, as far as they hold any."""
+        return [_text(one) for one in self._last if one is not None]
+
     @property
     def num_free(self) -> int:
         """Slots that nobody is in."""
         return len(self._free)
 
     def shared(self, prompt: Sequence[int]) -> Prefix:
-        """The longest beginning of a prompt that the caches of a slot hold: see `num_shared`."""
+        """The longest beginning of a prompt that the caches of a slot hold, in whole blocks."""
         found = [
-            Prefix(slot, num_shared(_text(request_state), prompt))
-            for slot, request_state in enumerate(self._last)
-            if request_state is not None
+            Prefix(slot, _shared_blocks(_text(one), prompt))
+            for slot, one in enumerate(self._last)
+            if one is not None
         ]
-        best = max(found, key=lambda prefix: prefix.length, default=Prefix(0, 0))
-        return best if best.length >= LEAST_SHARED else Prefix(0, 0)
+        best = max(found, key=lambda prefix: prefix.length, default=NOTHING)
+        return best if best.length > 0 else NOTHING
 
     def take(self, request_state: RequestState, prefix: Prefix) -> int:
         """Gives a request a free slot: the one whose text it goes on with, or the stalest.
@@ -79,15 +96,15 @@ class Slots:
         if prefix.slot in self._free and prefix.slot < few and held is not None:
             text = _text(held)
             # Nothing of what it holds is lost that could be relied on.
-            goes_on = prefix.length > 0 and prefix.length == num_shared(text, (*text, 0))
+            goes_on = prefix.length > 0 and prefix.length == _shared_blocks(text, (*text, 0))
             slot = prefix.slot if goes_on else slot
         self._free.remove(slot)
         self.occupants[slot] = self._last[slot] = request_state
         return slot
 
-    def forget(self, slot: int) -> None:
-        """Shares nothing more of what a free slot's caches hold."""
-        self._last[slot] = None
+    def forget(self) -> None:
+        """Shares nothing more of what the caches of the slots hold, in which nobody is."""
+        self._last = [None] * len(self._last)
 
     def give_back(self, slot: int) -> None:
         """Frees a slot; what its caches hold stays to be shared."""
@@ -95,8 +112,39 @@ class Slots:
         self._free.append(slot)
 
 
+def num_shared(row: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens at the beginning of a prompt the caches of a row hold; may be negative.
+
+    The row's last two tokens are not relied on. A draft model has not seen the last one when
+    a round ends, nor the one before it where all of its draft was kept; and a row that is
+    finished is fed its last one again, with too little attended to, while others go on. Nor is
+    the last of the prompt: something has to be run.
+    """
+    most = min(len(row) - _UNSEEN, len(prompt) - 1)
+    return next((at for at in range(most) if row[at] != prompt[at]), most)
+
+
+def _shared_blocks(row: Sequence[int], prompt: Sequence[int]) -> int:
+    """`num_shared`, in whole blocks."""
+    return num_shared(row, prompt) // SHARED_BLOCK * SHARED_BLOCK
+
+
 def _text(request_state: RequestState) -> tuple[int, ...]:
     return (*request_state.generation.prompt_token_ids, *request_state.generation.token_ids)
+
+
+class Seated(NamedTuple):
+    """Requests whose prompts were run together.
+
+    Attributes:
+      requests: that have come into slots.
+      dispatched: when their prompts began to be dispatched.
+      is_there: an array that is there when their prompts have been run.
+    """
+
+    requests: tuple[RequestState, ...]
+    dispatched: float
+    is_there: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +156,14 @@ class Dispatch:
       occupants: who was in which of the slots that are decoded.
       attended: positions that attention reads.
       is_timed: they run right after those before them, with nothing in between.
+      seated: the requests that have come into slots since the dispatch before it.
     """
 
     output: RoundOutput
     occupants: tuple[RequestState | None, ...]
     attended: int
     is_timed: bool
+    seated: tuple[Seated, ...] = ()
 
     @property
     def program(self) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import time
@@ -12,11 +11,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fly_jax.decoding.pair import Pair
+from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 _SECONDS_BETWEEN_SAVES = 10.0
+# What is counted at a time: prompts for each slot of the engine.
+_BATCHES = 4
 
 
 def fill_memory(
@@ -53,19 +55,26 @@ def fill_memory(
     )
     is_first = process_id() == 0
     run = json.loads(memory.note)["run"] if is_first else None
-    spec = pair.spec(rule="exact", num_speculative_tokens=num_speculative_tokens)
-    spec = dataclasses.replace(spec, reports_mismatches=True)
-    rows = min(batch_size, len(prompts))
-    decoder = pair.decoder(spec, batch_size=rows)
+    engine = Engine.of(
+        pair,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        num_slots=batch_size,
+        reports_mismatches=True,
+        with_texts=False,
+        rule="exact",
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    rows = _BATCHES * batch_size
     saved_at = time.monotonic()
     try:
         with tqdm(total=len(prompts), initial=start, unit="prompt", disable=not is_first) as bar:
             for first in range(start, len(prompts), rows):
                 batch = prompts[first : first + rows]
-                decoder.memory = CorrectionMemory(memory.vocabulary)
-                decoder.generate(batch, max_new_tokens)
+                engine.memory = CorrectionMemory(memory.vocabulary)
+                engine.generate(batch, max_new_tokens)
                 # Only whole batches are counted, so that none is counted twice.
-                memory = decoder.memory.merged(memory)
+                memory = engine.memory.merged(memory)
                 memory.note = json.dumps({"run": run, "done": first + len(batch)})
                 bar.set_postfix(pairs=len(memory), refresh=False)
                 bar.update(len(batch))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from fly_jax.decoding.capacity import like_lengths
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.pair import Pair
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Fly
 
+# Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
+_TURNS = 4
 _HEADINGS = (
     "rule",
     "tokens/s",
@@ -143,46 +145,44 @@ class Comparison:
 
 
 def three_rules(
-    pair: Pair,
     fly: Fly | None = None,
     num_speculative_tokens: int | Literal["auto"] = DecodingConfig.num_speculative_tokens,
     lookup: Lookup | None = None,
-) -> dict[str, RoundSpec]:
+) -> dict[str, DecodingConfig]:
     """Greedy decoding one token at a time, with exact speculation, and with FLy."""
     config = DecodingConfig(num_speculative_tokens=num_speculative_tokens, lookup=lookup)
     return {
-        "autoregressive": pair.spec(config, rule="autoregressive"),
-        "exact": pair.spec(config, rule="exact"),
-        "fly": pair.spec(config, rule=fly or "fly"),
+        "autoregressive": config.replace(rule="autoregressive"),
+        "exact": config.replace(rule="exact"),
+        "fly": config.replace(rule=fly or "fly"),
     }
 
 
 def compare(
     pair: Pair,
     prompts: Sequence[str] | Sequence[Sequence[int]],
-    specs: Mapping[str, RoundSpec] | None = None,
+    configs: Mapping[str, DecodingConfig] | None = None,
     *,
     max_new_tokens: int = 128,
     batch_size: int = 1,
     seed: int = 0,
     check: Callable[[int, str], bool | None] | None = None,
-    protect: Sequence[str] | Mapping[str, Sequence[str]] = (),
     memory: CorrectionMemory | None = None,
 ) -> Comparison:
-    """Decodes the same prompts with every rule, in turns, batch by batch.
+    """Decodes the same prompts with every rule, in turns, a few prompts at a time.
 
-    Everything is compiled before the first measurement.
+    Everything is compiled before the first measurement. The rules have an engine each, of which
+    only the one that decodes has its caches.
 
     Args:
       pair: from `load_pair`, with a draft model.
       prompts: as text or as token ids.
-      specs: the rules by name, the baseline first; `three_rules` if not given.
+      configs: the rules by name, the baseline first; `three_rules` if not given.
       max_new_tokens: limit of each continuation.
       batch_size: prompts decoded together.
       seed: of the draws, where a rule samples.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
-      protect: see `Pair.decoder`; the same for every rule, or by name for those named.
       memory: what every rule that uses one begins with; it is copied.
 
     Raises:
@@ -190,34 +190,38 @@ def compare(
     """
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")
-    specs = three_rules(pair) if specs is None else specs
+    configs = three_rules() if configs is None else configs
     ids: Sequence[Sequence[int]] = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
-    rows = min(batch_size, len(ids))
-    decoders = {
-        name: pair.decoder(
-            spec,
-            batch_size=rows,
-            protect=protect.get(name, ()) if isinstance(protect, Mapping) else protect,
-            memory=memory.copy() if memory is not None and spec.rule.uses_memory else None,
+    engines = {
+        name: Engine.of(
+            pair,
+            config,
+            prompts=ids,
+            max_new_tokens=max_new_tokens,
+            num_slots=batch_size,
+            memory=memory.copy() if memory is not None and config.to_rule().uses_memory else None,
+            with_texts=False,
         )
-        for name, spec in specs.items()
+        for name, config in configs.items()
     }
-    ids = next(iter(decoders.values())).checked(ids)
-    for decoder in decoders.values():
-        decoder.warm_up(ids, max_new_tokens)
-    generations: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
-    seconds = dict.fromkeys(decoders, 0.0)
-    for batch in like_lengths(ids, rows):
-        prompts_of_batch, seeds = [ids[index] for index in batch], [seed + index for index in batch]
-        for name, decoder in decoders.items():
-            decoded = decoder.decode(prompts_of_batch, max_new_tokens, seed=seeds)
-            generations[name] |= zip(batch, decoded, strict=True)
-            seconds[name] += max(one.seconds for one in decoded)
-    in_order = {name: [of[index] for index in range(len(ids))] for name, of in generations.items()}
+    for engine in engines.values():
+        engine.warm_up_for(engine.requests(ids, max_new_tokens))
+        engine.forget()
+    generations: dict[str, list[Generation]] = {name: [] for name in engines}
+    seconds = dict.fromkeys(engines, 0.0)
+    size = batch_size if batch_size == 1 else _TURNS * batch_size
+    for first in range(0, len(ids), size):
+        some = ids[first : first + size]
+        for name, engine in engines.items():
+            start, prefilled = time.perf_counter(), engine.prefill_seconds
+            generations[name] += engine.generate(some, max_new_tokens, seed=seed + first)
+            taken = time.perf_counter() - start
+            seconds[name] += taken - (engine.prefill_seconds - prefilled)
+            engine.forget()
     return Comparison(
-        tuple(_result(pair, name, in_order[name], seconds[name], check) for name in decoders)
+        tuple(_result(pair, name, generations[name], seconds[name], check) for name in engines)
     )
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Pair
+from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.replay import Rounds, Tally, record, replay, tally
 from fly_jax.evaluation.strictness import Bound, strictness_of, windows_of
@@ -146,29 +146,34 @@ def find_gate(
     assert isinstance(rule, Loose)
     with tqdm(unit="prompt", disable=process_id() != 0) as bar:
 
-        def decode(decoder: Decoder, some: Sequence[Sequence[int]]) -> Rounds:
+        def decode(engine: Engine, some: Sequence[Sequence[int]]) -> Rounds:
             bar.total = (bar.total or 0) + len(some)
-            return record(decoder, some, max_new_tokens, bar)
+            return record(engine, some, max_new_tokens, bar)
 
-        def decoder_of(one: Rule) -> Decoder:
-            spec = pair.spec(config.replace(window_size=windows[0]))
-            spec = dataclasses.replace(spec, rule=one, reports_evidence=True)
-            rows = min(batch_size, len(search))
-            return pair.decoder(spec, batch_size=rows, protect=config.protect)
+        def engine_of(one: Rule) -> Engine:
+            return Engine.of(
+                pair,
+                config.replace(window_size=windows[0], risk_budget=None, rule=one),
+                prompts=prompts,
+                max_new_tokens=max_new_tokens,
+                num_slots=batch_size,
+                reports_evidence=True,
+                with_texts=False,
+            )
 
         bar.set_description("exact decoding")
-        lossless = decoder_of(Budget(rule, 0.0))  # which has the rule's evidence
+        lossless = engine_of(Budget(rule, 0.0))  # which has the rule's evidence
         rounds, exact = decode(lossless, search), tally(decode(lossless, check))
-        found = list(candidates(lossless, rounds, config, bound, windows))
+        found = list(candidates(pair, rounds, config, bound, windows))
         allowed = bound.limit
         for num_tried in itertools.count(1):
             candidate = best(found, allowed)
             if candidate is None:
                 break
             bar.set_description(_shown(candidate.config))
-            decoder = decoder_of(candidate.config.to_rule())
+            engine = engine_of(candidate.config.to_rule())
             for some in (search, check):
-                seen = tally(decode(decoder, some))
+                seen = tally(decode(engine, some))
                 rate = bound.rate(seen)
                 if rate > bound.limit:
                     allowed = _AIM * min(allowed, candidate.rate) * bound.limit / rate
@@ -193,27 +198,22 @@ def check_prompts(prompts: Sequence[object]) -> None:
 
 
 def candidates(
-    decoder: Decoder,
+    pair: Pair,
     rounds: Rounds,
     config: DecodingConfig,
     bound: Bound,
     windows: Sequence[int],
 ) -> Iterator[Candidate]:
     """Every setting that would have rescued something in these rounds."""
-    strictness = strictness_of(config)
-    protected = np.asarray(decoder.protected)
+    strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids
+    protected = np.zeros(pair.target.config.vocab_size, bool)
+    protected[[*pair.protected_token_ids(config.protect), *eos]] = True
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             changes: dict[str, Any] = {strictness.name: value, "window_size": size}
             one = config.replace(**changes)
-            seen = tally(
-                replay(
-                    rounds,
-                    one.to_rule(),
-                    protected=protected,
-                    eos_token_ids=decoder.spec.eos_token_ids,
-                )
-            )
+            judged = replay(rounds, one.to_rule(), protected=protected, eos_token_ids=eos)
+            seen = tally(judged)
             if seen.rescues.any():
                 yield Candidate(one, bound.rate(seen), seen.mean_accepted_tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from tqdm import tqdm
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.state import RoundOutput
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import RequestState
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, Why, accept
 
@@ -77,49 +78,67 @@ class Tally:
 
 
 def record(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, bar: tqdm
+    engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, bar: tqdm
 ) -> Rounds:
     """Decodes prompts and keeps every round.
 
     Args:
-      decoder: of a spec with `reports_evidence`.
+      engine: of a spec with `reports_evidence`.
       prompts: token ids.
       max_new_tokens: limit of each continuation.
       bar: is moved on by one for each prompt.
     """
     parts: list[dict[str, Any]] = []
-    for batch in decoder.batches(prompts):
-        some = [prompts[index] for index in batch]
-        heard: list[RoundOutput] = []
-        decoder.listener = heard.append
-        decoder.decode(some, max_new_tokens, seed=0)
-        left = [min(max_new_tokens, decoder.max_context - len(prompt)) for prompt in some]
-        parts.append(_of_batch(heard, np.array(batch), np.array(left)))
-        bar.update(len(batch))
-    decoder.listener = None
-    return Rounds(**_joined(parts), num_prompts=len(prompts))
+    numbers: dict[RequestState, int] = {}
+
+    def listen(output: RoundOutput, occupants: Sequence[RequestState | None]) -> None:
+        parts.append(_of_dispatch(output, occupants, numbers, engine.max_length))
+
+    engine.listener = listen
+    for index, request in enumerate(engine.requests(prompts, max_new_tokens)):
+        numbers[engine.submit(request)] = index
+    for _, settled in engine.run(()):
+        bar.update(settled.finish_reason is not None)
+    engine.listener = None
+    return Rounds(**_in_order(_joined(parts)), num_prompts=len(prompts))
 
 
-def _of_batch(
-    heard: Sequence[RoundOutput],
-    batch: Int[np.ndarray, " rows"],
-    left: Int[np.ndarray, " rows"],
+def _of_dispatch(
+    output: RoundOutput,
+    occupants: Sequence[RequestState | None],
+    numbers: Mapping[RequestState, int],
+    max_length: int,
 ) -> dict[str, Any]:
-    """The fields of `Rounds` for one batch.
+    """The fields of `Rounds` for one dispatch.
 
     Args:
-      heard: its dispatches.
-      batch: index of each row's prompt.
-      left: tokens that each prompt may become longer by.
+      output: on the host, of which nothing has been added to the requests yet.
+      occupants: who was in which slot.
+      numbers: of the requests' prompts.
+      max_length: of the engine.
     """
-    rows = len(left)
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
-    found = _joined([{name: getattr(output, name) for name in fields} for output in heard])
-    settled = found["count"][:, :rows]
-    live = (found["num_drafted"][:, :rows] > 0) | (settled > 0)
-    found["room"] = left - (np.cumsum(settled, axis=0) - settled)
-    found["prompt"] = np.broadcast_to(batch, live.shape)
-    return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[:, :rows][live], found))
+    found: dict[str, Any] = {name: getattr(output, name) for name in fields}
+    awaited = [None if one is None or one.is_finished else one for one in occupants]
+    left = np.array([0 if one is None else _room(one, max_length) for one in awaited])
+    prompt = np.array([-1 if one is None else numbers[one] for one in awaited])
+    live = ((found["num_drafted"] > 0) | (found["count"] > 0)) & (prompt >= 0)
+    found["room"] = left - (np.cumsum(found["count"], axis=0) - found["count"])
+    found["prompt"] = np.broadcast_to(prompt, live.shape)
+    return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[live], found))
+
+
+def _room(state: RequestState, max_length: int) -> int:
+    """Tokens that may still settle."""
+    generation = state.generation
+    limit = len(generation.prompt_token_ids) + state.request.max_new_tokens
+    return min(limit, max_length) - generation.num_tokens
+
+
+def _in_order(rounds: dict[str, Any]) -> dict[str, Any]:
+    """Prompt by prompt, whatever was decoded together."""
+    order = np.argsort(rounds["prompt"], kind="stable")
+    return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[order], rounds))
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
+from fly_jax.engine.engine import Engine
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
 from fly_jax.launch.inputs import say
@@ -93,9 +94,17 @@ def auditing(
     if config.is_loosened and spec.sampling is None and values.audit_exact is not False:
         say(f"Decoding {len(ids)} prompts exactly, to say what differs from that ...")
         # By exact speculation, which is faster than doing without.
-        lossless = pair.spec(config.side_by_side()[1])
-        decoder = pair.decoder(lossless, batch_size=min(values.batch_size, len(ids)))
-        exact = decoder.generate(ids, values.max_new_tokens)
+        most = values.max_new_tokens
+        lossless = Engine.of(
+            pair,
+            config.side_by_side()[1],
+            prompts=ids,
+            max_new_tokens=most,
+            num_slots=values.batch_size,
+            with_texts=False,
+        )
+        exact = lossless.generate(ids, most)
+        lossless.forget()
     with contextlib.ExitStack() as stack:
         file = None
         if process_id() == 0:

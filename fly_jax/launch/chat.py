@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
     Flags,
@@ -24,9 +23,8 @@ from fly_jax.launch.inputs import load_opened, open_models, proposing, say, wait
 from fly_jax.launch.view import TextView
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
-    from fly_jax.decoding.decoder import Decoder
-    from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.engine.engine import Engine
 
 _HELP = """\
 python -m fly_jax.launch chat --target MODEL [flags]
@@ -50,6 +48,8 @@ Examples:
 """
 
 _PROMPT = "> "
+# Tokens that a conversation has caches for at first.
+_LEAST_LENGTH = 1024
 # A conversation grows; what lies on a mesh is laid out for this much of it.
 _USUAL_TOKENS = 4096
 
@@ -119,8 +119,8 @@ class Conversation:
         """Nothing has been said but the system's message."""
         self._values, self._models, self._pair = values, models, pair
         self._given = self._config = config
-        self._decoders: dict[DecodingConfig, Decoder] = {}
-        self._view = TextView(sys.stdout, pair.tokenizer)
+        self._engines: dict[DecodingConfig, Engine] = {}
+        self._view = TextView(sys.stdout)
         self._messages: list[dict[str, str]] = []
         self._clear()
 
@@ -157,8 +157,8 @@ class Conversation:
     def _decode_with(self, config: DecodingConfig) -> None:
         config = proposing(self._values, config)
         config.to_rule()
-        if config != self._config and self._config in self._decoders:
-            self._decoders[self._config].forget()
+        if config != self._config and self._config in self._engines:
+            self._engines[self._config].forget()
         self._config = config
         say(f"The rule is {config.rule}.")
 
@@ -170,18 +170,22 @@ class Conversation:
         ids = self._models.encode(asked, name="The conversation")
         most, seed = self._values.max_new_tokens, self._values.seed
         self._view.begin([""])
-        generation: Generation | None = None
         shown: list[int] = []
+        engine = self._engine(len(ids) + most)
+        (request,) = engine.requests([ids], most, seed=seed)
         try:
-            decoder = self._decoder(ids)
-            for settled, so_far in decoder.stream([ids], most, seed=seed, resumes=True):
-                generation = so_far
-                done = bool(settled.finish_reason)
+            with waiting("Compiling"):  # so that no speed has that in it
+                engine.warm_up_for([request])
+            generation = engine.submit(request).generation
+            for _, settled in engine.run(()):
                 shown += settled.token_ids
-                self._view.push(0, settled.token_ids, settled.why, done=done)
+                done = settled.finish_reason is not None
+                self._view.push(0, settled.texts, settled.why, done=done)
         except KeyboardInterrupt:
+            for _, going in engine.slots.live:
+                engine.cancel(going)
             self._view.push(0, (), (), done=True)
-        if generation is None:  # stopped before it began: as if nothing had been asked
+        if not shown:  # stopped before it began: as if nothing had been asked
             return
         text = self._pair.tokenizer.decode(shown, continues=True)
         self._messages = [*asked, {"role": "assistant", "content": text}]
@@ -191,12 +195,19 @@ class Conversation:
             f"{generation.num_rescued_tokens} rescued]"
         )
 
-    def _decoder(self, ids: CheckedPrompt) -> Decoder:
-        """That of the rule; what it needs is compiled first, so that no speed has that in it."""
-        if self._config not in self._decoders:
-            spec = self._pair.spec(self._config)
-            self._decoders[self._config] = self._pair.decoder(spec, protect=self._config.protect)
-        decoder = self._decoders[self._config]
-        with waiting("Compiling"):
-            decoder.warm_up([ids], self._values.max_new_tokens, resumes=True)
-        return decoder
+    def _engine(self, length: int) -> Engine:
+        """That of the rule, with caches for so many tokens.
+
+        They grow with the conversation, which is then run once more from its beginning.
+        """
+        from fly_jax.engine.engine import Engine
+
+        engine = self._engines.get(self._config)
+        context = self._models.max_context
+        if engine is None or engine.max_length < min(length, context):
+            room = max(_LEAST_LENGTH, 1 << (length - 1).bit_length())
+            engine = Engine.of(
+                self._pair, self._config, num_slots=1, max_length=min(room, context), offline=True
+            )
+            self._engines[self._config] = engine
+        return engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,7 +38,6 @@ from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.pair import Pair
-    from fly_jax.decoding.spec import RoundSpec
     from fly_jax.engine.engine import Engine
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
@@ -191,16 +189,22 @@ def _decode(
     values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
-    from fly_jax.engine.request import Request
+    from fly_jax.engine.engine import Engine
     from fly_jax.launch.view import TextView
 
     config, ids, prompts = inputs.config, inputs.ids, inputs.prompts
-    spec = pair.spec(config, audits=values.audit is not None)
-    engine = _engine(values, pair, spec, inputs, memory)
-    requests = [
-        Request(prompt, values.max_new_tokens, sampling=spec.sampling, seed=values.seed + index)
-        for index, prompt in enumerate(ids)
-    ]
+    most = values.max_new_tokens
+    engine = Engine.of(
+        pair,
+        config,
+        prompts=ids,
+        max_new_tokens=most,
+        num_slots=values.batch_size,
+        audits=values.audit is not None,
+        memory=None if memory is None else memory.copy(),
+        with_texts=not values.json,
+    )
+    requests = engine.requests(ids, most, seed=values.seed)
     with waiting("Compiling"):  # so that no prompt's speed has that in it
         engine.warm_up_for(requests)
     with contextlib.ExitStack() as stack:
@@ -210,7 +214,7 @@ def _decode(
             from fly_jax.launch.auditing import auditing
 
             texts = [prompt.text for prompt in prompts]
-            audit = stack.enter_context(auditing(values, config, pair, spec, texts, ids))
+            audit = stack.enter_context(auditing(values, config, pair, engine.spec, texts, ids))
         states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:
@@ -226,44 +230,18 @@ def _decode(
 
         view = None
         if not values.json:
-            view = TextView(sys.stdout, pair.tokenizer)
+            view = TextView(sys.stdout)
             view.begin([_shown(prompt) for prompt in prompts], ended)
         rows = {state: row for row, state in enumerate(states)}
         num_ended = 0
         for state, settled in engine.run(()):
             if view is not None:
                 done = settled.finish_reason is not None
-                view.push(rows[state], settled.token_ids, settled.why, done=done)
+                view.push(rows[state], settled.texts, settled.why, done=done)
                 continue
             while num_ended < len(states) and states[num_ended].is_finished:
                 ended(num_ended)
                 num_ended += 1
-
-
-def _engine(
-    values: FlagValues,
-    pair: Pair,
-    spec: RoundSpec,
-    inputs: Inputs,
-    memory: CorrectionMemory | None,
-) -> Engine:
-    """An engine as large as these prompts need."""
-    from fly_jax.decoding.programs import prefill_piece
-    from fly_jax.engine.engine import Engine
-
-    longest = max(map(len, inputs.ids))
-    return Engine(
-        pair.target,
-        pair.proposing(spec),
-        dataclasses.replace(spec, sampling=None),
-        num_slots=min(values.batch_size, len(inputs.ids)),
-        max_length=min(longest + values.max_new_tokens, inputs.models.max_context),
-        prefill_chunk=min(prefill_piece(1), 1 << (longest - 1).bit_length()),
-        protected_token_ids=pair.protected_token_ids(inputs.config.protect),
-        load_may_change_text=True,
-        memory=None if memory is None else memory.copy(),
-        offline=True,
-    )
 
 
 @contextlib.contextmanager
@@ -332,12 +310,11 @@ def _compare(
     comparison = compare(
         pair,
         inputs.ids,
-        {name: pair.spec(one) for name, one in rules.items()},
+        rules,
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         seed=values.seed,
         check=check,
-        protect={name: one.protect for name, one in rules.items()},
         memory=memory,
     )
     print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

@@ -176,8 +176,8 @@ def load_opened(
       rows: decoded together.
       longest: tokens of a row, at most.
     """
-    from fly_jax.decoding.capacity import CAPACITY_STEP
     from fly_jax.decoding.pair import load_pair
+    from fly_jax.decoding.programs import cache_capacity
     from fly_jax.models.layouts import Workload
 
     devices = create_mesh(mesh)
@@ -186,7 +186,7 @@ def load_opened(
     longest = min(longest, models.max_context)
     workload = Workload(
         rows=rows,
-        capacity=-(-longest // CAPACITY_STEP) * CAPACITY_STEP,
+        capacity=cache_capacity(longest, 0),
         num_speculative_tokens=config.most_drafted,
     )
     with waiting("Reading the weights"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators al
 
     from fly_jax.decoding.spec import RoundSpec
     from fly_jax.models.architectures import LlamaConfig
-    from fly_jax.planning.request import Request
+    from fly_jax.planning.plan_spec import PlanSpec
 
 _HELP = """\
 python -m fly_jax.launch plan [flags]
@@ -52,16 +52,15 @@ def main(arguments: Sequence[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")
 
-    from fly_jax.planning.plan import make_plan
-    from fly_jax.planning.table import table
+    from fly_jax.planning.planner import make_plan, table
 
-    request = _request(values)
-    plan = make_plan(request, lambda step: print(f"planned: {step}", file=sys.stderr, flush=True))
+    spec = _plan_spec(values)
+    plan = make_plan(spec, lambda step: print(f"planned: {step}", file=sys.stderr, flush=True))
     print(json.dumps(plan.to_dict()) if values.json else table(plan), flush=True)
     if not plan.fits:
         raise FlyJaxError(
             f"It does not fit: {-plan.left_bytes / 2**30:.2f} GiB a chip are missing on "
-            f"{request.chip.name} {request.mesh}; "
+            f"{spec.chip.name} {spec.mesh}; "
             + (f"it would with {', or with '.join(plan.remedies)}." if plan.remedies else
                "no single change makes it fit: plan int8 on a larger slice or a smaller model.")
         )  # fmt: skip
@@ -91,7 +90,7 @@ def _flags() -> Flags:
     )
     flags.integer(
         group, "prompt_length", None,
-        "tokens of a prompt, taken in at once; all of the context but one if not given",
+        "tokens of each prompt; all of the context but one if not given",
         lower_bound=1,
     )  # fmt: skip
     flags.integer(group, "batch_size", 1, "rows decoded together", lower_bound=1)
@@ -109,14 +108,14 @@ def _flags() -> Flags:
     return flags
 
 
-def _request(values: FlagValues) -> Request:
+def _plan_spec(values: FlagValues) -> PlanSpec:
     from fly_jax.models.specs import SELF, self_draft_type
-    from fly_jax.planning.request import Request
+    from fly_jax.planning.plan_spec import PlanSpec
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
     own = self_draft_type(values.draft) if values.draft.startswith(SELF) else None
-    return Request(
+    return PlanSpec(
         target=_config(values.target),
         draft=_config(values.target if own else values.draft),
         chip=chip_named(values.chip),
@@ -126,16 +125,16 @@ def _request(values: FlagValues) -> Request:
         context=values.context,
         prompt_length=values.prompt_length,
         rows=values.batch_size,
-        spec=_round(values),
+        rounds=_rounds(values),
         mean_accepted_tokens=values.mean_accepted_tokens,
         compiles=not values.no_compile,
     )
 
 
-def _round(values: FlagValues) -> RoundSpec:
+def _rounds(values: FlagValues) -> RoundSpec:
     """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
     from fly_jax.decoding.spec import RoundSpec
-    from fly_jax.planning.speed import PUBLISHED_K
+    from fly_jax.planning.roofline import PUBLISHED_K
 
     config = config_from_flags(values)
     if values.config is None:

@@ -154,7 +154,7 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
 
     # All that can be known to be wrong is found before weights are read.
     builder = RequestBuilder.of(config, values.rules or None)
-    spec = RoundSpec.of(builder.for_engine, num_drafts=1).served()
+    spec = RoundSpec.of(builder.for_engine, num_drafts=1)
     check_spec(spec, builder.kinds)
     if any(rule.uses_memory for rule in (spec.rule, *builder.kinds)):
         raise FlyJaxError(

@@ -92,6 +92,7 @@ def _distil(values: FlagValues) -> None:
     import jax.numpy as jnp
 
     from fly_jax.decoding.pair import open_pair
+    from fly_jax.engine.engine import Engine
     from fly_jax.models.checkpoints.load import carry_tokenizer, save_hf
     from fly_jax.models.checkpoints.source import identity
     from fly_jax.training import distillation
@@ -111,7 +112,14 @@ def _distil(values: FlagValues) -> None:
     longest = max(map(len, ids)) + values.max_new_tokens
     pair = load_opened(values, config, opened, mesh, rows=rows, longest=longest)
     documents = distillation.continued(
-        pair.decoder(pair.spec(config), batch_size=rows),
+        Engine.of(
+            pair,
+            config,
+            prompts=ids,
+            max_new_tokens=values.max_new_tokens,
+            num_slots=rows,
+            with_texts=False,
+        ),
         ids,
         directory / "continuations.jsonl",
         max_new_tokens=values.max_new_tokens,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from fly_jax.evaluation.colours import WORDS
-from fly_jax.models.tokenizers.tokenizer import TextStream, Tokenizer
 from fly_jax.verification.rules import Why
 
 _STYLES = {Why.MATCHED: "32", Why.RESCUED: "1;4;33", Why.CORRECTED: "31", Why.BONUS: "36"}
@@ -39,13 +38,11 @@ class _Row:
 
     Attributes:
       heading: what to write before the first token.
-      stream: turns its tokens into text.
       waiting: its text that cannot be written yet, because an earlier row is.
       done: no more tokens will come.
     """
 
     heading: str
-    stream: TextStream
     waiting: str = ""
     done: bool = False
 
@@ -53,9 +50,9 @@ class _Row:
 class TextView:
     """Writes the rows of a batch one after the other, the first unfinished one as it grows."""
 
-    def __init__(self, out: TextIO, tokenizer: Tokenizer) -> None:
+    def __init__(self, out: TextIO) -> None:
         """Takes where to write: in colour, with a legend, on a terminal; untouched elsewhere."""
-        self._out, self._tokenizer = out, tokenizer
+        self._out = out
         self._terminal, self._colour = out.isatty(), wants_colour(out)
         self._rows: list[_Row] = []
         self._ended: Callable[[int], None] | None = None
@@ -70,23 +67,20 @@ class TextView:
           prompts: what stands before each row's text.
           ended: is told of each row when all of its text has been written.
         """
-        self._rows, self._ended = [], ended
-        for prompt in prompts:
-            stream = TextStream(self._tokenizer, continues=True)
-            self._rows.append(_Row(self._shown(prompt, _DIM), stream))
+        self._rows, self._ended = [_Row(self._shown(prompt, _DIM)) for prompt in prompts], ended
         self._current = 0
         self._write(self._rows[0].heading)
 
     def push(
-        self, row: int, token_ids: Sequence[int], why: Sequence[Why], *, done: bool = False
+        self, row: int, texts: Sequence[str], why: Sequence[Why], *, done: bool = False
     ) -> None:
-        """Takes settled tokens of a row; `done` with its last ones."""
+        """Takes the texts of a row's settled tokens; `done` with its last ones."""
         state = self._rows[row]
-        for token_id, reason in zip(token_ids, why, strict=True):
-            state.waiting += self._shown(state.stream.push([token_id]), _STYLES[reason])
+        for text, reason in zip(texts, why, strict=True):
+            state.waiting += self._shown(text, _STYLES[reason])
         if done:
             state.done = True
-            state.waiting += state.stream.finish() + "\n\n"
+            state.waiting += "\n\n"
         self._flush()
 
     def _flush(self) -> None:

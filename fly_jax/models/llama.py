@@ -158,7 +158,7 @@ class Llama(nnx.Module):
 
         return self._run_layers(tokens, cache.length[:, None] + steps, attend)
 
-    def fed(
+    def extend(
         self, tokens: Int[Array, "batch time"], cache: KVCache
     ) -> tuple[Float[Array, "batch time embed"], KVCache]:
         """`hidden`, and the cache with what was added, outside of any branch.

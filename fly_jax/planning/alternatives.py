@@ -1,54 +1,53 @@
-"""What else would fit: by shapes, corrected by what the compiler said of the plan itself."""
+"""What else would fit, and which draft model pays: counted from shapes.
+
+What fits is corrected by what the compiler said of the plan itself. On a pod a draft pass is mostly
+latency, so that fewer layers may weigh more than better guesses.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from fly_jax.models.specs import SELF_DRAFTS
-from fly_jax.planning.request import Request
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
+from fly_jax.models.presets import PRESETS
+from fly_jax.models.specs import INT8, SELF, SELF_DRAFTS, MatrixType, self_draft_type
+from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
+from fly_jax.planning.plan_steps import counted_peak
+from fly_jax.planning.roofline import model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.mesh import parse_mesh
+from fly_jax.sharding.rules import RULES, Layout
 
 _MOST_ROWS, _CONTEXT_STEP = 4096, 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class Alternatives:
-    """See `Plan`, whose fields these are."""
-
-    largest_batch: int
-    largest_context: int
-    remedies: tuple[str, ...]
-
-
-def alternatives(request: Request, peak_bytes: int) -> Alternatives:
-    """The largest batch and context, and what would make a plan fit that does not.
+def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, ...]]:
+    """The largest batch and context, and what would make a plan fit that does not; see `Plan`.
 
     Args:
-      request: the plan's.
+      spec: the plan's.
       peak_bytes: that the plan takes.
     """
-    counted = request.estimate(request.layouts())
-    correction = peak_bytes - max(step.peak_bytes for step in counted)
+    correction = peak_bytes - counted_peak(spec, spec.layouts())
 
-    def fits(changed: Request) -> bool:
-        steps = changed.estimate(changed.layouts())
-        return max(step.peak_bytes for step in steps) + correction <= changed.chip.memory_bytes
+    def fits(changed: PlanSpec) -> bool:
+        return counted_peak(changed, changed.layouts()) + correction <= changed.chip.memory_bytes
 
     def fits_rows(rows: int) -> bool:
-        return fits(dataclasses.replace(request, rows=rows))
+        return fits(dataclasses.replace(spec, rows=rows))
 
     def fits_steps(steps: int) -> bool:
-        context, prompt = _CONTEXT_STEP * steps, request.prompt_length
+        context, prompt = _CONTEXT_STEP * steps, spec.prompt_length
         prompt = None if prompt is None else min(prompt, context - 1)
-        return fits(dataclasses.replace(request, context=context, prompt_length=prompt))
+        return fits(dataclasses.replace(spec, context=context, prompt_length=prompt))
 
-    most = min(request.target.max_context, request.draft.max_context)
+    most = min(spec.target.max_context, spec.draft.max_context)
     rows = _largest(fits_rows, _MOST_ROWS)
     context = _CONTEXT_STEP * _largest(fits_steps, most // _CONTEXT_STEP)
-    if peak_bytes <= request.chip.memory_bytes:
-        return Alternatives(max(rows, request.rows), max(context, request.context), ())
-    return Alternatives(rows, context, tuple(_remedies(request, fits, rows, context)))
+    if peak_bytes <= spec.chip.memory_bytes:
+        return max(rows, spec.rows), max(context, spec.context), ()
+    return rows, context, tuple(_remedies(spec, fits, rows, context))
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -64,22 +63,20 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _remedies(
-    request: Request, fits: Callable[[Request], bool], largest_batch: int, largest_context: int
+    spec: PlanSpec, fits: Callable[[PlanSpec], bool], largest_batch: int, largest_context: int
 ) -> Iterator[str]:
     """What would make it fit, each on its own: int8, fewer rows, less context, a larger slice."""
-    is_own = request.self_draft == SELF_DRAFTS["int8"]  # which an int8 target would be itself
-    if not (request.int8 or is_own) and fits(dataclasses.replace(request, int8=True)):
+    is_own = spec.self_draft == SELF_DRAFTS["int8"]  # which an int8 target would be itself
+    if not (spec.int8 or is_own) and fits(dataclasses.replace(spec, int8=True)):
         yield "int8 matrices (--dtype int8)"
-    if 0 < largest_batch < request.rows:
+    if 0 < largest_batch < spec.rows:
         yield f"fewer rows: {largest_batch} (--batch_size {largest_batch})"
-    if 0 < largest_context < request.context:
+    if 0 < largest_context < spec.context:
         yield f"a context of {largest_context} (--context {largest_context})"
-    for shape in request.chip.slices or ("1", "2", "4", "8"):
+    for shape in spec.chip.slices or ("1", "2", "4", "8"):
         sizes = shape.split("x")
         mesh = parse_mesh("x".join(sizes[:2] if len(sizes) < 3 else _merged(sizes)))
-        if mesh.num_devices > request.mesh.num_devices and fits(
-            dataclasses.replace(request, mesh=mesh)
-        ):
+        if mesh.num_devices > spec.mesh.num_devices and fits(dataclasses.replace(spec, mesh=mesh)):
             yield f"a larger slice: {mesh} (--mesh {mesh})"
             return
 
@@ -88,3 +85,147 @@ def _merged(sizes: list[str]) -> list[str]:
     """A cube as two axes of the mesh."""
     first, second, third = map(int, sizes)
     return [str(second * third), str(first)] if first < third else [str(first * second), str(third)]
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftPass:
+    """A draft model in one layout and type.
+
+    Attributes:
+      rules: name of the layout.
+      matrices: type of its matrices.
+      seconds: roofline time of a pass over one token.
+      network_seconds: of these, between chips.
+      num_bytes: that a chip holds of it, its cache included.
+      fits: with the target beside it.
+    """
+
+    rules: str
+    matrices: str
+    seconds: float
+    network_seconds: float
+    num_bytes: int
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallerDraft:
+    """A smaller model, or the target's own matrices, in the place of the given draft.
+
+    Attributes:
+      name: of the preset, or such as self:int4.
+      best: its fastest layout, in the type of the plan's draft.
+      round_seconds: of a round with it.
+      pays_from: mean accepted tokens from which it gives more tokens a second than the given draft
+        does with those of the plan.
+    """
+
+    name: str
+    best: DraftPass
+    round_seconds: float
+    pays_from: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafters:
+    """What the choice of a draft model is worth.
+
+    Attributes:
+      passes: the given draft in every layout and type, the fastest first; those that do not fit
+        come last. A target's own draft has one layout, the target's.
+      smaller: presets of its architecture and vocabulary with fewer parameters, and the target's
+        own matrices; but for those that pay with no K + 1 tokens a round.
+    """
+
+    passes: tuple[DraftPass, ...]
+    smaller: tuple[SmallerDraft, ...]
+
+
+def weigh_drafters(
+    spec: PlanSpec,
+    target_rules: str,
+    draft_rules: str,
+    target_bytes: int,
+    verify_seconds: float,
+    mean: float,
+) -> Drafters:
+    """Weighs the given draft's layouts and types, and smaller models of its type, at the plan's K.
+
+    Args:
+      spec: the plan's.
+      target_rules: layout of the plan's target.
+      draft_rules: layout of the plan's draft.
+      target_bytes: that a chip holds of the target and its cache.
+      verify_seconds: of the target's pass in the plan.
+      mean: accepted tokens of the plan.
+    """
+    left = spec.chip.memory_bytes - target_bytes
+    k = spec.num_speculative_tokens
+    wide = "int8" if spec.int8 else "bfloat16"
+    own = {
+        f"{SELF}{name}": _pass(spec, spec.target, target_rules, matrices, left)
+        for name, matrices in SELF_DRAFTS.items()
+        if name != wide
+    }
+    if spec.self_draft is not None:
+        given = own.pop(next(name for name in own if spec.self_draft == self_draft_type(name)))
+        passes: tuple[DraftPass, ...] = (given,)
+    else:
+        passes = _passes(spec, spec.draft, left)
+        given = next(one for one in passes if (one.rules, one.matrices) == (draft_rules, wide))
+    given_round = verify_seconds + k * given.seconds
+    others = []
+    for name, config in PRESETS.items():
+        if not _replaces(config, spec.draft):
+            continue
+        alike = (one for one in _passes(spec, config, left) if one.matrices == wide)
+        others.append((name, next(alike)))
+    smaller = []
+    for name, best in (*others, *own.items()):
+        if best.fits:
+            seconds = verify_seconds + k * best.seconds
+            pays_from = mean * seconds / given_round
+            if pays_from <= k + 1:  # more no round settles
+                smaller.append(SmallerDraft(name, best, seconds, pays_from))
+    return Drafters(passes, tuple(smaller))
+
+
+def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
+    """Whether a preset drafts for the same targets with less work."""
+    return (
+        config.architecture == draft.architecture
+        and draft.vocab_size <= config.vocab_size < 1.01 * draft.vocab_size
+        and config.eos_token_ids == draft.eos_token_ids
+        and config.max_context >= draft.max_context
+        and config.num_layers * config.embed_size < draft.num_layers * draft.embed_size
+    )
+
+
+def _passes(spec: PlanSpec, config: LlamaConfig, left: float) -> tuple[DraftPass, ...]:
+    """Every layout and type of a draft model, the best first.
+
+    Args:
+      spec: the plan's.
+      config: the model's.
+      left: bytes that a chip has for it.
+    """
+    found = [
+        _pass(spec, config, name, matrices, left) for name in RULES for matrices in (None, INT8)
+    ]
+    return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
+
+
+def _pass(
+    spec: PlanSpec, config: LlamaConfig, rules: str, matrices: MatrixType | None, left: float
+) -> DraftPass:
+    layout = Layout(abstract_mesh(spec.mesh), RULES[rules])
+    workload: Workload = dataclasses.replace(spec.workload, matrices=matrices)
+    chip, sizes = spec.chip, dict(spec.mesh.axes)
+    kinds = cache_exchanges(layout, config, workload)
+    work = pass_work(layout, config, workload, 1, vector_memory=chip.vector_memory)
+    sent = model_exchanges(layout, config, workload, 1, kinds)
+    seconds = roofline_seconds(work, sent, chip, sizes)
+    held = resident_bytes(layout, config, workload)
+    alone = roofline_seconds(work, [], chip, sizes)
+    name = "bfloat16" if matrices is None else matrices.dtype.name
+    return DraftPass(rules, name, seconds, seconds - alone, held, held <= left)

@@ -1,13 +1,372 @@
-"""What a compiled program sends between devices, from its HLO text."""
+"""A compiled program as its HLO text says it: what runs how often, what travels, what is copied."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from fly_jax.planning.program import Computation, Instruction, Program, frames, parse
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.specs import parameter_specs
+from fly_jax.sharding.rules import Layout
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ASSIGNED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
+_DIRECTION = re.compile(r"direction=(\w+)")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,]*)\](\{[^}]*\})?")
+_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+# What hands its operand on, as far as a counter is concerned.
+_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Type, shape and layout of an array of the program, on one device."""
+
+    kind: str
+    shape: tuple[int, ...]
+    layout: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: of its result.
+      result: type of the result, as it is written.
+      opcode: such as "dynamic-update-slice".
+      inputs: what stands between the parentheses.
+      attributes: what follows them.
+    """
+
+    name: str
+    result: str
+    opcode: str
+    inputs: str
+    attributes: str
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what it is given."""
+        return tuple(_NAME.findall(self.inputs))
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """Of the result: several where it is a tuple."""
+        return tuple(
+            Array(kind, tuple(int(size) for size in sizes.split(",") if size), layout)
+            for kind, sizes, layout in _ARRAY.findall(self.result)
+        )
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it calls, the branches of a conditional in their order."""
+        branches = _BRANCHES.search(self.attributes)
+        if branches:
+            return tuple(name.strip().lstrip("%") for name in branches[1].split(","))
+        return tuple(_CALLED.findall(self.attributes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """One function of the program.
+
+    Attributes:
+      instructions: by name, in the order in which they stand.
+      root: the one that gives its result.
+    """
+
+    instructions: dict[str, Instruction]
+    root: Instruction | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A whole module.
+
+    Attributes:
+      computations: by name.
+      entry: the one that runs first.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def computation(self, name: str) -> Computation:
+        """The one of that name; an empty one where the text has none."""
+        return self.computations.get(name, Computation({}, None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One computation that runs, as it is called from one place; what is fused is none.
+
+    Attributes:
+      computation: what runs.
+      count: how often, at most.
+      in_loop: within the body of a loop.
+      in_branch: within a branch of a conditional.
+    """
+
+    computation: Computation
+    count: int
+    in_loop: bool
+    in_branch: bool
+
+
+def parse(hlo: str) -> Program:
+    """Reads the text of an optimised module, as `compiled.as_text()` gives it."""
+    computations: dict[str, Computation] = {}
+    entry, name = "", ""
+    lines: dict[str, Instruction] = {}
+    root: Instruction | None = None
+    for line in hlo.splitlines():
+        header = _COMPUTATION.match(line)
+        if header:
+            name, lines, root = header[2], {}, None
+            entry = name if header[1] else entry
+            continue
+        if line.startswith("}") and name:
+            computations[name] = Computation(lines, root or next(reversed(lines.values()), None))
+            name = ""
+        assigned = _ASSIGNED.match(line) if name else None
+        if assigned:
+            instruction = _instruction(assigned[2], line[assigned.end() :])
+            lines[instruction.name] = instruction
+            root = instruction if assigned[1] else root
+    return Program(computations, entry)
+
+
+def frames(program: Program, *, unknown_trips: int = 1) -> Iterator[Frame]:
+    """Every computation that runs, once for each place that it is called from.
+
+    Of a conditional every branch is given, with the count of the whole, so that what is summed
+    over them is an upper bound.
+
+    Args:
+      program: what to go through.
+      unknown_trips: taken for a loop that nothing but data ends.
+    """
+    yield from _frames(_Scope(program, program.entry, ()), 1, False, False, unknown_trips)
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    result, rest = text[:end], text[end:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    return Instruction(
+        name, result, rest[:opening], rest[opening + 1 : closing - 1], rest[closing:]
+    )
+
+
+def _closing(text: str, opening: int) -> int:
+    """The position after the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, opening):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(text)
+
+
+def _frames(
+    scope: _Scope, count: int, in_loop: bool, in_branch: bool, unknown_trips: int
+) -> Iterator[Frame]:
+    yield Frame(scope.computation, count, in_loop, in_branch)
+    for one in scope.computation.instructions.values():
+        if one.opcode == "while":
+            loop = _Loop(scope, one)
+            trips = unknown_trips if loop.trips is None else loop.trips
+            if trips:
+                yield from _frames(loop.inside, count * trips, True, in_branch, unknown_trips)
+        elif one.opcode == "conditional":
+            for name, operand in zip(one.called, one.operands[1:], strict=False):
+                inside = _Scope(scope.program, name, (scope.value(operand),))
+                yield from _frames(inside, count, in_loop, True, unknown_trips)
+        elif one.opcode in ("call", "async-start"):
+            for name in one.called:
+                given = tuple(scope.value(operand) for operand in one.operands)
+                inside = _Scope(scope.program, name, given)
+                yield from _frames(inside, count, in_loop, in_branch, unknown_trips)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counter:
+    """A number that a loop carries, and what has been added to it."""
+
+    slot: int
+    added: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """All that a loop carries."""
+
+
+# What is known of a value: a number, one of a loop, several, or nothing.
+_Value = int | _Counter | _State | tuple["_Value", ...] | None
+
+
+class _Scope:
+    """A computation with what is known of its parameters: works out its whole numbers."""
+
+    def __init__(self, program: Program, name: str, given: Sequence[_Value]) -> None:
+        self.program = program
+        self.computation = program.computation(name)
+        self._given = given
+        self._known: dict[str, _Value] = {}
+
+    def value(self, name: str) -> _Value:
+        """What is known of the result of that name."""
+        if name not in self._known:
+            one = self.computation.instructions.get(name)
+            self._known[name] = None if one is None else self._worked_out(one)
+        return self._known[name]
+
+    def result(self) -> _Value:
+        """What is known of the result of the whole."""
+        root = self.computation.root
+        return None if root is None else self.value(root.name)
+
+    def within(self, one: Instruction) -> _Scope:
+        """What a fusion or call runs."""
+        given = tuple(self.value(operand) for operand in one.operands)
+        return _Scope(self.program, one.called[0], given)
+
+    def _worked_out(self, one: Instruction) -> _Value:
+        if any(array.shape for array in one.arrays) and not one.result.startswith("("):
+            return None  # counters are scalars
+        if one.opcode == "parameter":
+            index = int(one.inputs)
+            return self._given[index] if index < len(self._given) else None
+        if one.opcode == "constant":
+            is_number = one.arrays and re.fullmatch(r"-?\d+", one.inputs)
+            return int(one.inputs) if is_number else None
+        if one.opcode == "get-tuple-element":
+            at = _INDEX.search(one.attributes)
+            return _element(self.value(one.operands[0]), int(at[1]) if at else 0)
+        if one.opcode == "tuple":
+            return tuple(self.value(operand) for operand in one.operands)
+        if one.opcode in _SAME:
+            return self.value(one.operands[0])
+        if one.opcode in ("add", "subtract"):
+            first, second = (self.value(operand) for operand in one.operands)
+            return _sum(first, second, -1 if one.opcode == "subtract" else 1)
+        if one.opcode in ("fusion", "call") and one.called:
+            return self.within(one).result()
+        return None
+
+
+def _element(value: _Value, index: int) -> _Value:
+    if isinstance(value, _State):
+        return _Counter(index)
+    return value[index] if isinstance(value, tuple) and index < len(value) else None
+
+
+def _sum(first: _Value, second: _Value, sign: int) -> _Value:
+    if isinstance(first, int) and isinstance(second, int):
+        return first + sign * second
+    if isinstance(first, _Counter) and isinstance(second, int):
+        return _Counter(first.slot, first.added + sign * second)
+    if isinstance(first, int) and isinstance(second, _Counter) and sign > 0:
+        return _Counter(second.slot, second.added + first)
+    return None
+
+
+class _Loop:
+    """A `while` in its place.
+
+    Attributes:
+      trips: how often it runs at most; None where only data says that.
+      inside: its body, with what is known of what it carries unchanged.
+    """
+
+    trips: int | None
+    inside: _Scope
+
+    def __init__(self, scope: _Scope, one: Instruction) -> None:
+        names = _LOOP.search(one.attributes)
+        condition, body = (names[1], names[2]) if names else ("", "")
+        self._init = scope.value(one.operands[0]) if one.operands else None
+        self._after = _Scope(scope.program, body, (_State(),)).result()
+        known = _KNOWN_TRIPS.search(one.attributes)
+        if known:
+            self.trips = int(known[1])
+        else:
+            bounds = list(_bounds(_Scope(scope.program, condition, (_State(),))))
+            counts = [self._count(*bound) for bound in bounds]
+            # A loop that several things end runs as often as the first of them lets it.
+            self.trips = min((count for count in counts if count is not None), default=None)
+        self.inside = _Scope(scope.program, body, (self._unchanged(),))
+
+    def _unchanged(self) -> _Value:
+        """What the loop carries, without what it changes."""
+        if not isinstance(self._init, tuple):
+            return None
+        return tuple(
+            value if _element(self._after, slot) == _Counter(slot) else None
+            for slot, value in enumerate(self._init)
+        )
+
+    def _count(self, first: _Value, direction: str, second: _Value) -> int | None:
+        """Trips while `first` compares so with `second`, one a counter, the other a limit."""
+        limit = self._constant(second)
+        if limit is None or not isinstance(first, _Counter):
+            limit, first, direction = self._constant(first), second, _MIRRORED.get(direction, "")
+        if limit is None or not isinstance(first, _Counter):
+            return None
+        start = _element(self._init, first.slot)
+        # A counter whose start is data starts at 0 at the least: more trips than there will be.
+        begin = (start if isinstance(start, int) else 0) + first.added
+        after = _element(self._after, first.slot)
+        is_counted = isinstance(after, _Counter) and after.slot == first.slot and after.added != 0
+        step = after.added if is_counted and isinstance(after, _Counter) else 1
+        if direction in ("LT", "LE") or (direction == "NE" and step > 0):
+            away = limit - begin + (direction == "LE")
+        elif direction in ("GT", "GE", "NE"):
+            away, step = begin - limit + (direction == "GE"), -step
+        else:
+            return None
+        return max(-(-away // step), 0) if step > 0 else None
+
+    def _constant(self, value: _Value) -> int | None:
+        """A number, or one that the loop carries unchanged."""
+        if isinstance(value, _Counter) and _element(self._after, value.slot) == _Counter(
+            value.slot
+        ):
+            start = _element(self._init, value.slot)
+            return start + value.added if isinstance(start, int) else None
+        return value if isinstance(value, int) else None
+
+
+def _bounds(scope: _Scope) -> Iterator[tuple[_Value, str, _Value]]:
+    """What a loop's condition compares, where all of it has to hold."""
+    root = scope.computation.root
+    pending = [] if root is None else [root.name]
+    while pending:
+        one = scope.computation.instructions.get(pending.pop())
+        if one is None:
+            continue
+        direction = _DIRECTION.search(one.attributes)
+        if one.opcode == "compare" and direction:
+            first, second = (scope.value(operand) for operand in one.operands)
+            yield first, direction[1], second
+        elif one.opcode == "and":
+            pending += one.operands
+        elif one.opcode == "fusion" and one.called:
+            yield from _bounds(scope.within(one))
+
 
 EXCHANGES = (
     "all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute",
@@ -103,3 +462,138 @@ def _group_size(line: str, num_devices: int) -> int:
         return math.prod(int(own[0] if own else sizes[name]) for name, *own in parts)
     pairs = re.search(r"source_target_pairs=", line)
     return 2 if pairs else num_devices
+
+
+# What hands an array on, or changes some of it where it lies. What a loop or a branch returns is
+# looked for inside it.
+_IN_PLACE = (
+    "bitcast", "call", "conditional", "copy-done", "dynamic-update-slice", "get-tuple-element",
+    "optimization-barrier", "parameter", "scatter", "tuple", "while",
+)  # fmt: skip
+_STARTS = ("copy-start", "async-start")
+# The compiler's name of a chip's vector memory in a layout: what is fetched into it is read, and
+# not written back.
+_VECTOR_MEMORY = "S(1)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """An operation that makes a large array from another of its size.
+
+    Attributes:
+      operation: as HLO names it, such as "copy" or "fusion".
+      name: of its result in the program.
+      shape: of the array on one device.
+      num_bytes: of the array on one device.
+      count: how often it runs.
+      in_loop: within the body of a loop.
+      in_branch: within a branch of a conditional.
+    """
+
+    operation: str
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    count: int
+    in_loop: bool
+    in_branch: bool
+
+    @property
+    def is_repeated(self) -> bool:
+        """It is not made once, on the way in or out, but by a loop or a branch."""
+        return self.in_loop or self.in_branch
+
+
+def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1) -> list[Copy]:
+    """Every copy of an array that has one of these shapes, in whatever order it lies.
+
+    Dimensions of 1 do not count, nor does the order of the others (of which a transposed copy has
+    another), nor the type (which a widened copy has changed). Arrays that are made from nothing,
+    such as an empty cache, are no copies, nor is what is fetched into a chip's vector memory.
+
+    Args:
+      hlo: the text of the optimised module.
+      shapes: of the large arrays on one device.
+      unknown_trips: taken for a loop that nothing but data ends.
+    """
+    program, wanted = parse(hlo), {_sizes(shape) for shape in shapes}
+    return [
+        Copy(
+            operation=one.opcode,
+            name=one.name,
+            shape=array.shape,
+            num_bytes=math.prod(array.shape) * ITEM_BYTES.get(array.kind, 1),
+            count=frame.count,
+            in_loop=frame.in_loop,
+            in_branch=frame.in_branch,
+        )
+        for frame in frames(program, unknown_trips=unknown_trips)
+        for one in frame.computation.instructions.values()
+        for array in _made(program, frame.computation, one)
+        if _sizes(array.shape) in wanted and _reads(frame.computation, one, array)
+    ]
+
+
+def large_shapes(
+    layout: Layout | None, config: LlamaConfig, rows: int, capacity: int
+) -> set[tuple[int, ...]]:
+    """Shapes of what a device holds of a model's cache and of each of its stacks of matrices.
+
+    Args:
+      layout: how the model lies; None on one device.
+      config: its shape.
+      rows: of the cache.
+      capacity: its positions.
+    """
+    arrays: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
+        (CACHE_AXES, cache_shape(config, rows, capacity))
+    ]
+    arrays += [
+        (spec.axes, spec.shape)
+        for spec in parameter_specs(config).values()
+        if spec.inputs and spec.axes[0] == "layers"
+    ]
+    return {
+        shape if layout is None else layout.sharding(axes, shape).shard_shape(shape)
+        for axes, shape in arrays
+    }
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def _made(program: Program, computation: Computation, one: Instruction) -> Iterator[Array]:
+    """The arrays that an instruction writes anew."""
+    if one.opcode in _IN_PLACE:
+        return
+    # An asynchronous start gives its result first, and then what it is made from.
+    arrays = one.arrays[:1] if one.opcode in _STARTS else one.arrays
+    for index, array in enumerate(arrays):
+        in_place = one.opcode == "fusion" and _updates(program, one, index)
+        if not in_place and _VECTOR_MEMORY not in array.layout:
+            yield array
+
+
+def _updates(program: Program, fusion: Instruction, index: int) -> bool:
+    """Whether a result of a fusion is one of its operands, changed where it lies."""
+    inside = program.computation(fusion.called[0]) if fusion.called else Computation({}, None)
+    one = inside.root
+    if one is not None and one.opcode == "tuple":
+        one = inside.instructions.get(one.operands[index])
+    while one is not None and one.opcode in ("bitcast", "dynamic-update-slice", "scatter"):
+        one = inside.instructions.get(one.operands[0])
+    return one is not None and one.opcode == "parameter"
+
+
+def _reads(computation: Computation, one: Instruction, array: Array) -> bool:
+    """Whether it is given an array of that size at the least, or collects one."""
+    if one.opcode.removesuffix("-start") in EXCHANGES:
+        return True
+    given = (computation.instructions.get(operand) for operand in one.operands)
+    return any(
+        math.prod(other.shape) >= math.prod(array.shape)
+        for source in given
+        if source is not None
+        for other in source.arrays
+    )

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float16, Float32, Int, Int32
 from tqdm import tqdm
 
-from fly_jax.decoding.decoder import Decoder
+from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import scale_name
@@ -64,7 +64,7 @@ class Expected(NamedTuple):
 
 
 def continued(
-    decoder: Decoder,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     file: Path,
     *,
@@ -74,7 +74,7 @@ def continued(
     """The teacher's continuations. What the file has of an earlier run is not decoded again.
 
     Args:
-      decoder: of the teacher.
+      engine: of the teacher.
       prompts: token ids.
       file: takes a JSON object for each prompt.
       max_new_tokens: limit of each continuation.
@@ -86,15 +86,16 @@ def continued(
         file.open("a", encoding="utf-8") as out,
         tqdm(total=len(prompts), initial=len(found), desc="Continuing", unit="prompt") as bar,
     ):
-        for batch in decoder.batches([prompts[index] for index in left]):
-            indices = [left[place] for place in batch]
-            some, seeds = zip(*((prompts[index], seed + index) for index in indices), strict=True)
-            answers = decoder.decode(some, max_new_tokens, seed=seeds)
-            for index, one in zip(indices, answers, strict=True):
-                found[index] = Document(list(prompts[index]), one.token_ids)
-                out.write(json.dumps({"index": index, **found[index]._asdict()}) + "\n")
+        requests = engine.requests(prompts, max_new_tokens, seed=seed)
+        numbers = {engine.submit(requests[index]): index for index in left}
+        for state, settled in engine.run(()):
+            if settled.finish_reason is None:
+                continue
+            index = numbers[state]
+            found[index] = Document(list(prompts[index]), state.generation.token_ids)
+            out.write(json.dumps({"index": index, **found[index]._asdict()}) + "\n")
             out.flush()
-            bar.update(len(batch))
+            bar.update(1)
     return [found[index] for index in sorted(found)]
 
 

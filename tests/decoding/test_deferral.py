@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import fly_row, greedy_evidence
@@ -23,7 +24,6 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import deferral
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec

@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import CAPACITY, EOS, random_draft, random_target
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError

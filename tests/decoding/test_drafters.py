@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from jaxtyping import Array
 from random_pairs import (
     CAPACITY,
@@ -23,7 +24,6 @@ from random_pairs import (
 
 from fly_jax import Draft, Drafter, Verdict
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.generation import Generation

@@ -14,7 +14,8 @@ from tiny_pair import write_pair
 
 import fly_jax
 from fly_jax.decoding.drafters import registry
-from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.engine import generate
 from fly_jax.errors import FlyJaxError
 
 PROMPTS = ["Ada has 3 apples and Ada has 3", "Boris"]

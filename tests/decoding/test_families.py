@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, greedy
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama

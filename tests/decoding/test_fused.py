@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from jaxtyping import Array
 from random_pairs import (
     CAPACITY,
@@ -23,7 +24,6 @@ from random_pairs import (
     until_end,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
@@ -63,7 +63,7 @@ def draft_alone(
 
 @jax.jit
 def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache, DraftModelState]:
-    cache = target.fed(text, empty_cache(target.config, *text.shape, jnp.float32))[1]
+    cache = target.extend(text, empty_cache(target.config, *text.shape, jnp.float32))[1]
     state = drafter.init(*text.shape, jnp.float32)
     return cache, drafter.prefill(state, text, jnp.int32(0), None)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
@@ -27,7 +28,6 @@ from random_pairs import (
     state_after,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup

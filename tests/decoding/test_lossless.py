@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import (
@@ -16,7 +17,6 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec

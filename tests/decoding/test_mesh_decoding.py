@@ -10,10 +10,10 @@ import re
 import jax
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, CONFIG, EOS, placed, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.architectures import LlamaConfig

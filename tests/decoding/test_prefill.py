@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from fly_jax.decoding.capacity import bucket_for, capacity_for
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, EOS, autoregressive, random_draft, random_target
 
 from fly_jax.decoding import capacity, programs
-from fly_jax.decoding.capacity import bucket_for, capacity_for
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.programs import prefill_piece
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact

@@ -6,6 +6,8 @@ import itertools
 import random
 
 import pytest
+from fly_jax.decoding.capacity import Reach, bucket_for, ladder, like_lengths
+from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import (
@@ -19,8 +21,6 @@ from random_pairs import (
 
 from fly_jax.decoding import capacity as capacities
 from fly_jax.decoding import programs
-from fly_jax.decoding.capacity import Reach, bucket_for, ladder, like_lengths
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact, Fly

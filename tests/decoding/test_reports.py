@@ -8,6 +8,7 @@ import functools
 import numpy as np
 import oracle
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import (
     CAPACITY,
     EOS,
@@ -17,7 +18,6 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.evidence import Entropy

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CONFIG, EOS, placed, random_draft, random_target
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.programs import Programs, Rows
 from fly_jax.decoding.spec import RoundSpec

@@ -6,9 +6,9 @@ import functools
 
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, EOS, random_draft, random_target
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec

@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 import pytest
 import scipy.stats
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, CONFIG, logits_after, random_draft, random_target
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, greedy
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import CAPACITY, EOS, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.spec import RoundSpec

@@ -16,12 +16,10 @@ from random_pairs import (
     logits_after,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.prefill import pieces
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -68,26 +66,28 @@ def account(state: RequestState) -> tuple[object, ...]:
     return one.token_ids, one.why, one.finish_reason, counts, reports
 
 
-def alone(kind: Kind, request: Request, decoders: dict[object, Decoder]) -> RequestState:
-    """By a decoder of this rule and this sampling."""
+def alone(kind: Kind, request: Request, engines: dict[object, Engine]) -> RequestState:
+    """By an engine of this rule and this sampling alone."""
     protected = request.protected_token_ids
     key = (request.rule, request.sampling, protected)
-    if key not in decoders:
+    if key not in engines:
         spec = dataclasses.replace(
             kind.spec, rule=request.rule or kind.spec.rule, sampling=request.sampling
         )
         target, *drafts = models(None, kind.num_drafts)
-        decoders[key] = Decoder(
+        engines[key] = Engine(
             target,
             drafts,
             spec,
-            capacity=128,
+            num_slots=1,
+            max_length=224,
             protected_token_ids=protected or (),
             memory=kind.memory,
+            offline=True,
         )
     state = RequestState(request, kind.spec.rule)
-    (state.generation,) = decoders[key].decode(
-        [request.prompt], request.max_new_tokens, seed=[request.seed]
+    (state.generation,) = engines[key].generate(
+        [request.prompt], request.max_new_tokens, seed=request.seed
     )
     return state
 
@@ -135,8 +135,8 @@ def test_requests_of_all_lengths_equal_those_alone(
         found += finished(engine, [])
         assert (engine.num_reused_tokens > 0) == (name != "levels")
         assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
-    decoders: dict[object, Decoder] = {}
-    expected = [alone(kind, request, decoders) for request in given]
+    engines: dict[object, Engine] = {}
+    expected = [alone(kind, request, engines) for request in given]
     assert [account(one) for one in found] == [account(one) for one in expected]
     if kind.spec.max_logprobs:
         check_logprobs(found)
@@ -171,7 +171,7 @@ def test_offline_what_is_known_beforehand_compiles_beforehand(
         assert engine.slots.num_free == 0  # however many tokens that took
         found = [state for state, settled in engine.run(()) if settled.finish_reason]
         assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
-    assert engine.num_reused_tokens >= 3 * 30
+    assert engine.num_reused_tokens >= 3 * 16
     assert sorted(map(id, found)) == sorted(map(id, states))
     expected = greedy(models(None, 0)[0], prompts, 24)
     for state, tokens in zip(states, expected, strict=True):
@@ -214,10 +214,10 @@ def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
     going = engine.submit(first)
     engine.step()
     found += [going, *finished(engine, [second, second])]
-    assert [one.num_reused for one in found[1:]] == [62, 60, 60]
+    assert [one.num_reused for one in found[1:]] == [48, 48, 48]
     answered = [*found[-1].request.prompt, *found[-1].generation.token_ids]
     found += finished(engine, [Request([*answered, 9, 9, 9], 20)])
-    assert found[-1].num_reused == len(answered) - 2
+    assert found[-1].num_reused == (len(answered) - 2) // 16 * 16
     assert engine.num_reused_tokens == sum(one.num_reused for one in found)
     assert engine.num_prompt_tokens == sum(len(one.request.prompt) for one in found)
     for one in found:
@@ -249,13 +249,13 @@ def test_a_conversation_stays_in_its_slot() -> None:
     # The other slot still has what it had.
     other = Request([*range(47, 0, -1)], 5)
     finished(engine, [other])
-    assert finished(engine, [Request(text, 5), other])[1].num_reused == 46
+    assert finished(engine, [Request(text, 5), other])[1].num_reused == 32
 
 
 def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
     kind = KINDS["rules and sampling"]
     engine, given = engine_for(kind), requests(kind, 9, seed=3)
-    decoders: dict[object, Decoder] = {}
+    engines: dict[object, Engine] = {}
     states = [engine.submit(request) for request in given]
     engine.cancel(states[5])  # it waits
     engine.step()
@@ -272,7 +272,7 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
         if index in (0, 5):
             assert state not in heard
         else:
-            assert account(state) == account(alone(kind, state.request, decoders))
+            assert account(state) == account(alone(kind, state.request, engines))
 
 
 def test_a_prompt_that_is_cancelled_while_it_is_taken_in() -> None:
@@ -294,13 +294,13 @@ def test_a_prompt_that_is_cancelled_while_it_is_taken_in() -> None:
 def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two rounds of the others one chunk of it is run."""
     sizes: list[int] = []
-    take_in = Programs.take_in
+    prefill_chunk = Programs.prefill_chunk
 
     def taking(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
         sizes.append(size)
-        return take_in(self, state, size, *rest)
+        return prefill_chunk(self, state, size, *rest)
 
-    monkeypatch.setattr(Programs, "take_in", taking)
+    monkeypatch.setattr(Programs, "prefill_chunk", taking)
     endless = Kind(RoundSpec(Exact(), 0), num_drafts=0)
     engine = engine_for(endless, max_length=500)
     short = engine.submit(Request([1, 2], 80))
@@ -323,19 +323,19 @@ def test_a_prompt_that_reaches_the_end_of_the_caches() -> None:
     """Its last piece begins earlier than it would, so that it does not run over the end."""
     kind = KINDS["autoregressive"]
     engine = engine_for(kind, max_length=126)
-    assert engine._steps[-1] == 128
+    assert engine._capacity == 128
     prompt = np.random.default_rng(5).integers(0, 48, 60).tolist()
     finished(engine, [Request(prompt, 1)])
     longer = [*prompt, *np.random.default_rng(6).integers(0, 48, 65).tolist()]
     (found,) = finished(engine, [Request(longer, 1)])
-    assert found.num_reused == 59
-    planned = list(pieces(59, 125, engine._intake.sizes, engine._steps))
+    assert found.num_reused == 48
+    planned = list(engine._prefill.plan.chunks(48, 125))
     assert planned[-1].start + planned[-1].size == 128
     assert planned[-1].start < planned[-2].start + planned[-2].size
     assert account(found)[0] == account(alone(kind, found.request, {}))[0]
 
 
-def test_warming_up_again_shares_nothing_that_it_has_overwritten() -> None:
+def test_warming_up_again_overwrites_nothing() -> None:
     kind = KINDS["autoregressive"]
     engine = engine_for(kind)
     request = Request(list(range(40)), 10)
@@ -344,6 +344,10 @@ def test_warming_up_again_shares_nothing_that_it_has_overwritten() -> None:
         engine.warm_up()
     finished(engine, [])
     engine.warm_up()
+    (found,) = finished(engine, [request])
+    assert found.num_reused == 32
+    assert account(found) == account(alone(kind, request, {}))
+    engine.forget()
     (found,) = finished(engine, [request])
     assert found.num_reused == 0
     assert account(found) == account(alone(kind, request, {}))

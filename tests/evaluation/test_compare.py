@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from tiny_pair import write_pair
 
-from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.engine import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.compare import Comparison, RuleResult, compare, three_rules
 from fly_jax.verification.rules import Exact, Fly
@@ -69,8 +70,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_three_rules(pair: Pair) -> None:
-    specs = three_rules(pair, Fly(window_size=2), 4)
-    assert [*specs] == ["autoregressive", "exact", "fly"]
+    configs = three_rules(Fly(window_size=2), 4)
+    assert [*configs] == ["autoregressive", "exact", "fly"]
+    specs = {name: pair.spec(config) for name, config in configs.items()}
     assert [spec.rule for spec in specs.values()] == [Exact(), Exact(), Fly(window_size=2)]
     assert [spec.num_speculative_tokens for spec in specs.values()] == [0, 4, 4]
 
@@ -85,7 +87,7 @@ def test_rules_decode_the_same_prompts(pair: Pair) -> None:
     comparison = compare(
         pair,
         PROMPTS,
-        three_rules(pair, Fly(window_size=2), 4),
+        three_rules(Fly(window_size=2), 4),
         max_new_tokens=16,
         batch_size=2,
         check=check,

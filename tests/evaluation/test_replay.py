@@ -10,9 +10,9 @@ from tiny_pair import write_pair
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.engine import Engine
 from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, strictness_of
 from fly_jax.verification.rules import Budget, Fly, Margin, Rule, Typical, Why
@@ -27,35 +27,36 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(*write_pair(tmp_path_factory.mktemp("pair")), dtype="float32")
 
 
-def decoder_of(pair: Pair, rule: Rule) -> Decoder:
+def engine_of(pair: Pair, rule: Rule) -> Engine:
     spec = pair.spec(rule=rule, num_speculative_tokens=6, lookup=None if pair.drafts else Lookup())
     spec = dataclasses.replace(spec, reports_evidence=True, eos_token_ids=EOS)
-    return pair.decoder(spec, capacity=64, batch_size=3)
+    return Engine(pair.target, pair.proposing(spec), spec, num_slots=3, max_length=50, offline=True)
 
 
-def recorded(pair: Pair, decoder: Decoder) -> Rounds:
+def recorded(pair: Pair, engine: Engine) -> Rounds:
     ids = [pair.tokenizer.encode(prompt) for prompt in PROMPTS]
-    return record(decoder, ids, MAX_NEW_TOKENS, tqdm(disable=True))
+    return record(engine, ids, MAX_NEW_TOKENS, tqdm(disable=True))
+
+
+def protected(pair: Pair) -> np.ndarray:
+    return np.isin(np.arange(pair.target.config.vocab_size), EOS)
 
 
 @pytest.fixture(scope="module")
-def exact(pair: Pair) -> tuple[Decoder, Rounds]:
+def exact(pair: Pair) -> Rounds:
     """Lossless decoding with all the evidence there is."""
-    decoder = decoder_of(pair, Budget(Fly(0.1, 2) | Typical(), 0.0))
-    return decoder, recorded(pair, decoder)
+    return recorded(pair, engine_of(pair, Budget(Fly(0.1, 2) | Typical(), 0.0)))
 
 
-def test_the_rule_that_decoded_finds_its_own_rounds_again(
-    pair: Pair, exact: tuple[Decoder, Rounds]
-) -> None:
+def test_the_rule_that_decoded_finds_its_own_rounds_again(pair: Pair, exact: Rounds) -> None:
     """With blocks that end where the lookup does, at an end of text, or at the limit."""
     rule = Fly(0.1, 2) | Margin(gap=1.0)
-    decoder = decoder_of(dataclasses.replace(pair, drafts=()), rule)
-    rounds = recorded(pair, decoder)
+    engine = engine_of(dataclasses.replace(pair, drafts=()), rule)
+    rounds = recorded(pair, engine)
     assert len(set(rounds.num_drafted)) > 1
-    accounts = decoder.generate([pair.tokenizer.encode(one) for one in PROMPTS], MAX_NEW_TOKENS)
+    accounts = engine.generate([pair.tokenizer.encode(one) for one in PROMPTS], MAX_NEW_TOKENS)
     assert {account.finish_reason for account in accounts} == {"stop", "length"}
-    again = replay(rounds, rule, protected=np.asarray(decoder.protected), eos_token_ids=EOS)
+    again = replay(rounds, rule, protected=protected(pair), eos_token_ids=EOS)
     settled = np.arange(rounds.why.shape[1]) < rounds.count[:, None]
     assert again.count.tolist() == rounds.count.tolist()
     assert again.why[settled].tolist() == rounds.why[settled].tolist()
@@ -65,12 +66,12 @@ def test_the_rule_that_decoded_finds_its_own_rounds_again(
         assert found.rescues.tolist() == [one.num_rescued_tokens for one in accounts]
         assert found.rescues.sum() > 5
         assert (found.regret[found.rescues > 0] > 0).all()
-    assert tally(exact[1]).rescues.sum() == 0
+    assert tally(exact).rescues.sum() == 0
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
-def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Rounds]) -> None:
-    decoder, rounds = exact
+def test_a_mismatch_passes_from_its_level_on(name: str, pair: Pair, exact: Rounds) -> None:
+    rounds = exact
     config = DecodingConfig(rule=name, num_speculative_tokens=6, window_size=0)
     strictness = strictness_of(config)
     values = strictness.values(rounds, 9)
@@ -80,9 +81,7 @@ def test_a_mismatch_passes_from_its_level_on(name: str, exact: tuple[Decoder, Ro
     rescues = []
     for value in values:
         one = config.replace(**{strictness.name: value})
-        found = replay(
-            rounds, one.to_rule(), protected=np.asarray(decoder.protected), eos_token_ids=EOS
-        )
+        found = replay(rounds, one.to_rule(), protected=protected(pair), eos_token_ids=EOS)
         passing = levels >= value if laxer_is_smaller else levels <= value
         close = np.abs(levels - value) < 1e-4 * (1 + abs(value))  # where float32 decides
         kept = (found.why == Why.RESCUED) & ~close

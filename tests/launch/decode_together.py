@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.engine import generate
 from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 

@@ -12,14 +12,15 @@ from typing import TextIO
 
 import pytest
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.launch import chat
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.view import TextView
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from fly_jax.models.tokenizers.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
@@ -123,17 +124,18 @@ def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str
 def test_what_was_said_is_not_taken_in_again(
     talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[int] = []
-    resume = Programs.resume
+    states: list[RequestState] = []
+    submit = Engine.submit
 
-    def resuming(self: Programs, *given: object) -> object:
-        begun.append(given[2])  # type: ignore[arg-type]
-        return resume(self, *given)  # type: ignore[arg-type]
+    def submitting(self: Engine, request: Request) -> RequestState:
+        states.append(submit(self, request))
+        return states[-1]
 
-    monkeypatch.setattr(Programs, "resume", resuming)
+    monkeypatch.setattr(Engine, "submit", submitting)
     talk("Ada has 3", "And?", "/clear", "Boris", flags=("--max_new_tokens=20",))
-    assert len(begun) == 2, "each turn but the first, also after what all have in common"
-    assert all(start > 0 for start in begun)
+    first, second, third = states
+    assert first.num_reused == third.num_reused == 0, "which has nothing in common but a word"
+    assert second.num_reused > 0
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
@@ -142,16 +144,20 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole, _ = talk("Ada has 3")
-    stream, prompts = Decoder.stream, []
+    submit, run, prompts = Engine.submit, Engine.run, []
 
-    def interrupted(self: Decoder, ids: list, *rest: object, **more: object) -> Iterator:
-        prompts.append(ids[0])
-        for number, item in enumerate(stream(self, ids, *rest, **more)):  # type: ignore[arg-type]
+    def submitting(self: Engine, request: Request) -> RequestState:
+        prompts.append(request.prompt)
+        return submit(self, request)
+
+    def interrupted(self: Engine, requests: Sequence[Request]) -> Iterator:
+        for number, item in enumerate(run(self, requests)):
             if number and len(prompts) == 1:
                 raise KeyboardInterrupt
             yield item
 
-    monkeypatch.setattr(Decoder, "stream", interrupted)
+    monkeypatch.setattr(Engine, "submit", submitting)
+    monkeypatch.setattr(Engine, "run", interrupted)
     answers, said = talk("Ada has 3", KeyboardInterrupt, "And?")
     assert len(answers) == 2
     assert whole[0].startswith(answers[0])
@@ -203,8 +209,8 @@ def test_ctrl_c_while_a_question_is_encoded(
 def test_tokens_have_the_colours_of_their_reasons(
     talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def painting(out: TextIO, tokenizer: Tokenizer) -> TextView:
-        view = TextView(out, tokenizer)
+    def painting(out: TextIO) -> TextView:
+        view = TextView(out)
         view._colour = True  # as on a terminal
         return view
 

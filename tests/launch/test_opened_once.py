@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding import decoder, pair
-from fly_jax.decoding.pair import generate, load_pair, open_pair
+from fly_jax.decoding import pair
+from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.decoding.prompts import CheckedPrompt
+from fly_jax.engine import engine
+from fly_jax.engine.engine import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
@@ -90,12 +92,13 @@ def test_each_prompt_is_encoded_and_checked_once(
         encoded.append(text)
         return encode(self, text, add_bos)
 
-    def checking(*args: Any, name: str) -> CheckedPrompt:
-        checked.append(name)
+    def checking(*args: Any, name: str = "") -> CheckedPrompt:
+        if not isinstance(args[0], CheckedPrompt):
+            checked.append(name)
         return check(*args, name=name)
 
     monkeypatch.setattr(tokenizer.Tokenizer, "encode", encoding)
-    for owner in (pair, decoder):
+    for owner in (pair, engine):
         monkeypatch.setattr(owner, "check_prompt", checking)
     arguments = [*models, "--prompt=Ada", "--prompt=Boris", "--rule=exact"]
     assert main([*arguments, "--compare", *SIZES]) == 0

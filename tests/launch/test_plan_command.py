@@ -13,9 +13,9 @@ import pytest
 from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.launch.__main__ import main
-from fly_jax.planning import plan as plan_module
-from fly_jax.planning.plan import Plan
-from fly_jax.planning.request import Request
+from fly_jax.planning import planner as plan_module
+from fly_jax.planning.plan_spec import PlanSpec
+from fly_jax.planning.planner import Plan
 from fly_jax.verification.sampling import Sampling
 
 H200 = ("--chip=h200", "--mesh=8", "--target=llama-3.1-70b")
@@ -112,9 +112,9 @@ def test_every_round_is_planned(
     made: list[RoundSpec] = []
     original = plan_module.make_plan
 
-    def make(request: Request, *rest: Any) -> Plan:
-        made.append(request.spec)
-        return original(request, *rest)
+    def make(spec: PlanSpec, *rest: Any) -> Plan:
+        made.append(spec.rounds)
+        return original(spec, *rest)
 
     monkeypatch.setattr(plan_module, "make_plan", make)
     assert planned(capsys, *H200, "--no_compile", *arguments)["fits"]

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 
 from fly_jax.launch.view import TextView, legend, wants_colour
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from fly_jax.verification.rules import Why
 
 
@@ -21,22 +19,15 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny_pair: tuple[Path, Path]) -> Tokenizer:
-    return load_tokenizer(tiny_pair[0])
-
-
-def test_colours_tell_why(tokenizer: Tokenizer) -> None:
+def test_colours_tell_why() -> None:
     out = Terminal()
-    view = TextView(out, tokenizer)
+    view = TextView(out)
     assert out.getvalue() == f"{legend()}\n\n"
     out.seek(0)
     out.truncate()
     view.begin(["x"])
-    ids = tokenizer.encode("0123", add_bos=False)
-    assert len(ids) == 4
     why = [Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS]
-    view.push(0, ids, why, done=True)
+    view.push(0, "0123", why, done=True)
     pieces = [part.partition("m") for part in out.getvalue().split("\x1b[")]
     styles = {text: style for style, _, text in pieces if text.strip()}
     assert styles.keys() == {"x", "0", "1", "2", "3"}
@@ -45,9 +36,7 @@ def test_colours_tell_why(tokenizer: Tokenizer) -> None:
         assert f"\x1b[{styles[text]}m" in legend()
 
 
-def test_no_colour_where_none_is_wanted(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wants_colour(Terminal())
     assert not wants_colour(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -58,31 +47,29 @@ def test_no_colour_where_none_is_wanted(
 
 
 def test_a_terminal_gets_no_control_characters_of_the_models(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    ids = tokenizer.encode("\x1b[2J", add_bos=False)
     terminal, file = Terminal(), io.StringIO()
     for out in (terminal, file):
-        view = TextView(out, tokenizer)
+        view = TextView(out)
         view.begin(["x\x07\ty"])
-        view.push(0, ids, [Why.BONUS] * len(ids), done=True)
+        view.push(0, "\x1b[2J", [Why.BONUS] * 4, done=True)
     assert terminal.getvalue() == "x\ufffd\ty\ufffd[2J\n\n"
     assert file.getvalue() == "x\x07\ty\x1b[2J\n\n"
 
 
-def test_rows_come_one_after_the_other(tokenizer: Tokenizer) -> None:
+def test_rows_come_one_after_the_other() -> None:
     """The first unfinished row is written as it grows; the others wait."""
     out = io.StringIO()
-    view = TextView(out, tokenizer)
-    one, two, three = (tokenizer.encode(digit, add_bos=False) for digit in "123")
+    view = TextView(out)
     view.begin(["a", "b", "c"], lambda row: out.write(f"<{row}>"))
-    view.push(1, two, [Why.BONUS])
+    view.push(1, "2", [Why.BONUS])
     assert out.getvalue() == "a"
-    view.push(0, one, [Why.BONUS])
+    view.push(0, "1", [Why.BONUS])
     assert out.getvalue() == "a1"
-    view.push(2, three, [Why.BONUS], done=True)
-    view.push(0, one, [Why.BONUS], done=True)
+    view.push(2, "3", [Why.BONUS], done=True)
+    view.push(0, "1", [Why.BONUS], done=True)
     assert out.getvalue() == "a11\n\n<0>b2"
-    view.push(1, two, [Why.BONUS], done=True)
+    view.push(1, "2", [Why.BONUS], done=True)
     assert out.getvalue() == "a11\n\n<0>b22\n\n<1>c3\n\n<2>"

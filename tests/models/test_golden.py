@@ -79,7 +79,7 @@ def cached(model: Llama, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         parameters: dict[str, jax.Array], fed: np.ndarray, cache: KVCache, taken: np.ndarray
     ) -> tuple[jax.Array, KVCache]:
         model = Llama(config, parameters)
-        hidden, cache = model.fed(fed, cache)
+        hidden, cache = model.extend(fed, cache)
         return model.logits(hidden), cache.with_length(cache.length + taken)
 
     cache = empty_cache(config, rows, time + 8, jnp.float32)

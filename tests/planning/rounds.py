@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import jaxlib
+from fly_jax.decoding.capacity import CAPACITY_STEP
+from fly_jax.decoding.decoder import Decoder
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
-from fly_jax.decoding.capacity import CAPACITY_STEP
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.specs import parameter_specs
-from fly_jax.planning.copies import Copy, copies, large_shapes
-from fly_jax.planning.steps import abstract_state
+from fly_jax.planning.hlo import Copy, copies, large_shapes
+from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule

@@ -17,12 +17,10 @@ from fly_jax.launch.__main__ import main
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import INT8, parameter_specs
-from fly_jax.planning import plan as plan_module
-from fly_jax.planning.plan import Plan, make_plan
-from fly_jax.planning.request import Request, default_round
-from fly_jax.planning.steps import CompiledStep, Model, compiled_steps
-from fly_jax.planning.table import table
-from fly_jax.planning.topology import slice_mesh
+from fly_jax.planning import planner as plan_module
+from fly_jax.planning.plan_spec import PlanSpec, default_round, slice_mesh
+from fly_jax.planning.plan_steps import CompiledStep, Model, compiled_steps
+from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -56,8 +54,8 @@ def planned() -> tuple[Plan, Steps]:
             steps[step.name] = step
             yield step
 
-    def kept(request: Request, progress: Callable[[str], None]) -> Plan:
-        plans.append(make_plan(request, progress))
+    def kept(spec: PlanSpec, progress: Callable[[str], None]) -> Plan:
+        plans.append(make_plan(spec, progress))
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fly_jax.planning.copies import copies
+from fly_jax.planning.hlo import copies
 
 HLO = """\
 HloModule jit_step

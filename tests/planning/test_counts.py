@@ -14,9 +14,9 @@ from fly_jax.models.layouts import Workload, parameter_bytes
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import INT8
-from fly_jax.planning.counts import Work, draft_work, group_axes, pass_work, roofline_seconds
 from fly_jax.planning.hlo import Exchange
-from fly_jax.planning.topology import abstract_mesh
+from fly_jax.planning.plan_spec import abstract_mesh
+from fly_jax.planning.roofline import Work, draft_work, group_axes, pass_work, roofline_seconds
 from fly_jax.sharding.chips import CHIPS, chip_of
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

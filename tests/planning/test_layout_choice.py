@@ -14,7 +14,7 @@ from fly_jax.models.layouts import (
 )
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import INT8, MatrixType
-from fly_jax.planning.topology import abstract_mesh
+from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.sharding.chips import CHIPS, Chip
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

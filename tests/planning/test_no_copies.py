@@ -8,14 +8,14 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from jax.stages import Traced
 from rounds import KINDS, compiled_text, copied, on_mesh, on_one_device, repeated, round_hlo
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.planning.hlo import exchanges
-from fly_jax.planning.steps import abstract_state
+from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 

@@ -13,9 +13,8 @@ import pytest
 from rounds import KINDS, copied, on_chip, on_mesh, repeated, round_hlo
 
 from fly_jax.models.presets import preset
-from fly_jax.planning.copies import Copy
-from fly_jax.planning.hlo import Exchange, exchanges
-from fly_jax.planning.topology import slice_mesh
+from fly_jax.planning.hlo import Copy, Exchange, exchanges
+from fly_jax.planning.plan_spec import slice_mesh
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

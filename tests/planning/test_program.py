@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fly_jax.planning.program import frames, parse
+from fly_jax.planning.hlo import frames, parse
 
 # The limit, the step and what the loop ends on are filled in; the counter starts at START.
 LOOP = """\

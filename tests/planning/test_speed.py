@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.planning.speed import StepTimes, acceptance_from, best_drafted, mean_accepted
+from fly_jax.planning.roofline import StepTimes, acceptance_from, best_drafted, mean_accepted
 
 
 def test_mean_accepted_is_the_sum_over_prefixes() -> None:

@@ -10,14 +10,13 @@ import pytest
 
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import SELF_DRAFTS, parameter_specs
-from fly_jax.planning.plan import make_plan
-from fly_jax.planning.request import Request, default_round
-from fly_jax.planning.table import table
+from fly_jax.planning.plan_spec import PlanSpec, default_round
+from fly_jax.planning.planner import make_plan, table
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES
 
-REQUEST = Request(
+REQUEST = PlanSpec(
     target=preset("llama-3.1-405b"),
     draft=preset("llama-3.1-8b"),
     chip=CHIPS["v5e"],
@@ -55,28 +54,28 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
     shorter = make_plan(
-        dataclasses.replace(REQUEST, spec=default_round(5), mean_accepted_tokens=4.0)
+        dataclasses.replace(REQUEST, rounds=default_round(5), mean_accepted_tokens=4.0)
     ).drafters()
     assert shorter is not None
     assert shorter.smaller[0].pays_from / 4.0 > least.pays_from / plan.mean_accepted
 
 
 def test_no_model_of_another_family_is_proposed() -> None:
-    request = dataclasses.replace(
+    spec = dataclasses.replace(
         REQUEST, target=preset("llama-2-70b"), draft=preset("llama-2-7b"), context=2048
     )
-    drafters = make_plan(request).drafters()
+    drafters = make_plan(spec).drafters()
     assert drafters is not None
     assert not [one for one in drafters.smaller if not one.name.startswith("self:")]
 
 
 def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
     """An int4 pass reads less than an int8 one, and the network is the same."""
-    request = dataclasses.replace(
+    spec = dataclasses.replace(
         REQUEST, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
-        spec=default_round(8), mean_accepted_tokens=8.0,
+        rounds=default_round(8), mean_accepted_tokens=8.0,
     )  # fmt: skip
-    drafters = make_plan(request).drafters()
+    drafters = make_plan(spec).drafters()
     assert drafters is not None
     assert all(one.pays_from <= 9 for one in drafters.smaller), "more no round settles"
     own = {one.name: one.best for one in drafters.smaller if one.name.startswith("self:")}
@@ -91,10 +90,10 @@ def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_a_plan_with_a_targets_own_draft(name: str) -> None:
     target = preset("llama-3.1-8b")
-    request = dataclasses.replace(
+    spec = dataclasses.replace(
         REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS[name], mesh=parse_mesh("2x2")
     )
-    plan = make_plan(request)
+    plan = make_plan(spec)
     assert plan.fits
     assert plan.layouts.draft_rules == plan.layouts.target_rules
     memory = plan.memory()
@@ -117,11 +116,11 @@ def test_a_plan_with_a_targets_own_draft(name: str) -> None:
 )  # fmt: skip
 def test_every_family_is_planned(name: str) -> None:
     target = preset(name)
-    request = dataclasses.replace(
+    spec = dataclasses.replace(
         REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS["int4"], context=4096,
         mesh=parse_mesh("2x2"),
     )  # fmt: skip
-    plan = make_plan(request)
+    plan = make_plan(spec)
     assert plan.fits
     specs = parameter_specs(target).values()
     a_quarter = 2 * sum(math.prod(spec.shape) for spec in specs) / 4
@@ -143,13 +142,13 @@ def test_the_table_and_json_have_them() -> None:
 
 
 def test_a_family_whose_vocabularies_are_padded_apart_is_planned() -> None:
-    request = dataclasses.replace(
+    spec = dataclasses.replace(
         REQUEST, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
     )
-    plan = make_plan(request)
+    plan = make_plan(spec)
     drafters = plan.drafters()
     assert drafters is not None
-    assert plan.request.target.vocab_size == plan.request.draft.vocab_size == 151_936
+    assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == 151_936
     # Not a Qwen 3, whose tokenizer has other tokens behind the same size.
     others = {one.name for one in drafters.smaller if not one.name.startswith("self:")}
     assert others == {"qwen-2.5-0.5b"}

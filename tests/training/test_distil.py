@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.pair import Dtype
 from fly_jax.launch.__main__ import main
 from fly_jax.models.llama import Llama

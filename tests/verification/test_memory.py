@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fly_jax.decoding.decoder import Decoder
 from random_pairs import (
     CAPACITY,
     CONFIG,
@@ -19,7 +20,6 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.decoder import Decoder
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory

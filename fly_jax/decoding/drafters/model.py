@@ -123,7 +123,7 @@ class DraftModel(Drafter):
     ) -> DraftModelState:
         """Runs the piece through all models."""
         at = jnp.broadcast_to(start, tokens.shape[:1])
-        cache = self._model.fed(tokens, state.cache.with_length(at))[1]
+        cache = self._model.extend(tokens, state.cache.with_length(at))[1]
         # A row of which it has rested may lack tokens before these: then it still does.
         held = state.cache.length
         cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
@@ -215,7 +215,7 @@ class _Run:
         def feed(progress: _Progress) -> _Progress:
             at = jnp.minimum(progress.cache.length, latest)
             tokens = slice_rows(progress.text, at, most)
-            cache = self.model.fed(tokens, progress.cache.with_length(at))[1]
+            cache = self.model.extend(tokens, progress.cache.with_length(at))[1]
             cache = cache.with_length(at + most)
             return dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + 1)
 
@@ -257,7 +257,7 @@ class _Run:
     def _catch_up(self, progress: _Progress, width: int) -> _Progress:
         start = jnp.maximum(self.length - width, 0)
         cache = progress.cache.with_length(start)
-        hidden, cache = self.model.fed(slice_rows(progress.text, start, width), cache)
+        hidden, cache = self.model.extend(slice_rows(progress.text, start, width), cache)
         last = jnp.take_along_axis(hidden, (self.length - 1 - start)[:, None, None], axis=1)
         passed = self._chosen(self.model.logits(last), self.length, 1)
         return self._appended(dataclasses.replace(progress, cache=cache), *passed, None)

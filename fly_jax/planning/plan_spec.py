@@ -1,24 +1,86 @@
-"""What is to be planned, and what can be said of it without a compiler."""
+"""What is to be planned: a pair and its sizes, on a slice of chips that need not be there."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
+import os
 
-from jax.sharding import AbstractMesh, Mesh
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from fly_jax.decoding.capacity import CAPACITY_STEP, capacity_for
-from fly_jax.decoding.programs import prefill_piece
+from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, Chunk, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.specs import INT8, MatrixType, check_self_draft
-from fly_jax.planning.estimate import Estimate, EstimatedStep, estimate
-from fly_jax.planning.speed import PUBLISHED_K, acceptance_from
-from fly_jax.planning.topology import abstract_mesh, slice_of
+from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec
+from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Exact, Fly
+
+# libtpu looks for a TPU host around it unless it is told of one. The values decide nothing about
+# what it compiles for.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # It would let one process in at a time, as if there were chips to share.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+
+
+def slice_of(chip: Chip, spec: MeshSpec) -> str:
+    """The slice with as many chips as the mesh, such as "8x8".
+
+    Raises:
+      FlyJaxError: there is none.
+    """
+    if not chip.slices:
+        return str(spec.num_devices)
+    slices = {math.prod(map(int, shape.split("x"))): shape for shape in chip.slices}
+    if spec.num_devices not in slices:
+        raise FlyJaxError(
+            f"The mesh {spec} needs {spec.num_devices} chips, and slices of {chip.name} have "
+            f"{', '.join(map(str, slices))}: ask for a mesh whose sizes multiply to one of these."
+        )
+    return slices[spec.num_devices]
+
+
+def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
+    """The mesh over the slice's devices, none of which has to be there.
+
+    Raises:
+      FlyJaxError: no such slice, or libtpu is not installed.
+    """
+    shape = slice_of(chip, spec)
+    if importlib.util.find_spec("libtpu") is None:
+        raise FlyJaxError(
+            f"Planning for {chip.name} compiles with libtpu, which is not installed; install it "
+            'with pip install "fly_jax[tpu]", or plan from shapes alone with --no_compile.'
+        )
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if spec.num_devices == 1 else {}
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=f"{chip.name}:{shape}", **bounds
+    )
+    return jax.make_mesh(
+        spec.sizes,
+        spec.names,
+        axis_types=(AxisType.Auto,) * len(spec.axes),
+        devices=topology.devices,
+    )
+
+
+def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
+    """The mesh over no devices: enough to tell how much each would hold."""
+    return AbstractMesh(spec.sizes, spec.names, axis_types=(AxisType.Auto,) * len(spec.axes))
 
 
 def default_round(num_speculative_tokens: int) -> RoundSpec:
@@ -28,7 +90,7 @@ def default_round(num_speculative_tokens: int) -> RoundSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanSpec:
     """What is to be planned.
 
     Attributes:
@@ -39,9 +101,9 @@ class Request:
       int8: matrices are int8, not bfloat16.
       self_draft: the draft is the target itself, its matrices rounded to this type.
       context: prompt and new tokens of a row.
-      prompt_length: tokens taken in at once; None for all of the context but one.
+      prompt_length: tokens of each prompt; None for all of the context but one.
       rows: decoded together.
-      spec: the round that is decoded with; see `default_round`.
+      rounds: that are decoded with; see `default_round`.
       mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
       compiles: ask the compiler; False counts from shapes, as always where there is none.
     """
@@ -55,25 +117,22 @@ class Request:
     context: int = 8192
     prompt_length: int | None = None
     rows: int = 1
-    spec: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
+    rounds: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
     mean_accepted_tokens: float | None = None
     compiles: bool = True
 
     @property
     def num_speculative_tokens(self) -> int:
         """K."""
-        return self.spec.num_speculative_tokens
+        return self.rounds.num_speculative_tokens
 
     @property
     def workload(self) -> Workload:
-        """The decoder's rows and cache positions for this context."""
-        k = self.num_speculative_tokens
-        capacity = capacity_for(self.spec, [range(self.prefilled)], 1, self.target.max_context)
-        needed = -(-(self.context + self.spec.room) // CAPACITY_STEP) * CAPACITY_STEP
+        """The engine's slots, with cache positions for this context."""
         return Workload(
             rows=self.rows,
-            capacity=max(capacity, needed),
-            num_speculative_tokens=k,
+            capacity=cache_capacity(self.context, self.rounds.room),
+            num_speculative_tokens=self.num_speculative_tokens,
             matrices=INT8 if self.int8 else None,
         )
 
@@ -85,15 +144,23 @@ class Request:
 
     @property
     def prefilled(self) -> int:
-        """Tokens of the prompt."""
+        """Tokens of each prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length
 
-    @property
-    def prefill_pieces(self) -> tuple[int, ...]:
-        """Tokens of each pass in which the prompt is taken in."""
-        piece = prefill_piece(self.rows)
-        whole, rest = divmod(self.prefilled, piece)
-        return (piece,) * whole + (rest,) * (rest > 0)
+    def prefill_groups(self, target: Layout) -> list[tuple[list[Chunk], int]]:
+        """How the engine runs the prompts of all rows; see `ChunkPlan.groups`.
+
+        Args:
+          target: how the target lies.
+        """
+        is_whole = bool(target.rules.cache_length)
+        plan = ChunkPlan(
+            attention_steps(self.workload.capacity, is_whole=is_whole),
+            tokens=OFFLINE_PREFILL_TOKENS,
+            num_slots=self.rows,
+            longest=self.context,
+        )
+        return plan.groups(self.prefilled, self.rows)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
@@ -114,7 +181,7 @@ class Request:
         if self.mean_accepted_tokens is not None:
             acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
 
-    def without_padding(self) -> Request:
+    def without_padding(self) -> PlanSpec:
         """The same with one vocabulary, without what pads the larger of both."""
         size = shared_vocabulary(self.target, self.draft)
         target, draft = (one.with_vocabulary(size) for one in (self.target, self.draft))
@@ -125,18 +192,4 @@ class Request:
         mesh = abstract_mesh(self.mesh) if mesh is None else mesh
         return choose_layouts(
             mesh, self.target, self.draft, self.workload, self.chip, self.self_draft
-        )
-
-    def estimate(self, layouts: Layouts) -> list[EstimatedStep]:
-        """Every step, counted from shapes."""
-        return estimate(
-            Estimate(
-                self.target,
-                self.draft,
-                layouts.target,
-                layouts.draft,
-                self.workload,
-                self.draft_workload,
-                self.prefilled,
-            )
         )

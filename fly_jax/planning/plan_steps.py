@@ -1,0 +1,468 @@
+"""The steps of decoding: compiled for a mesh whose devices need not be there, or counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.stages import Traced
+from jaxtyping import Array, Int
+
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.round import verify_step
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import DecodeState
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.prefill import Chunk
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import CACHE_AXES, KVCache
+from fly_jax.models.layouts import (
+    Layouts,
+    Workload,
+    cache_bytes,
+    cache_exchanges,
+    held_bytes,
+    parameter_bytes,
+)
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.specs import MatrixType, parameter_specs
+from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
+from fly_jax.planning.plan_spec import PlanSpec
+from fly_jax.planning.roofline import Work, draft_work, model_exchanges, pass_work, roofline_seconds
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.evidence import TargetEvidence, evidence
+from fly_jax.verification.rules import Exact
+from fly_jax.verification.sampling import Sampling
+
+STEPS = ("prefill", "insert", "round", "draft", "verify", "autoregressive")
+_NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_Model = tuple[Layout, LlamaConfig, Workload]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step on each chip; see `Plan.to_dict` for the names that JSON has.
+
+    Attributes:
+      name: one of `STEPS`.
+      peak_bytes: most memory at a time, with what the engine holds beside the step.
+      argument_bytes: parameters, caches and the like, read or not.
+      temporary_bytes: made on the way.
+      exchanges: between chips.
+      work: operations and memory traffic, from shapes.
+      seconds: its roofline time.
+      copies: of caches and stacks of matrices; None where no compiler was asked.
+      hlo: the program's text; empty where no compiler was asked or it does not fit.
+      compile_seconds: that the compiler took; None where it was not asked.
+    """
+
+    name: str
+    peak_bytes: int
+    argument_bytes: int
+    temporary_bytes: int
+    exchanges: tuple[Exchange, ...]
+    work: Work
+    seconds: float
+    copies: tuple[Copy, ...] | None = None
+    hlo: str = dataclasses.field(default="", repr=False)
+    compile_seconds: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Who says it: "compiled", or "shapes" where no compiler was asked."""
+        return "shapes" if self.compile_seconds is None else "compiled"
+
+    def collectives(self) -> list[dict[str, object]]:
+        """How often each kind of exchange runs, and the bytes of its results on a chip."""
+        kinds: dict[str, list[int]] = {}
+        for one in self.exchanges:
+            total = kinds.setdefault(one.kind, [0, 0])
+            total[0] += one.count
+            total[1] += one.count * one.num_bytes
+        return [
+            {"kind": kind, "count": count, "bytes": num_bytes}
+            for kind, (count, num_bytes) in sorted(kinds.items())
+        ]
+
+    def copied(self) -> list[dict[str, object]] | None:
+        """What is copied, how often, and whether a loop or a branch does it."""
+        if self.copies is None:
+            return None
+        return [
+            {
+                "operation": one.operation,
+                "shape": list(one.shape),
+                "bytes": one.num_bytes,
+                "count": one.count,
+                "in_loop": one.in_loop,
+                "in_branch": one.in_branch,
+            }
+            for one in self.copies
+        ]
+
+
+def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
+    """Compiles the programs of the engine that `generate` runs, one after the other.
+
+    Where the compiler says that a step does not fit, it is the last one; what that needs is known.
+
+    Args:
+      spec: what is planned.
+      layouts: how both models lie, on devices that need not be there.
+    """
+    models = _models(spec, layouts)
+    target, draft = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
+    rounds = dataclasses.replace(spec.rounds, eos_token_ids=spec.target.eos_token_ids)
+    memory = CorrectionMemory("") if rounds.rule.uses_memory or rounds.reports_mismatches else None
+    make = functools.partial(Engine, num_slots=spec.rows, max_length=spec.context, offline=True)
+    engine = make(target, [draft], rounds, memory=memory)
+    alone = make(target, None, RoundSpec(Exact(), 0, None, rounds.eos_token_ids))
+    groups = engine.prefill_groups(spec.prefilled)
+    # What takes most: the widest chunk, which attends to all before it.
+    chunk = max(_chunks(groups), key=lambda one: (one.rows * one.size, one.attended))
+    lies = (layouts.target, layouts.draft)
+    state = abstract_state(engine.trace_slots(), lies)
+    rows = abstract_state(engine.trace_rows(chunk.rows), lies)
+    # A self-draft shares parameters with its target, which the compiler counts for both.
+    shared = parameter_bytes(*_matrices(models[1])) - held_bytes(*_matrices(models[1]))
+    parameters = sum(parameter_bytes(*_matrices(model)) for model in models)
+    num_groups, num_chunks = (sum(times for _, times in groups), sum(_chunks(groups).values()))
+    for name, trace, times, beside in (
+        ("prefill", lambda: engine.trace_prefill(rows, chunk), num_chunks, _bytes(state) - shared),
+        ("insert", lambda: engine.trace_insert(state, rows), num_groups, parameters - shared),
+        ("round", lambda: engine.trace_rounds(state), 1, -shared),
+        ("draft", lambda: _trace_draft(engine, state), 1, 0),
+        ("verify", lambda: _trace_verify(target, state, rounds), 1, 0),
+        (
+            "autoregressive",
+            lambda: alone.trace_rounds(abstract_state(alone.trace_slots(), lies)),
+            1,
+            0,
+        ),
+    ):
+        numbers = {spec.rows, chunk.rows} if name in ("prefill", "insert") else {spec.rows}
+        large = {
+            shape
+            for layout, config, workload in models
+            for number in numbers
+            for shape in large_shapes(layout, config, number, workload.capacity)
+        }
+        step = _compiled(name, trace(), spec, layouts, large, times=times, beside=beside)
+        yield step
+        if not step.hlo:
+            return
+
+
+def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
+    """Counts every step from shapes, in the order in which they are compiled."""
+    target, draft = _models(spec, layouts)
+    k, chunks = spec.num_speculative_tokens, _chunks(spec.prefill_groups(layouts.target))
+    drafted = _exchanges(draft, 2) + _times(_exchanges(draft, 1), k - 1)
+    verified = _exchanges(target, k + 1)
+    found = {
+        "prefill": [
+            one
+            for chunk, times in chunks.items()
+            for model in (target, draft)
+            for one in _times(_exchanges(_of_rows(model, chunk), chunk.size), times)
+        ],
+        "insert": [],
+        "round": drafted + verified,
+        "draft": drafted,
+        "verify": verified,
+        "autoregressive": _exchanges(target, 1),
+    }
+    for name, (held, temporary) in _counted_memory(spec, layouts).items():
+        work = _work(spec, layouts, name)
+        seconds = roofline_seconds(work, found[name], spec.chip, dict(spec.mesh.axes))
+        sent = tuple(found[name])
+        yield Step(name, held + temporary, held, temporary, sent, work, seconds)
+
+
+def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
+    """Most bytes that a step takes of a chip's memory, counted from shapes."""
+    return max(map(sum, _counted_memory(spec, layouts).values()))
+
+
+def prefill_cache_bytes(spec: PlanSpec, layouts: Layouts) -> int:
+    """What a chip holds of the caches of the prompts that are run together, before they get slots.
+
+    They are those of the engine, beside the slots' own.
+    """
+    most = max(chunk.rows for chunk in _chunks(spec.prefill_groups(layouts.target)))
+    return sum(
+        cache_bytes(layout, config, dataclasses.replace(workload, rows=most))
+        for layout, config, workload in _models(spec, layouts)
+    )
+
+
+def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
+    """Bytes of arguments and of temporaries of each step."""
+    target, draft = models = _models(spec, layouts)
+    k, chunks = spec.num_speculative_tokens, _chunks(spec.prefill_groups(layouts.target))
+    alone, drafting = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
+    both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
+    widest = max(
+        _temporaries(_of_rows(model, chunk), chunk.size, logits=False)
+        for chunk in chunks
+        for model in models
+    )
+    verifying = _temporaries(target, k + 1)
+    return {
+        "prefill": (both + rows, widest),
+        "insert": (both + rows, 0),
+        "round": (both, verifying),
+        "draft": (drafting, _temporaries(draft, 2)),
+        "verify": (alone, verifying),
+        "autoregressive": (alone, _temporaries(target, 1)),
+    }
+
+
+def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, _Model]:
+    """Target and draft: how each lies, its shape, and its rows, positions and matrices."""
+    return (
+        (layouts.target, spec.target, spec.workload),
+        (layouts.draft, spec.draft, spec.draft_workload),
+    )
+
+
+def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
+    layout, config, workload = model
+    return layout, config, workload.matrices
+
+
+def _chunks(groups: Iterable[tuple[list[Chunk], int]]) -> dict[Chunk, int]:
+    """How often each chunk runs; those that differ in their start alone are one."""
+    found: dict[Chunk, int] = {}
+    for chunks, times in groups:
+        for chunk in chunks:
+            alike = chunk._replace(start=0)
+            found[alike] = found.get(alike, 0) + times
+    return found
+
+
+def _of_rows(model: _Model, chunk: Chunk) -> _Model:
+    """A model with the rows of a chunk, and the positions that are read for it."""
+    layout, config, workload = model
+    of_chunk = dataclasses.replace(workload, rows=chunk.rows, capacity=chunk.attended)
+    return layout, config, of_chunk
+
+
+def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
+    target, draft = _models(spec, layouts)
+    k, fast = spec.num_speculative_tokens, spec.chip.vector_memory
+    if name == "prefill":
+        passes = (
+            pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
+            for chunk, times in _chunks(spec.prefill_groups(layouts.target)).items()
+            for model in (target, draft)
+        )
+        return functools.reduce(operator.add, passes)
+    if name == "insert":  # the rows' caches are read, and written where the slots are
+        return Work(0.0, 2.0 * sum(cache_bytes(*model) for model in (target, draft)))
+    if name == "autoregressive":
+        return pass_work(*target, 1, vector_memory=fast)
+    verified = pass_work(*target, k + 1, vector_memory=fast)
+    drafted = draft_work(*draft, vector_memory=fast)
+    return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
+
+
+def _exchanges(model: _Model, tokens: int) -> list[Exchange]:
+    return model_exchanges(*model, tokens, cache_exchanges(*model))
+
+
+def _times(found: Iterable[Exchange], times: int) -> list[Exchange]:
+    return [dataclasses.replace(one, count=one.count * times) for one in found]
+
+
+def _temporaries(model: _Model, tokens: int, *, logits: bool = True) -> int:
+    """The residual stream twice and the MLP once in float32, the scores of one layer, the logits.
+
+    Long prompts are dominated by the scores, short blocks by nothing that matters.
+    """
+    layout, config, workload = model
+    rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
+    ffw = config.ffw_size // layout.devices(layout.axes_of("ffw", config.ffw_size))
+    heads = config.num_heads // layout.devices(layout.axes_of("q_heads", config.num_heads))
+    vocab = config.vocab_size // layout.devices(layout.axes_of("vocab", config.vocab_size))
+    numbers = 2 * config.embed_size + ffw + heads * workload.capacity + (vocab if logits else 0)
+    return 4 * rows * tokens * numbers
+
+
+def _compiled(
+    name: str,
+    traced: Traced,
+    spec: PlanSpec,
+    layouts: Layouts,
+    large: set[tuple[int, ...]],
+    *,
+    times: int,
+    beside: int,
+) -> Step:
+    """Compiles a step.
+
+    Args:
+      name: of the step.
+      traced: the program.
+      spec: what is planned.
+      layouts: with the mesh that it is compiled for.
+      large: shapes of what is not to be copied.
+      times: that the program runs.
+      beside: bytes that the engine holds while it runs and that are not its arguments.
+    """
+    # A loop that data ends makes a pass for every draft token at the most.
+    most, work = spec.num_speculative_tokens, _work(spec, layouts, name)
+    start = time.perf_counter()
+    try:
+        compiled = traced.lower().compile()
+    except JaxRuntimeError as error:
+        needed = _NEEDED.search(str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
+            raise
+        peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
+        seconds = roofline_seconds(work, (), spec.chip, dict(spec.mesh.axes))
+        took = time.perf_counter() - start
+        return Step(name, peak, 0, 0, (), work, seconds, (), compile_seconds=took)
+    took = time.perf_counter() - start
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert hlo is not None
+    arguments = int(memory.argument_size_in_bytes)
+    found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
+    sent = tuple(_times(found, times))
+    return Step(
+        name=name,
+        peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,
+        argument_bytes=arguments + beside,
+        temporary_bytes=int(memory.temp_size_in_bytes),
+        exchanges=sent,
+        work=work,
+        seconds=roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes)),
+        copies=tuple(copies(hlo, large, unknown_trips=most)),
+        hlo=hlo,
+        compile_seconds=took,
+    )
+
+
+def abstract_model(
+    config: LlamaConfig, layout: Layout, matrices: MatrixType | None = None
+) -> Llama:
+    """A model with shapes for parameters, on devices that need not be there.
+
+    Args:
+      config: its shape.
+      layout: how it lies.
+      matrices: their type, where it is not bfloat16.
+    """
+    parameters = {
+        name: jax.ShapeDtypeStruct(
+            one.shape, one.dtype or jnp.bfloat16, sharding=layout.sharding(one.axes, one.shape)
+        )
+        for name, one in parameter_specs(config, matrices).items()
+    }
+    return Llama(config, parameters, layout)
+
+
+def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeState:
+    """The state that a program makes: caches lie as their models do, all else on every device.
+
+    Args:
+      traced: from `Engine.trace_slots` or `Engine.trace_rows`.
+      layouts: of the target and the drafts.
+    """
+    state, placed = cast(DecodeState, traced.out_info), [one for one in layouts if one is not None]
+    if not placed:
+        return state
+    remaining = iter(placed)
+
+    def put(part: Any) -> Any:
+        layout, axes = (
+            (next(remaining), CACHE_AXES) if isinstance(part, KVCache) else (placed[0], ())
+        )
+        return jax.tree.map(functools.partial(_placed, layout, axes), part)
+
+    # The target's cache comes first, and each drafter's before those of what lies below it.
+    whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
+    models = (whole.target, whole.drafter)
+    target, drafter = jax.tree.map(put, models, is_leaf=lambda one: isinstance(one, KVCache))
+    return dataclasses.replace(whole, target=target, drafter=drafter)
+
+
+def _placed(
+    layout: Layout, axes: Sequence[str], leaf: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    """An abstract array with these axes, or whole on every device where it has others."""
+    names = axes if leaf.ndim == len(axes) else (None,) * leaf.ndim
+    sharding = layout.sharding(names, leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _bytes(state: DecodeState) -> int:
+    """What a device holds of an abstract state."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+
+
+def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
+    drafter, spec = engine.drafter, engine.spec
+    assert drafter is not None
+    is_drawn = spec.sampling is not None
+
+    @_donating
+    def step(
+        drafter_state: Any,
+        drafter: Drafter,
+        sampling: Sampling | None,
+        text: Array,
+        length: Array,
+        keys: Array,
+    ) -> tuple[Draft, Any]:
+        return drafter.propose(
+            drafter_state,
+            text,
+            length,
+            spec.num_speculative_tokens,
+            sampling=sampling,
+            keys=keys if is_drawn else None,
+        )
+
+    return step.trace(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
+
+
+def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
+    @_donating
+    def step(
+        cache: KVCache,
+        parameters: Parameters,
+        text: Array,
+        length: Array,
+        drafted: Int[Array, "rows draft"],
+    ) -> tuple[TargetEvidence, KVCache]:
+        model = Llama(target.config, parameters, target.layout)
+        logits, cache = verify_step(model, cache, text, length, drafted)
+        return evidence(logits, drafted, needs=spec.needs, layout=target.layout), cache
+
+    assert target.layout is not None
+    shape = (state.length.shape[0], spec.num_speculative_tokens)
+    drafted = jax.ShapeDtypeStruct(
+        shape, np.int32, sharding=target.layout.sharding((None, None), shape)
+    )
+    return step.trace(state.target, target.parameters(), state.tokens, state.length, drafted)
+
+
+def _donating(step: Callable[..., object]) -> jax.stages.Wrapped:
+    return jax.jit(step, donate_argnums=0)

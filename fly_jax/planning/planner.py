@@ -1,0 +1,312 @@
+"""A plan: what a pair needs on a slice, how fast it would be there, and what else would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
+from fly_jax.models.specs import parameter_specs
+from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
+from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
+from fly_jax.planning.plan_steps import Step, compiled_steps, counted_steps, prefill_cache_bytes
+from fly_jax.planning.roofline import (
+    PUBLISHED_K,
+    PUBLISHED_MEAN_ACCEPTED,
+    StepTimes,
+    acceptance_from,
+    best_drafted,
+    mean_accepted,
+)
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The answer to a `PlanSpec`.
+
+    Attributes:
+      spec: what was planned.
+      layouts: how both models lie.
+      steps: every step that was compiled or counted.
+      largest_batch: rows that fit with this context; 0 for none.
+      largest_context: tokens that fit with these rows; 0 for none.
+      remedies: one line for each change with which it would fit; empty if it fits.
+    """
+
+    spec: PlanSpec
+    layouts: Layouts
+    steps: tuple[Step, ...]
+    largest_batch: int
+    largest_context: int
+    remedies: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that any step takes on a chip."""
+        return max(step.peak_bytes for step in self.steps)
+
+    @property
+    def left_bytes(self) -> int:
+        """What is left of a chip's memory; negative by what is missing."""
+        return int(self.spec.chip.memory_bytes) - self.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Every step fits."""
+        return self.left_bytes >= 0
+
+    def step(self, name: str) -> Step | None:
+        """The step of that name, if the plan got so far."""
+        return next((step for step in self.steps if step.name == name), None)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Tokens of a round: as asked for, or as published for FLy."""
+        spec = self.spec
+        if spec.mean_accepted_tokens is not None:
+            return spec.mean_accepted_tokens
+        published = acceptance_from(PUBLISHED_MEAN_ACCEPTED, PUBLISHED_K)
+        return mean_accepted(published, spec.num_speculative_tokens)
+
+    def speed(self) -> dict[str, float | int] | None:
+        """What the roofline times mean for decoding; None where it does not fit."""
+        draft, verify = self.step("draft"), self.step("verify")
+        alone = self.step("autoregressive")
+        if not self.fits or draft is None or verify is None or alone is None:
+            return None
+        k, rows = self.spec.num_speculative_tokens, self.spec.rows
+        busy = verify.work.flops / self.spec.chip.flops / (k + 1)
+        times = StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
+        mean = self.mean_accepted
+        best, best_speed_up = best_drafted(times, acceptance_from(mean, k), k)
+        return {
+            "mean_accepted_tokens": mean,
+            "tokens_per_second": rows * mean / times.round(k),
+            "autoregressive_tokens_per_second": rows / times.autoregressive,
+            "speed_up": times.speed_up(k, mean),
+            "best_num_speculative_tokens": best,
+            "best_speed_up": best_speed_up,
+        }
+
+    def drafters(self) -> Drafters | None:
+        """What layouts and types of the draft, and smaller ones, take; None where it does not fit.
+
+        Counted from shapes, whatever the steps come from.
+        """
+        verify = self.step("verify")
+        if not self.fits or verify is None:
+            return None
+        memory = self.memory()
+        return weigh_drafters(
+            self.spec,
+            self.layouts.target_rules,
+            self.layouts.draft_rules,
+            memory["parameter_bytes"] + memory["cache_bytes"],
+            verify.seconds,
+            self.mean_accepted,
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on each chip, by what they are for."""
+        spec, layouts = self.spec, self.layouts
+        workload, drafting = spec.workload, spec.draft_workload
+        return {
+            "parameter_bytes": held_bytes(layouts.target, spec.target, workload.matrices),
+            "draft_parameter_bytes": held_bytes(layouts.draft, spec.draft, drafting.matrices),
+            "cache_bytes": cache_bytes(layouts.target, spec.target, workload),
+            "draft_cache_bytes": cache_bytes(layouts.draft, spec.draft, drafting),
+            "prefill_cache_bytes": prefill_cache_bytes(spec, layouts),
+            "temporary_bytes": max(step.temporary_bytes for step in self.steps),
+            "peak_bytes": self.peak_bytes,
+            "left_bytes": self.left_bytes,
+        }
+
+    def replicated(self) -> list[str]:
+        """One line for each kind of axis that the mesh does not divide as asked."""
+        spec = self.spec
+        pairs = (
+            ("target", self.layouts.target, spec.target, spec.workload.matrices),
+            ("draft", self.layouts.draft, spec.draft, spec.draft_workload.matrices),
+        )
+        return [
+            f"{who} {line}"
+            for who, layout, config, matrices in pairs
+            for line in layout.fallbacks(parameter_specs(config, matrices))
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON object of the command."""
+        spec, drafters = self.spec, self.drafters()
+        return {
+            "fits": self.fits,
+            "chip": spec.chip.name,
+            "mesh": str(spec.mesh),
+            "dtype": "int8" if spec.int8 else "bfloat16",
+            "context": spec.context,
+            "batch_size": spec.rows,
+            "num_speculative_tokens": spec.num_speculative_tokens,
+            "target_layout": self.layouts.target_rules,
+            "draft_layout": self.layouts.draft_rules,
+            "chip_memory_bytes": int(spec.chip.memory_bytes),
+            "memory_per_chip": self.memory(),
+            "steps": {
+                step.name: {
+                    "source": step.source,
+                    "peak_bytes_per_chip": step.peak_bytes,
+                    "argument_bytes_per_chip": step.argument_bytes,
+                    "temporary_bytes_per_chip": step.temporary_bytes,
+                    "collectives": step.collectives(),
+                    "copies": step.copied(),
+                    "flops": step.work.flops,
+                    "bytes_accessed": step.work.num_bytes,
+                    "roofline_seconds": step.seconds,
+                    "compile_seconds": step.compile_seconds,
+                }
+                for step in self.steps
+            },
+            "speed": self.speed(),
+            "drafters": None if drafters is None else dataclasses.asdict(drafters),
+            "largest_batch_size": self.largest_batch,
+            "largest_context": self.largest_context,
+            "remedies": list(self.remedies),
+            "replicated": self.replicated(),
+        }
+
+
+def make_plan(spec: PlanSpec, progress: Callable[[str], None] = lambda _: None) -> Plan:
+    """Plans: chooses the layouts, compiles or counts every step, and looks for what else fits.
+
+    Args:
+      spec: what is planned.
+      progress: told of every step that is done.
+
+    Raises:
+      FlyJaxError: no such slice, no compiler for it, or a spec that no memory would satisfy.
+    """
+    spec.check()
+    spec = spec.without_padding()
+    compiles = spec.compiles and spec.chip.is_tpu
+    layouts = spec.layouts(slice_mesh(spec.chip, spec.mesh) if compiles else None)
+    steps = []
+    for step in (compiled_steps if compiles else counted_steps)(spec, layouts):
+        progress(step.name)
+        steps.append(step)
+    peak = max(step.peak_bytes for step in steps)
+    return Plan(spec, layouts, tuple(steps), *alternatives(spec, peak))
+
+
+def table(plan: Plan) -> str:
+    """The plan as text: memory, steps, exchanges, speed, and what else fits."""
+    spec = plan.spec
+    lines = [
+        f"{spec.chip.name}, mesh {spec.mesh}, {'int8' if spec.int8 else 'bfloat16'}, "
+        f"context {spec.context}, {spec.rows} rows, K = {spec.num_speculative_tokens}",
+        f"layouts: target {plan.layouts.target_rules}, draft {plan.layouts.draft_rules}",
+        *plan.replicated(),
+        "",
+        f"GiB on each chip, of {spec.chip.memory_bytes / _GIB:.2f}",
+    ]
+    for name, num_bytes in plan.memory().items():
+        label = name.removesuffix("_bytes").replace("_", " ")
+        lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
+    lines += [
+        "",
+        *_steps(plan),
+        "",
+        *_exchanges(plan),
+        *_copies(plan),
+        "",
+        *_speed(plan),
+        "",
+        *_drafters(plan),
+    ]
+    lines += [
+        f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
+        f"{plan.largest_context} (by shapes, corrected by the plan above)",
+    ]
+    return "\n".join(lines)
+
+
+def _steps(plan: Plan) -> list[str]:
+    source = "compiled" if plan.steps[0].source == "compiled" else "counted from shapes"
+    lines = [
+        f"Steps on each chip ({source})",
+        f"  {'':<16}{'arguments':>10}{'temporary':>10}{'peak GiB':>10}{'TFLOP':>9}"
+        f"{'GB read':>9}{'roofline ms':>13}",
+    ]
+    for step in plan.steps:
+        sizes = (step.argument_bytes, step.temporary_bytes, step.peak_bytes)
+        lines.append(
+            f"  {step.name:<16}"
+            + "".join(f"{size / _GIB:10.2f}" for size in sizes)
+            + f"{step.work.flops / 1e12:9.3f}{step.work.num_bytes / 1e9:9.2f}"
+            + f"{step.seconds * 1e3:13.2f}"
+        )
+    return lines
+
+
+def _exchanges(plan: Plan) -> list[str]:
+    lines = ["Between chips", f"  {'':<16}{'kind':<20}{'count':>8}{'MB':>12}"]
+    for step in plan.steps:
+        for one in step.collectives():
+            lines.append(
+                f"  {step.name:<16}{one['kind']:<20}{one['count']:>8}{one['bytes'] / 1e6:12.2f}"  # type: ignore[operator]
+            )
+    return lines if len(lines) > 2 else ["Nothing travels between chips"]
+
+
+def _copies(plan: Plan) -> list[str]:
+    """One line for each step that copies a cache or a stack of matrices again and again."""
+    found = [(step, step.copies) for step in plan.steps if step.copies is not None]
+    if not found:
+        return []
+    label, lines = "Copies of a cache or a stack of matrices", []
+    for step, made in found:
+        repeated = [one for one in made if one.is_repeated]
+        if repeated:
+            count = sum(one.count for one in repeated)
+            num_bytes = sum(one.count * one.num_bytes for one in repeated)
+            lines.append(f"  {step.name:<16}{count} in loops or branches, {num_bytes / 1e9:.2f} GB")
+    once = sum(one.num_bytes for _, made in found for one in made if not one.is_repeated)
+    lines = [f"{label}:", *lines] if lines else [f"{label} in a loop or a branch: none"]
+    return [*lines, f"{label} once a step: {once / 1e9:.2f} GB"] if once else lines
+
+
+def _speed(plan: Plan) -> list[str]:
+    speed = plan.speed()
+    if speed is None:
+        return ["No speed is given for what does not fit."]
+    return [
+        f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens: "
+        f"{speed['tokens_per_second']:.0f} tokens/s, {speed['speed_up']:.2f} times the "
+        f"{speed['autoregressive_tokens_per_second']:.0f} tokens/s of one token at a time",
+        f"best K: {speed['best_num_speculative_tokens']} ({speed['best_speed_up']:.2f} times), if "
+        "every draft token were kept with one probability",
+    ]
+
+
+def _drafters(plan: Plan) -> list[str]:
+    drafters = plan.drafters()
+    if drafters is None:
+        return ["No draft is weighed for what does not fit."]
+    types = sorted({one.matrices for one in drafters.passes})
+    lines = [
+        "A draft pass (counted from shapes), in ms, of which the network; an asterisk does not fit",
+        f"  {'':<16}" + "".join(f"{name:>20}" for name in types),
+    ]
+    rules = dict.fromkeys(one.rules for one in drafters.passes)
+    for name in rules:
+        row = {one.matrices: one for one in drafters.passes if one.rules == name}
+        cells = (
+            f"{one.seconds * 1e3:.2f} ({one.network_seconds * 1e3:.2f}){' ' if one.fits else '*'}"
+            for one in (row[kind] for kind in types)
+        )
+        lines.append(f"  {name:<16}" + "".join(f"{cell:>20}" for cell in cells))
+    for one in drafters.smaller:
+        lines.append(
+            f"{one.name}, {one.best.rules}, {one.best.seconds * 1e3:.2f} ms a pass: pays from "
+            f"{one.pays_from:.1f} mean accepted tokens"
+        )
+    return lines

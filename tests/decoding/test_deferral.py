@@ -7,16 +7,15 @@ import math
 
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import fly_row, greedy_evidence
 from random_pairs import (
-    CAPACITY,
     CONFIG,
     EOS,
     NOISES,
     autoregressive,
+    batch_engine,
     greedy,
     logits_after,
     random_draft,
@@ -135,10 +134,8 @@ def decode(
     lookup: Lookup | None = None, rows: int = 3,
 ) -> list[Generation]:  # fmt: skip
     spec = RoundSpec(rule, k, lookup, EOS, boundary="defer", rounds_per_dispatch=2, audits=True)
-    decoder = Decoder(
-        random_target(pair), random_draft(pair, noise), spec, capacity=CAPACITY, batch_size=rows
-    )
-    return decoder.generate(prompts, limit)
+    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
+    return engine.generate(prompts, limit)
 
 
 token_lists = st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=12)
@@ -177,7 +174,7 @@ def test_windows_are_deferred_completed_and_rolled_back() -> None:
 
 
 def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
-    """The caches, the lookup's history and the text: from there on a fresh decoder does the same.
+    """The caches, the lookup's history and the text: from there on a fresh engine does the same.
 
     The rates by which deferral is chosen remember the failed attempt, so they are made blind here.
     """
@@ -204,8 +201,7 @@ def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
-        decoder = Decoder(random_target(1), None, spec, capacity=CAPACITY, batch_size=8)
-        rows = decoder.generate(prompts, 40)
+        rows = batch_engine(random_target(1), None, spec, 8).generate(prompts, 40)
     assert sum(row.num_rollbacks for row in rows) > 3
     for row, prompt in zip(rows, prompts, strict=True):
         chosen = logits_after(random_target(1), [*prompt, *row.token_ids]).argmax(-1)

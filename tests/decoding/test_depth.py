@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import CAPACITY, EOS, random_draft, random_target
+from random_pairs import CAPACITY, EOS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Fly, Rule, Verdict, Why
 from fly_jax.verification.sampling import Sampling
@@ -97,16 +97,15 @@ def test_a_forced_depth_is_that_fixed_k(
     rule: Rule, sampling: Sampling | None, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With sampling too: a draw depends on its position, and not on how many others there are."""
-    depths = (1, 3, 6)
+    depths = (3, 4, 6)
     seconds = np.full(3, np.inf, np.float32)
     seconds[index] = 1.0
-    monkeypatch.setattr(Decoder, "_measure", lambda *_: seconds)
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: seconds)
     target, draft = random_target(0), random_draft(0, 0.2)
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
 
     def decode(spec: RoundSpec) -> list[tuple[list[int], list[Why], int]]:
-        decoder = Decoder(target, draft, spec, capacity=CAPACITY, batch_size=3)
-        rows = decoder.generate(prompts, 20, seed=3)
+        rows = batch_engine(target, draft, spec, 3).generate(prompts, 20, seed=3)
         return [(row.token_ids, row.why, row.num_draft_tokens) for row in rows]
 
     chosen = decode(RoundSpec(rule, 6, None, EOS, depths=depths, sampling=sampling))
@@ -117,8 +116,11 @@ def test_a_forced_depth_is_that_fixed_k(
 
 def test_every_depth_is_measured() -> None:
     spec = RoundSpec(Exact(), 6, None, EOS, depths=(1, 3, 6))
-    decoder = Decoder(random_target(0), random_draft(0, 0.2), spec, capacity=CAPACITY, batch_size=2)
-    seconds = decoder._measure([[1, 2, 3]])
+    engine = batch_engine(random_target(0), random_draft(0, 0.2), spec, 3)
+    assert engine.costs is not None
+    assert np.isinf(engine.costs.next((3, CAPACITY), may_vary=True)).any(), "nothing is known"
+    engine.warm_up_for(engine.requests([[1, 2, 3]], 20))
+    seconds = engine.costs.next((3, CAPACITY), may_vary=True)
     assert seconds.shape == (3,)
     assert np.all(np.isfinite(seconds))
     assert np.all(seconds > 0)

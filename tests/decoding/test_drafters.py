@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from jaxtyping import Array
 from random_pairs import (
-    CAPACITY,
     CONFIG,
     EOS,
     MOST_TOKENS,
     autoregressive,
+    batch_engine,
     random_draft,
     random_target,
 )
@@ -28,6 +27,7 @@ from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine import engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Budget, Exact, Fly
 from fly_jax.verification.sampling import Sampling
@@ -47,8 +47,7 @@ SPECS = {
 def decode(
     spec: RoundSpec, drafter: Drafter | None, prompts: Sequence[Sequence[int]], limit: int
 ) -> list[Generation]:
-    decoder = Decoder(random_target(PAIR), drafter, spec, capacity=CAPACITY, batch_size=3)
-    return decoder.generate(prompts, limit)
+    return batch_engine(random_target(PAIR), drafter, spec, 3).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -74,7 +73,7 @@ def test_where_nothing_is_found_nothing_is_drafted() -> None:
 
 def test_nothing_that_proposes_is_refused() -> None:
     with pytest.raises(FlyJaxError, match="without a draft model or a lookup"):
-        Decoder(random_target(PAIR), None, RoundSpec(Exact(), K), capacity=CAPACITY)
+        batch_engine(random_target(PAIR), None, RoundSpec(Exact(), K), 1)
 
 
 class Memory(NamedTuple):
@@ -214,10 +213,10 @@ def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.Monkey
         return result
 
     monkeypatch.setattr(programs, "_run", spy)
-    monkeypatch.setattr(programs, "prefill_piece", lambda rows: 4)
+    monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
     target = random_target(PAIR)
     drafter = Echo(target.parameters()["unembedding"])
-    prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3]
     rows = decode(RoundSpec(Exact(), 3, eos_token_ids=EOS), drafter, prompts, MOST_TOKENS)
     assert [row.token_ids for row in rows] == autoregressive(target, prompts, MOST_TOKENS)
     assert len(states) > 5

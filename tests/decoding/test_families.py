@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from fly_jax.decoding.decoder import Decoder
-from random_pairs import CAPACITY, greedy
+from random_pairs import batch_engine, greedy
 
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.checkpoints.load import load_llama
@@ -39,8 +38,8 @@ def noisy(model: Llama) -> Llama:
 
 
 def decoded(target: Llama, draft: Llama) -> list[list[int]]:
-    decoder = Decoder(target, [draft], SPEC, capacity=CAPACITY, batch_size=len(PROMPTS))
-    return [one.token_ids for one in decoder.generate(PROMPTS, MAX_NEW_TOKENS)]
+    engine = batch_engine(target, draft, SPEC, len(PROMPTS))
+    return [one.token_ids for one in engine.generate(PROMPTS, MAX_NEW_TOKENS)]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import jax
@@ -9,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from jaxtyping import Array
 from random_pairs import (
     CAPACITY,
     CONFIG,
     EOS,
     NOISES,
+    batch_engine,
     greedy,
     keys_from,
     logits_after,
@@ -77,14 +78,9 @@ def fused(
     noise: float,
     seed: int = 0,
 ) -> list[Generation]:
-    decoder = Decoder(
-        random_target(pair),
-        random_draft(pair, noise),
-        RoundSpec(rule, DRAFTED, lookup, EOS, sampling=sampling),
-        capacity=CAPACITY,
-        batch_size=len(PROMPTS),
-    )
-    return decoder.generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
+    spec = RoundSpec(rule, DRAFTED, lookup, EOS, sampling=sampling)
+    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, len(PROMPTS))
+    return engine.generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
 
 
 def foreign_engine(
@@ -222,32 +218,27 @@ def test_the_account_adds_up(
 
 
 def test_the_running_account_is_that_of_what_has_settled() -> None:
-    decoder = Decoder(
-        random_target(1),
-        random_draft(1, 0.2),
-        RoundSpec(FLY, DRAFTED, Lookup(), EOS),
-        capacity=CAPACITY,
-        batch_size=len(PROMPTS),
-    )
-    rounds = [0] * len(PROMPTS)
-    text: list[list[int]] = [[] for _ in PROMPTS]
-    for settled, account in decoder.stream(PROMPTS, MAX_NEW_TOKENS):
-        rounds[settled.row] += 1
-        text[settled.row] += settled.token_ids
-        assert account.num_rounds == rounds[settled.row]
-        assert account.token_ids == text[settled.row]
-        assert list(account.prompt_token_ids) == PROMPTS[settled.row]
+    spec = RoundSpec(FLY, DRAFTED, Lookup(), EOS)
+    engine = batch_engine(random_target(1), random_draft(1, 0.2), spec, len(PROMPTS))
+    rounds, text = collections.Counter[int](), collections.defaultdict[int, list[int]](list)
+    for state, settled in engine.run(engine.requests(PROMPTS, MAX_NEW_TOKENS)):
+        account, row = state.generation, PROMPTS.index(list(state.request.prompt))
+        rounds[row] += 1
+        text[row] += settled.token_ids
+        assert account.num_rounds == rounds[row]
+        assert account.token_ids == text[row]
+        assert list(account.prompt_token_ids) == PROMPTS[row]
         assert tuple(account.why[-len(settled.why) :]) == settled.why
-    assert [row.token_ids for row in decoder.generate(PROMPTS, MAX_NEW_TOKENS)] == text
+    again = engine.generate(PROMPTS, MAX_NEW_TOKENS)
+    assert {row: one.token_ids for row, one in enumerate(again)} == text
 
 
 def test_a_round_needs_no_more_room_than_it_says() -> None:
     """The last position of the text and of the cache may be the last that a round writes."""
     spec = RoundSpec(Exact(), 12, Lookup(num_tokens=3))
-    prompts = [[1] * 16, [6, 3], [7, 3]]
-    decoder = Decoder(
-        random_target(2), random_draft(2, 0.2), spec, capacity=16 + MAX_NEW_TOKENS + spec.room,
-        batch_size=3,
-    )  # fmt: skip
-    rows = decoder.generate(prompts, MAX_NEW_TOKENS)
+    prompts = [[1] * 24, [6, 3], [7, 3]]
+    length = 24 + MAX_NEW_TOKENS
+    engine = batch_engine(random_target(2), random_draft(2, 0.2), spec, 3, max_length=length)
+    assert engine._capacity == length + spec.room
+    rows = engine.generate(prompts, MAX_NEW_TOKENS)
     assert [row.token_ids for row in rows] == greedy(random_target(2), prompts)

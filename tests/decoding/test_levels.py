@@ -10,17 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 from random_pairs import (
-    CAPACITY,
     CONFIG,
     EOS,
     MOST_TOKENS,
     NOISES,
     autoregressive,
+    batch_engine,
     greedy,
     keys_from,
     random_draft,
@@ -66,8 +65,8 @@ def decode(
     limit: int = MOST_TOKENS,
 ) -> list[Generation]:
     spec = dataclasses.replace(spec, level_speculative_tokens=sizes)
-    decoder = Decoder(random_target(pair), drafts, spec, capacity=CAPACITY, batch_size=rows)
-    return decoder.generate(prompts, limit, seed=pair)
+    engine = batch_engine(random_target(pair), drafts, spec, rows)
+    return engine.generate(prompts, limit, seed=pair)
 
 
 def without_cost(row: Generation) -> Generation:
@@ -199,12 +198,10 @@ def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
 def test_a_wrong_number_of_levels_is_refused(sampling: Sampling | None) -> None:
     drafts = chain(1, 0.2, (0.2,))
     with pytest.raises(FlyJaxError, match="2 draft models were given"):
-        Decoder(
-            random_target(1), drafts, RoundSpec(Exact(), 4, sampling=sampling), capacity=CAPACITY
-        )
+        batch_engine(random_target(1), drafts, RoundSpec(Exact(), 4, sampling=sampling), 1)
     with pytest.raises(FlyJaxError, match="at least 1 token"):
         RoundSpec(Exact(), 4, level_speculative_tokens=(4, 0), sampling=sampling)
     other = Llama.random(dataclasses.replace(CONFIG, vocab_size=50), jax.random.key(0))
     spec = RoundSpec(Exact(), 4, level_speculative_tokens=(2,), sampling=sampling)
     with pytest.raises(FlyJaxError, match="A draft model has 50 tokens"):
-        Decoder(random_target(1), (drafts[0], other), spec, capacity=CAPACITY)
+        batch_engine(random_target(1), (drafts[0], other), spec, 1)

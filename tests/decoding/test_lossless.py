@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import (
-    CAPACITY,
     CONFIG,
     EOS,
     MOST_TOKENS,
     NOISES,
     autoregressive,
+    batch_engine,
     random_draft,
     random_target,
 )
@@ -20,6 +19,7 @@ from random_pairs import (
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.request import RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Why
 
@@ -43,10 +43,8 @@ def decode(
     program: str, prompts: list[list[int]], max_new_tokens: int, *, pair: int = 0, noise: float
 ) -> list[Generation]:
     spec, rows = PROGRAMS[program]
-    decoder = Decoder(
-        random_target(pair), random_draft(pair, noise), spec, capacity=CAPACITY, batch_size=rows
-    )
-    return decoder.generate(prompts, max_new_tokens)
+    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
+    return engine.generate(prompts, max_new_tokens)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -86,67 +84,43 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
 
 def test_end_of_text_inside_a_block_ends_the_row() -> None:
     prompts = [[token, 3, token] for token in range(24)]
-    spec, _ = PROGRAMS["four tokens"]
-    decoder = Decoder(random_target(1), random_draft(1, 0.0), spec, capacity=CAPACITY, batch_size=3)
-    inside = 0
-    for first in range(0, len(prompts), 3):
-        done = set()
-        for settled, account in decoder.stream(prompts[first : first + 3], MOST_TOKENS):
-            assert settled.row not in done, "a row goes on after its end"
-            assert tuple(account.token_ids[-len(settled.token_ids) :]) == settled.token_ids
-            if settled.finish_reason is None:
-                continue
-            done.add(settled.row)
-            assert settled.finish_reason == account.finish_reason
-            if settled.finish_reason == "stop":
-                assert settled.token_ids[-1] in EOS
-                inside += settled.why[-1] == Why.MATCHED
-            else:
-                assert len(account.token_ids) == MOST_TOKENS
-        assert done == {0, 1, 2}
+    engine = batch_engine(random_target(1), random_draft(1, 0.0), *PROGRAMS["four tokens"])
+    inside, done = 0, list[RequestState]()
+    for state, settled in engine.run(engine.requests(prompts, MOST_TOKENS)):
+        account = state.generation
+        assert state not in done, "a row goes on after its end"
+        assert tuple(account.token_ids[-len(settled.token_ids) :]) == settled.token_ids
+        if settled.finish_reason is None:
+            continue
+        done.append(state)
+        assert settled.finish_reason == account.finish_reason
+        if settled.finish_reason == "stop":
+            assert settled.token_ids[-1] in EOS
+            inside += settled.why[-1] == Why.MATCHED
+        else:
+            assert len(account.token_ids) == MOST_TOKENS
+    assert sorted(list(state.request.prompt) for state in done) == prompts
     assert inside > 0
 
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
     prompts = [[5], [9, 9], [1, 2, 3]]
     spec = RoundSpec(Exact(), 4)  # no token ends a text
-    decoder = Decoder(random_target(2), random_draft(2, 0.0), spec, capacity=CAPACITY, batch_size=3)
-    whole = decoder.generate(prompts, 16)
+    engine = batch_engine(random_target(2), random_draft(2, 0.0), spec, 3)
+    whole = engine.generate(prompts, 16)
     assert [row.num_rounds for row in whole] == [4, 4, 4]  # 5 tokens a round, the last one cut
     for limit in (1, 5, 7):
-        rows = decoder.generate(prompts, limit)
+        rows = engine.generate(prompts, limit)
         assert [row.token_ids for row in rows] == [row.token_ids[:limit] for row in whole]
         assert {row.finish_reason for row in rows} == {"length"}
 
 
 def test_a_row_ends_where_the_context_does() -> None:
     context = CONFIG.max_context
-    decoder = Decoder(
-        random_target(2),
-        random_draft(2, 0.0),
-        RoundSpec(Exact(), 4),
-        capacity=CAPACITY,
-        batch_size=3,
-    )
+    engine = batch_engine(random_target(2), random_draft(2, 0.0), RoundSpec(Exact(), 4), 3)
     prompt = list(range(40)) * 3
-    (row,) = decoder.generate([prompt[: context - 3]], 10)
+    (row,) = engine.generate([prompt[: context - 3]], 10)
     assert len(row.token_ids) == 3
     assert row.finish_reason == "length"
     with pytest.raises(FlyJaxError, match="context"):
-        decoder.generate([prompt[:context]], 10)
-
-
-def test_bad_requests_are_refused() -> None:
-    spec, rows = PROGRAMS["four tokens"]
-    target, draft = random_target(0), random_draft(0, 0.0)
-    decoder = Decoder(target, draft, spec, capacity=CAPACITY, batch_size=rows)
-    with pytest.raises(FlyJaxError, match="empty"):
-        decoder.generate([[1], []], 4)
-    with pytest.raises(FlyJaxError, match="max_new_tokens"):
-        decoder.generate([[1]], 0)
-    with pytest.raises(FlyJaxError, match="4 prompts"):
-        list(decoder.stream([[1]] * 4, 4))
-    with pytest.raises(FlyJaxError, match="capacity"):
-        Decoder(target, draft, spec, capacity=16, batch_size=rows).generate([[1]], 40)
-    with pytest.raises(FlyJaxError, match="without a draft"):
-        Decoder(target, None, spec, capacity=CAPACITY)
+        engine.generate([prompt[:context]], 10)

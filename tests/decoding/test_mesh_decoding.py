@@ -10,13 +10,13 @@ import re
 import jax
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
-from random_pairs import CAPACITY, CONFIG, EOS, placed, random_draft, random_target
+from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.engine.engine import Engine
+from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -69,29 +69,23 @@ def pair(config: LlamaConfig = LARGE) -> tuple[Llama, Llama]:
     return random_target(2, config), random_draft(2, 0.3, config)
 
 
-def decoder_on(
+def engine_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
-) -> Decoder:
+) -> Engine:
     target, draft = pair()
     drafts = [draft, random_draft(2, 0.4, LARGE)][: 1 + len(SPECS[name].level_speculative_tokens)]
     if mesh is not None:
         devices = create_mesh(parse_mesh(mesh))
         target = placed(target, Layout(devices, RULES[target_rules]))
         drafts = [placed(one, Layout(devices, RULES[draft_rules])) for one in drafts]
-    return Decoder(
-        target,
-        drafts,
-        SPECS[name],
-        capacity=CAPACITY,
-        batch_size=ROWS,
-        memory=CorrectionMemory("v", min_count=0) if name == "all" else None,
-    )
+    memory = CorrectionMemory("v", min_count=0) if name == "all" else None
+    return batch_engine(target, drafts, SPECS[name], ROWS, memory=memory)
 
 
 @functools.cache
 def on_one_device(name: str) -> list[Generation]:
-    decoder = decoder_on(None, name)
-    return [row for batch in BATCHES for row in decoder.generate(batch, MAX_NEW_TOKENS)]
+    engine = engine_on(None, name)
+    return [row for batch in BATCHES for row in engine.generate(batch, MAX_NEW_TOKENS)]
 
 
 def test_every_layout_is_decoded_with() -> None:
@@ -103,12 +97,12 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
     mesh: str, name: str, target_rules: str, draft_rules: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = on_one_device(name)
-    decoder = decoder_on(mesh, name, target_rules, draft_rules)
+    engine = engine_on(mesh, name, target_rules, draft_rules)
     found = []
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for batch in BATCHES:
             compiled = _compiled(caplog)
-            found += decoder.generate(batch, MAX_NEW_TOKENS)
+            found += engine.generate(batch, MAX_NEW_TOKENS)
     assert any("_run" in message for message in compiled), "compilations go uncounted"
     assert _compiled(caplog) == []
     for row, other in zip(found, expected, strict=True):
@@ -144,16 +138,10 @@ def collectives(hlo: str) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.usefixtures("compiled_well")
 def test_collectives_carry_activations_and_evidence_only() -> None:
     """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
-    decoder = decoder_on("2x4", "fly")
-    state = decoder._admit(BATCHES[0], MAX_NEW_TOKENS, 0)
-    models = decoder._programs
-    hlo = (
-        programs._run.lower(
-            models._shapes, None, models._parameters, models._drafter, state, decoder._inputs
-        )
-        .compile()
-        .as_text()
-    )
+    engine = engine_on("2x4", "fly")
+    models, state, inputs = engine._programs, engine._slots(), engine._inputs()
+    given = (models._shapes, ROWS, models._parameters, models._drafter, state, inputs)
+    hlo = programs._run.lower(*given).compile().as_text()
     sent = collectives(hlo)
     assert any(name == "all-reduce" for name, _ in sent), "the program has no collectives"
     block = SPECS["fly"].num_speculative_tokens + 1

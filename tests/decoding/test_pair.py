@@ -1,13 +1,19 @@
-"""The two calls that most users make: load a pair, generate."""
+"""The two calls that most users make, load a pair and generate; also with a drafter by its name."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from tiny_pair import write_pair
 
+import fly_jax
+from fly_jax.decoding.drafters import registry
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.spec import RoundSpec
@@ -19,10 +25,17 @@ from fly_jax.verification.rules import Exact, Fly
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
 
 
+REPEATING = ["Ada has 3 apples and Ada has 3", "Boris"]
+
+
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
-    return load_pair(target, draft, dtype="float32")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def pair(folders: tuple[Path, Path]) -> Pair:
+    return load_pair(*folders, dtype="float32")
 
 
 def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> None:
@@ -32,8 +45,7 @@ def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> 
     assert all(one.mean_accepted_tokens == 1 for one in plain)
 
 
-def test_a_pair_without_a_draft_takes_any_rule(pair: Pair) -> None:
-    alone = Pair(pair.target, (), pair.tokenizer)
+def test_a_pair_without_a_draft_takes_any_rule(alone: Pair) -> None:
     (with_fly,) = generate(alone, PROMPTS[:1], rule=Fly(), max_new_tokens=8)
     (plain,) = generate(alone, PROMPTS[:1], max_new_tokens=8)
     assert with_fly.token_ids == plain.token_ids
@@ -49,34 +61,106 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
     with pytest.raises(FlyJaxError, match="outside the model's vocabulary"):
         generate(pair, [[1, 10**6]])
     with pytest.raises(FlyJaxError, match=r"protect is '\(', which is no regular expression"):
-        pair.decoder(pair.spec(rule="exact"), protect=["("])
+        Engine.of(pair, rule="exact", protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
         RoundSpec(Exact(), 0, rounds_per_dispatch=0)
 
 
-def test_decoders_share_the_pairs_weights(pair: Pair) -> None:
+def test_engines_share_the_pairs_weights(pair: Pair) -> None:
     """Each holding its layers one by one would hold the model once more."""
     assert pair.draft is not None
     own = [*jax.tree.leaves((pair.target.parameters(), pair.draft.parameters()))]
     for _ in range(2):
-        decoder = pair.decoder(pair.spec(rule="exact", num_speculative_tokens=2))
-        assert isinstance(decoder.drafter, DraftModel)
-        held = (decoder._programs._parameters, decoder.drafter.parameters)
+        engine = Engine.of(pair, rule="exact", num_speculative_tokens=2)
+        assert isinstance(engine.drafter, DraftModel)
+        held = (engine._programs._parameters, engine.drafter.parameters)
         for array, ours in zip(jax.tree.leaves(held), own, strict=True):
             assert array is ours
 
 
 def test_a_memory_of_other_tokens_is_refused(pair: Pair) -> None:
-    memory, spec = CorrectionMemory("other"), pair.spec(rule="csd")
-    for make in (
-        lambda: pair.decoder(spec, memory=memory),
-        lambda: Engine.of(pair, rule="csd", memory=memory),
-    ):
-        with pytest.raises(FlyJaxError, match="another vocabulary"):
-            make()
+    with pytest.raises(FlyJaxError, match="another vocabulary"):
+        Engine.of(pair, rule="csd", memory=CorrectionMemory("other"))
 
 
-def test_a_name_that_no_file_system_takes_is_refused(pair: Pair, tmp_path: Path) -> None:
-    target, _ = write_pair(tmp_path)
+def test_a_name_that_no_file_system_takes_is_refused(folders: tuple[Path, Path]) -> None:
     with pytest.raises(FlyJaxError, match=r"cannot be looked up|neither a folder"):
-        load_pair(target, "x" * 300)
+        load_pair(folders[0], "x" * 300)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Toy(fly_jax.Drafter):
+    """Proposes the last token again and again."""
+
+    size: int = 1
+
+    def propose(
+        self, state: Any, text: Any, length: Any, num_tokens: int, *, wanted: Any = None, **_: Any
+    ) -> tuple[fly_jax.Draft, Any]:
+        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
+        count = jnp.full(length.shape, num_tokens) if wanted is None else wanted
+        tokens = jnp.tile(last, (1, num_tokens))
+        return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> Pair:
+    return dataclasses.replace(pair, drafts=())
+
+
+@pytest.fixture
+def toy() -> Iterator[None]:
+    fly_jax.register_drafter("toy", lambda target, spec: Toy())
+    yield
+    del registry._BUILDS["toy"]
+
+
+def tokens(pair: Pair, **given: Any) -> list[list[int]]:
+    return [one.token_ids for one in generate(pair, REPEATING, max_new_tokens=12, **given)]
+
+
+def test_a_drafter_from_outside_drafts_losslessly(
+    folders: tuple[Path, Path], alone: Pair, toy: None
+) -> None:
+    expected = tokens(alone)
+    assert tokens(alone, drafter="toy", rule="exact", num_speculative_tokens=3) == expected
+    loaded = load_pair(folders[0], "toy", dtype="float32")
+    assert (loaded.drafts, loaded.drafter) == ((), "toy")
+    (one,) = generate(
+        loaded, REPEATING[:1], rule="exact", num_speculative_tokens=3, max_new_tokens=12
+    )
+    assert one.token_ids == expected[0]
+    assert one.num_draft_tokens > 0
+    with pytest.raises(FlyJaxError, match="a drafter 'toy' already"):
+        fly_jax.register_drafter("toy", lambda target, spec: Toy())
+    with pytest.raises(FlyJaxError, match="proposes alone"):
+        load_pair(folders[0], ["toy", folders[1]])
+
+
+def test_an_unknown_drafter_is_refused(alone: Pair) -> None:
+    with pytest.raises(FlyJaxError, match="There is no drafter 'lucky'; there are ngram"):
+        tokens(alone, drafter="lucky")
+
+
+def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> None:
+    """Named, or because there is no draft model: the same, and the target's own text."""
+    given = {"rule": "exact", "num_speculative_tokens": 4}
+    named = load_pair(folders[0], "ngram", dtype="float32")
+    assert named.spec(**given).lookup == fly_jax.Lookup()
+    assert named.spec(**given, prompt_lookup_max=2).lookup == fly_jax.Lookup(max_ngram=2)
+    assert named.spec(**given, prompt_lookup_tokens=3).lookup == fly_jax.Lookup(num_tokens=3)
+    (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
+    (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
+    assert one.token_ids == same.token_ids == tokens(alone)[0]
+    assert one.num_draft_tokens == same.num_draft_tokens > 0
+
+
+def test_a_config_from_a_file_decodes(pair: Pair, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('rule = "margin"\nmargin_gap = 100.0\nnum_speculative_tokens = 3\n')
+    config = fly_jax.load_config(str(path))
+    assert tokens(pair, config=config) == tokens(
+        pair, rule=fly_jax.Margin(gap=100), num_speculative_tokens=3
+    )
+    assert tokens(pair, config=config, rule="exact") == tokens(pair, num_speculative_tokens=0)

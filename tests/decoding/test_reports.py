@@ -8,10 +8,9 @@ import functools
 import numpy as np
 import oracle
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from random_pairs import (
-    CAPACITY,
     EOS,
+    batch_engine,
     greedy,
     logits_after,
     random_draft,
@@ -41,10 +40,8 @@ MEASURES = {name: ("full", 0) if name == "typical" else ("top_k", 3) for name in
 
 
 def decode(spec: RoundSpec, rows: int = 2) -> list[Generation]:
-    decoder = Decoder(
-        random_target(PAIR), random_draft(PAIR, NOISE), spec, capacity=CAPACITY, batch_size=rows
-    )
-    return decoder.generate(PROMPTS, MAX_NEW_TOKENS)
+    engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), spec, rows)
+    return engine.generate(PROMPTS, MAX_NEW_TOKENS)
 
 
 @functools.cache
@@ -167,10 +164,8 @@ def test_reports_change_no_token_and_are_not_there_unasked() -> None:
 def test_unasked_reports_are_no_part_of_the_program() -> None:
     for spec in SPECS.values():
         plain = dataclasses.replace(spec, audits=False)
-        decoder = Decoder(
-            random_target(PAIR), random_draft(PAIR, NOISE), plain, capacity=CAPACITY, batch_size=2
-        )
-        state = decoder._admit(PROMPTS[:2], 3, 0)
+        engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), plain, 2)
+        state = engine._slots()
         assert state.window is None or state.window.reports is None
         assert plain.needs == plain.rule.needs
 

@@ -1,19 +1,24 @@
-"""Sampling through the whole decoder: what is emitted is distributed as the target says."""
+"""Sampling through the whole engine: what is emitted is distributed as the target says.
+
+And the draws of a prompt are its own, whoever is decoded beside it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import oracle
 import pytest
 import scipy.stats
-from fly_jax.decoding.decoder import Decoder
-from random_pairs import CAPACITY, CONFIG, logits_after, random_draft, random_target
+from random_pairs import CONFIG, EOS, batch_engine, logits_after, random_draft, random_target
 
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request
 from fly_jax.verification.rules import Exact, Fly, Rule
 from fly_jax.verification.sampling import Sampling
 
@@ -30,14 +35,9 @@ SAMPLING = Sampling(TEMPERATURE, TOP_K)
 def decode(
     rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0
 ) -> list[Generation]:  # fmt: skip
-    decoder = Decoder(
-        random_target(5, SMALL, SHARPNESS),
-        random_draft(5, noise, SMALL, SHARPNESS),
-        RoundSpec(rule, 3, lookup, sampling=SAMPLING),
-        capacity=CAPACITY,
-        batch_size=ROWS,
-    )
-    return decoder.generate([PROMPT] * draws, count, seed=seed)
+    pair = random_target(5, SMALL, SHARPNESS), random_draft(5, noise, SMALL, SHARPNESS)
+    engine = batch_engine(*pair, RoundSpec(rule, 3, lookup, sampling=SAMPLING), ROWS)
+    return engine.generate([PROMPT] * draws, count, seed=seed)
 
 
 def probabilities(text: list[int]) -> np.ndarray:
@@ -102,3 +102,44 @@ def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
     other = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=4)
     assert [row.token_ids for row in other] != [row.token_ids for row in rows]
     assert len({tuple(row.token_ids) for row in rows}) > ROWS // 2, "rows share their noise"
+
+
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5], [8, 9, 7]]
+SEEDS = [11, 5, 3, 2**40]
+
+
+def sampling_engine() -> Engine:
+    spec = RoundSpec(Exact(), 4, Lookup(), EOS, sampling=Sampling(0.9, top_p=0.95))
+    return batch_engine(random_target(2), random_draft(2, 0.2), spec, len(PROMPTS))
+
+
+def drawn(engine: Engine, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int]]:
+    states = [
+        engine.submit(Request(prompt, 24, sampling=engine.spec.sampling, seed=seed))
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    list(engine.run(()))
+    return [state.generation.token_ids for state in states]
+
+
+def test_draws_depend_on_the_prompts_own_seed_alone() -> None:
+    engine = sampling_engine()
+    together = drawn(engine, PROMPTS, SEEDS)
+    for order in ([3, 0, 2, 1], [1, 3], [0], [1], [2], [3]):
+        found = drawn(engine, [PROMPTS[row] for row in order], [SEEDS[row] for row in order])
+        assert found == [together[row] for row in order]
+    other = drawn(engine, PROMPTS, [seed + 1 for seed in SEEDS])
+    assert all(one != tokens for one, tokens in zip(other, together, strict=True))
+
+
+def test_equal_prompts_share_no_noise() -> None:
+    rows = sampling_engine().generate([[3, 1, 4]] * 8, 8, seed=1)
+    assert len({tuple(row.token_ids) for row in rows}) > 4
+
+
+def test_the_seed_of_a_prompt_is_that_of_its_place() -> None:
+    """Whoever is decoded beside it."""
+    engine, seven = sampling_engine(), [*PROMPTS, *PROMPTS[:3]]
+    found = engine.generate(seven, 24, seed=20)
+    alone = [drawn(engine, [prompt], [20 + index])[0] for index, prompt in enumerate(seven)]
+    assert [row.token_ids for row in found] == alone

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
-from random_pairs import CAPACITY, greedy
+from random_pairs import batch_engine, greedy
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
@@ -92,10 +91,8 @@ def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
     expected = [one[: one.index(2) + 1] if 2 in one else one for one in greedy(target, PROMPTS, 16)]
-    decoder = Decoder(
-        target, self_draft(target, SELF_DRAFTS[name]), SPEC, capacity=CAPACITY, batch_size=2
-    )
-    found = decoder.generate(PROMPTS, 16)
+    engine = batch_engine(target, self_draft(target, SELF_DRAFTS[name]), SPEC, 2)
+    found = engine.generate(PROMPTS, 16)
     assert [one.token_ids for one in found] == expected
     assert sum(one.num_accepted_tokens for one in found) > 0
 

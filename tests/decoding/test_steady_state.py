@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
-from random_pairs import CAPACITY, EOS, random_draft, random_target
+from random_pairs import EOS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import DecodeState, RuleInputs
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request
 from fly_jax.models.cache import KVCache
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule, per_row
-from fly_jax.verification.sampling import Sampling, sampling_per_row
+from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin
+from fly_jax.verification.sampling import Sampling
 
 SPECS = {
     "autoregressive": RoundSpec(Exact(), 0, None, EOS),
@@ -64,86 +65,77 @@ def num_drafts(spec: RoundSpec) -> int:
     return 1 + len(spec.level_speculative_tokens) if spec.num_speculative_tokens else 0
 
 
-def decoder_for(spec: RoundSpec) -> Decoder:
+def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
-    return Decoder(
-        random_target(1),
-        [random_draft(1, 0.2 + level) for level in range(num_drafts(spec))],
-        spec,
-        capacity=CAPACITY,
-        batch_size=2,
-        memory=memory,
-    )
+    drafts = [random_draft(pair, 0.2 + level) for level in range(num_drafts(spec))]
+    return batch_engine(random_target(pair), drafts, spec, 3, memory=memory)
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_later_batches_compile_nothing(name: str, compilations: Callable[[], list[str]]) -> None:
-    decoder = decoder_for(SPECS[name])
-    for index, (prompts, max_new_tokens, seed) in enumerate(BATCHES):
-        rows = decoder.generate(prompts, max_new_tokens, seed=seed)
+def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], list[str]]) -> None:
+    engine = engine_for(SPECS[name])
+    for prompts, max_new_tokens, seed in BATCHES:
+        engine.warm_up_for(engine.requests(prompts, max_new_tokens, seed=seed))
+    assert any("_run" in message for message in compilations()), "compilations go uncounted"
+    for prompts, max_new_tokens, seed in BATCHES:
+        rows = engine.generate(prompts, max_new_tokens, seed=seed)
         assert all(row.token_ids for row in rows)
-        compiled = compilations()
-        if index == 0:
-            assert any("_run" in message for message in compiled), "compilations go uncounted"
-        else:
-            assert compiled == []
+    assert compilations() == []
 
 
 def test_another_pair_of_the_same_shape_compiles_nothing(
     compilations: Callable[[], list[str]],
 ) -> None:
     prompts, max_new_tokens, seed = BATCHES[0]
-    decoder_for(SPECS["exact"]).generate(prompts, max_new_tokens, seed=seed)
-    other = Decoder(
-        random_target(2), random_draft(2, 0.2), SPECS["exact"], capacity=CAPACITY, batch_size=2
-    )
+    engine_for(SPECS["exact"]).generate(prompts, max_new_tokens, seed=seed)
+    other = engine_for(SPECS["exact"], pair=2)
     compilations()
     other.generate(prompts, max_new_tokens, seed=seed)
     assert compilations() == []
 
 
-@pytest.mark.parametrize("name", ["numbers", "numbers of each row"])
-def test_other_numbers_compile_nothing(name: str, compilations: Callable[[], list[str]]) -> None:
-    """Those of the rule, of its budget and of the sampling are data."""
+@pytest.mark.parametrize("offline", [True, False])
+def test_other_numbers_compile_nothing(
+    offline: bool, compilations: Callable[[], list[str]]
+) -> None:
+    """Those of the rule, of its budget and of the sampling are data; so are each request's own."""
+    (prompt, *_), max_new_tokens, seed = BATCHES[0]
+    online: list[Engine] = []
 
-    def spec(numbers: tuple[float, int, float, float, float]) -> RoundSpec:
+    def decoded(*numbers: float) -> list[int]:
         threshold, window, total, temperature, top_p = numbers
-        rule: Rule = Budget(Fly(threshold, window) | Margin(gap=threshold), total)
+        rule = Budget(Fly(threshold, int(window)) | Margin(gap=threshold), total)
         sampling = Sampling(temperature, top_p=top_p)
-        if name == "numbers of each row":
-            rule = per_row([rule, Exact()] if window == 2 else [Exact(), rule])
-            sampling = sampling_per_row([sampling, None] if window == 2 else [None, sampling])
-        return RoundSpec(rule, 5, None, EOS, sampling=sampling)
+        if offline:
+            engine = engine_for(RoundSpec(rule, 5, None, EOS, sampling=sampling))
+            return engine.generate([prompt], max_new_tokens, seed=seed)[0].token_ids
+        if not online:
+            pair = random_target(1), random_draft(1, 0.2)
+            online.append(Engine(*pair, RoundSpec(Exact(), 5, None, EOS), rules=[rule]))
+        state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
+        list(online[0].run(()))
+        return state.generation.token_ids
 
-    prompts, max_new_tokens, seed = BATCHES[0]
-    first = decoder_for(spec((0.3, 2, 8.0, 0.7, 0.9)))
-    before = first.generate(prompts, max_new_tokens, seed=seed)
+    before = decoded(0.3, 2, 8.0, 0.7, 0.9)
     assert any("_run" in message for message in compilations()), "compilations go uncounted"
-    other = decoder_for(spec((0.0, 0, 9.5, 1.5, 0.6)))
-    after = other.generate(prompts, max_new_tokens, seed=seed)
+    after = decoded(0.0, 0, 9.5, 1.5, 0.6)
     assert compilations() == []
-    assert [row.token_ids for row in after] != [row.token_ids for row in before]
+    assert after != before
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_rounds_copy_nothing_unasked(name: str) -> None:
-    decoder = decoder_for(SPECS[name])
+def test_nothing_is_copied_unasked(name: str) -> None:
+    engine = engine_for(SPECS[name])
     prompts, max_new_tokens, seed = BATCHES[0]
-    expected = decoder.generate(prompts, max_new_tokens, seed=seed)  # compiles
-    if decoder.memory is not None:  # what has been learnt would change the tokens
-        assert decoder.memory.version > 1
-        decoder.memory = CorrectionMemory("v", min_count=0)
-    stream = decoder.stream(prompts, max_new_tokens, seed=seed)
-    accounts = dict([_row(next(stream))])  # admits the prompts
+    expected = engine.generate(prompts, max_new_tokens, seed=seed)  # compiles
+    if engine.memory is not None:  # what has been learnt would change the tokens
+        assert engine.memory.version > 1
+        engine.memory = CorrectionMemory("v", min_count=0)
     with jax.transfer_guard("disallow"):
         with pytest.raises(Exception, match="isallowed host-to-device"):
             jax.jit(jnp.negative)(np.ones(3))  # the guard is up
-        accounts |= dict(_row(item) for item in stream)
-    assert [accounts[row] for row in range(len(prompts))] == [row.token_ids for row in expected]
-
-
-def _row(item: tuple[Settled, Generation]) -> tuple[int, list[int]]:
-    return item[0].row, item[1].token_ids
+        found = engine.generate(prompts, max_new_tokens, seed=seed)
+    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -158,7 +150,7 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(programs, "_run", spy)
     (prompts, max_new_tokens, seed), *_ = BATCHES
-    decoder_for(SPECS[name]).generate(prompts, max_new_tokens, seed=seed)
+    engine_for(SPECS[name]).generate(prompts, max_new_tokens, seed=seed)
     assert len(states) > 2
     for state in states:
         leaves = jax.tree.leaves(state.drafter, is_leaf=lambda one: isinstance(one, KVCache))
@@ -168,23 +160,32 @@ def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 
 
+def begun(engine: Engine, limits: Sequence[int]) -> tuple[DecodeState, RuleInputs]:
+    """The engine's rows with prompts of these limits, before the first round."""
+    for number, limit in enumerate(limits):
+        engine.submit(Request([1, 2, 3 + number], limit))
+    engine._run_prompts()
+    inputs = engine._inputs()
+    assert inputs is not None
+    return engine._held(), inputs
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None:
     """The host is one dispatch behind; what it dispatched too much must not cost a round.
 
     A single round, which is not in a loop, runs all the same, and leaves the rows as they are.
     """
-    spec = dataclasses.replace(SPECS["exact"], rounds_per_dispatch=rounds)
-    decoder = decoder_for(spec)
-    prompts, max_new_tokens, seed = BATCHES[0]
-    models = decoder._programs
-    state = decoder._admit(prompts, max_new_tokens, seed)
+    engine = engine_for(dataclasses.replace(SPECS["exact"], rounds_per_dispatch=rounds))
+    state, inputs = begun(engine, [12, 12])
+    inputs = dataclasses.replace(inputs, seated=None)
+    run = engine._programs.run
     count = 1
     while count:
-        state, output = models.run(state, decoder._inputs)
+        state, output = run(state, inputs)
         count = int(output.count.sum())
     before = jax.device_get(state)
-    state, output = models.run(state, decoder._inputs)
+    state, output = run(state, inputs)
     output, after = jax.device_get(output), jax.device_get(state)
     numbers = (output.count, output.num_drafted, output.num_accepted, output.num_rescued)
     assert not any(np.any(leaf) for leaf in numbers)
@@ -195,6 +196,26 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
     if rounds > 1:
         assert all(not np.any(leaf) for leaf in jax.tree.leaves(output))
         jax.tree.map(np.testing.assert_array_equal, _numbers(after), _numbers(before))
+
+
+def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
+    """Another request has its place; one that begins after that runs no round."""
+    spec = RoundSpec(Exact(), 4, rounds_per_dispatch=3)
+    engine = engine_for(spec)
+    state, inputs = begun(engine, [1, 40])
+    state, output = engine._programs.run(state, inputs)
+    count, finished = jax.device_get((output.count, output.finished))
+    assert (count[0, :2] > 0).all()
+    assert finished[0].tolist() == [True, False, True]
+    assert not count[1:].any(), "the rounds after it do not run"
+    before = jax.device_get(state)
+    state, output = engine._programs.run(state, inputs)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
+    jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
+    # Its request has been read, and nobody has its place yet.
+    left = engine._programs.put_numbers(np.array([False, True, False]))
+    output = engine._programs.run(state, dataclasses.replace(inputs, seated=left))[1]
+    assert (jax.device_get(output.count)[:, 1] > 0).all()
 
 
 def _numbers(state: object) -> list[np.ndarray]:

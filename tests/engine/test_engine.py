@@ -9,13 +9,24 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
-from engine_kinds import KINDS, NUM_SLOTS, Kind, engine_for, models
+from engine_kinds import (
+    KINDS,
+    NUM_SLOTS,
+    ROUND,
+    Kind,
+    account,
+    engine_for,
+    finished,
+    models,
+    requests,
+)
 from random_pairs import (
     EOS,
     greedy,
     logits_after,
 )
 
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
@@ -25,45 +36,6 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Csd, Exact, Why
 from fly_jax.verification.sampling import Sampling
-
-
-def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
-    random = np.random.default_rng(seed)
-    rules = (None, *kind.rules)
-    return [
-        Request(
-            # Short ones and long ones: for each power of two a decoder compiles anew.
-            random.integers(
-                0, 48, int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
-            ).tolist(),
-            int(random.integers(1, 25)),
-            rule=rules[index % len(rules)],
-            # Each rule with one of them, since for every pair a decoder compiles anew too.
-            sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
-            seed=index + 1,
-            logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
-            protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
-        )
-        for index in range(number)
-    ]
-
-
-def finished(engine: Engine, given: Sequence[Request]) -> list[RequestState]:
-    states = [engine.submit(request) for request in given]
-    while not engine.is_idle:
-        engine.step()
-    return states
-
-
-def account(state: RequestState) -> tuple[object, ...]:
-    one = state.generation
-    counts = (one.num_rounds, one.num_draft_tokens, one.num_rescued_tokens, one.num_rollbacks)
-    # Passes of other widths round other than alone.
-    reports = [
-        (report.draft_id, report.choice_id, report.verdict, round(report.entropy, 3))
-        for report in one.reports
-    ]
-    return one.token_ids, one.why, one.finish_reason, counts, reports
 
 
 def alone(kind: Kind, request: Request, engines: dict[object, Engine]) -> RequestState:
@@ -250,6 +222,47 @@ def test_a_conversation_stays_in_its_slot() -> None:
     other = Request([*range(47, 0, -1)], 5)
     finished(engine, [other])
     assert finished(engine, [Request(text, 5), other])[1].num_reused == 32
+
+
+TURNS = {
+    "draft and lookup": Kind(dataclasses.replace(ROUND, lookup=Lookup())),
+    **{name: kind for name, kind in KINDS.items() if name != "levels"},  # which never resume
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_three_turns_of_three_conversations(name: str) -> None:
+    """Nothing is run again but what a slot cannot be relied on for, and no token changes."""
+    kind, texts = TURNS[name], [[3, 1, 4, 1, 5] * size for size in (2, 4, 5)]
+    engine, fresh, held = engine_for(kind), engine_for(kind), [0] * 3
+    for number in range(3):
+        fresh.forget()
+        given = [
+            dataclasses.replace(one, prompt=text, max_new_tokens=16)
+            for one, text in zip(requests(kind, 3, seed=9), texts, strict=True)
+        ]
+        states = [engine.submit(one) for one in given]
+        if number == 1:
+            while not states[0].generation.token_ids:
+                engine.step()
+            engine.cancel(states[0])
+        finished(engine, [])
+        if number:
+            assert [one.num_reused for one in states] == held
+        for one, other in zip(states, finished(fresh, given), strict=True):
+            if one.generation.finish_reason == "cancelled":
+                tokens = one.generation.token_ids
+                assert tokens == other.generation.token_ids[: len(tokens)]
+            else:
+                assert account(one) == account(other)
+        texts = [
+            [*text, *one.generation.token_ids] for text, one in zip(texts, states, strict=True)
+        ]
+        held = [(len(text) - 2) // 16 * 16 for text in texts]
+        texts = [[*text, 11, 12, 13] for text in texts]
+    assert min(held) >= 16
+    (other,) = finished(engine, [Request([9, 9, 9, *texts[0]], 4)])
+    assert other.num_reused == 0
 
 
 def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:

@@ -1,10 +1,12 @@
-"""Engines of random pairs, of every kind that tests ask of one."""
+"""Engines of random pairs, of every kind that tests ask of one, and what is asked of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
+import numpy as np
 from random_pairs import (
     CONFIG,
     EOS,
@@ -16,6 +18,7 @@ from random_pairs import (
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -63,7 +66,7 @@ KINDS = {
     ),
     "lookup alone": Kind(RoundSpec(Exact(), 4, Lookup(), EOS, audits=True), num_drafts=0),
     "autoregressive": Kind(RoundSpec(Exact(), 0, None, EOS), num_drafts=0),
-    "mesh": Kind(ROUND, mesh="2x2x2", rules=(Exact(),), samplings=(None, Sampling(0.9))),
+    "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9))),
 }
 
 
@@ -76,7 +79,12 @@ def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
 
 
 def engine_for(
-    kind: Kind, *, num_slots: int | None = None, max_length: int = 100, offline: bool = False
+    kind: Kind,
+    *,
+    num_slots: int | None = None,
+    max_length: int = 100,
+    prefill_chunk: int = 32,
+    offline: bool = False,
 ) -> Engine:
     target, *drafts = models(kind.mesh, kind.num_drafts)
     return Engine(
@@ -85,8 +93,47 @@ def engine_for(
         kind.spec,
         num_slots=kind.num_slots if num_slots is None else num_slots,
         max_length=max_length,
-        prefill_chunk=32,
+        prefill_chunk=prefill_chunk,
         rules=kind.rules,
         memory=kind.memory,
         offline=offline,
     )
+
+
+def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
+    random = np.random.default_rng(seed)
+    rules = (None, *kind.rules)
+    return [
+        Request(
+            # Short ones and long ones: for each power of two a decoder compiles anew.
+            random.integers(
+                0, 48, int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
+            ).tolist(),
+            int(random.integers(1, 25)),
+            rule=rules[index % len(rules)],
+            # Each rule with one of them, since for every pair a decoder compiles anew too.
+            sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
+            seed=index + 1,
+            logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
+            protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
+        )
+        for index in range(number)
+    ]
+
+
+def finished(engine: Engine, given: Sequence[Request]) -> list[RequestState]:
+    states = [engine.submit(request) for request in given]
+    while not engine.is_idle:
+        engine.step()
+    return states
+
+
+def account(state: RequestState) -> tuple[object, ...]:
+    one = state.generation
+    counts = (one.num_rounds, one.num_draft_tokens, one.num_rescued_tokens, one.num_rollbacks)
+    # Passes of other widths round other than alone.
+    reports = [
+        (report.draft_id, report.choice_id, report.verdict, round(report.entropy, 3))
+        for report in one.reports
+    ]
+    return one.token_ids, one.why, one.finish_reason, counts, reports

@@ -1,4 +1,7 @@
-"""Tiny random pairs of every agreement, and decoding without a cache or a round as the oracle."""
+"""Tiny random pairs of every agreement, and decoding without a cache or a round as the oracle.
+
+With them, an engine of rows that all have one rule.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModelState
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
+from fly_jax.models.config import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.rules import Layout
@@ -32,7 +37,8 @@ CONFIG = LlamaConfig(
     max_context=96,
     eos_token_ids=EOS,
 )
-# Every program of these tests has this many cache positions, so that few are compiled.
+# Cache positions of a row of a whole context and what a round writes beyond it. Every program of
+# these tests has as many, so that few are compiled.
 CAPACITY = 128
 # Noise of the draft's weights, relative to their own: agreement falls from all to chance.
 NOISES = (0.0, 0.05, 0.2, 10.0)
@@ -70,6 +76,28 @@ def placed(model: Llama, layout: Layout | None) -> Llama:
         name: jax.device_put(value, sharding(name)) for name, value in model.parameters().items()
     }
     return Llama(model.config, arrays, layout)
+
+
+def batch_engine(
+    target: Llama,
+    draft: Llama | Sequence[Llama] | Drafter | None,
+    spec: RoundSpec,
+    rows: int,
+    *,
+    max_length: int = CONFIG.max_context,
+    **given: Any,
+) -> Engine:
+    """An engine whose requests all have the rule and the sampling of the spec."""
+    return Engine(
+        target,
+        draft,
+        spec,
+        num_slots=rows,
+        max_length=max_length,
+        load_may_change_text=True,
+        offline=True,
+        **given,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

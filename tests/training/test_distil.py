@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
 from fly_jax.decoding.pair import Dtype
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
 from fly_jax.launch.__main__ import main
 from fly_jax.models.llama import Llama
 from fly_jax.training import distillation
@@ -39,11 +40,6 @@ def model() -> Llama:
     return Llama.random(CONFIG, jax.random.key(1))
 
 
-def decoder_of(model: Llama) -> Decoder:
-    spec = fly_jax.RoundSpec(fly_jax.Exact(), 0)
-    return Decoder(model, None, spec, batch_size=2)
-
-
 def heard() -> list[Expected]:
     """Two documents, in which tokens 3 and 4 are said most."""
     said = [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]
@@ -61,17 +57,17 @@ def heard() -> list[Expected]:
 
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
-    decoder = decoder_of(model)
-    whole = continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0)
-    alone = decoder.generate(PROMPTS, 5)
+    engine = Engine(model, None, RoundSpec(fly_jax.Exact(), 0), num_slots=2, offline=True)
+    whole = continued(engine, PROMPTS, file, max_new_tokens=5, seed=0)
+    alone = engine.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
     lines = file.read_text().splitlines()
     file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
-    assert continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
+    assert continued(engine, PROMPTS, file, max_new_tokens=5, seed=0) == whole
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(records) == len(PROMPTS)
-    decoder.decode = None  # type: ignore[assignment, method-assign]
-    assert continued(decoder, PROMPTS, file, max_new_tokens=5, seed=0) == whole
+    engine.submit = None  # type: ignore[assignment, method-assign]
+    assert continued(engine, PROMPTS, file, max_new_tokens=5, seed=0) == whole
 
 
 def test_what_a_teacher_expects(

@@ -9,18 +9,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from random_pairs import (
-    CAPACITY,
     CONFIG,
     EOS,
     autoregressive,
+    batch_engine,
     logits_after,
     random_draft,
     random_target,
 )
 
 from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
 from fly_jax.verification.rules import Csd, Exact, Rule
@@ -183,15 +183,10 @@ def corrected_by_hand() -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def decoder(rule: Rule, memory: CorrectionMemory) -> Decoder:
-    return Decoder(
-        random_target(1),
-        random_draft(1, 0.2),
-        RoundSpec(rule, DRAFTED, None, EOS, reports_mismatches=True),
-        capacity=CAPACITY,
-        batch_size=len(PROMPTS),
-        memory=memory,
-    )
+def engine_with(rule: Rule, memory: CorrectionMemory) -> Engine:
+    spec = RoundSpec(rule, DRAFTED, None, EOS, reports_mismatches=True)
+    pair = random_target(1), random_draft(1, 0.2)
+    return batch_engine(*pair, spec, len(PROMPTS), memory=memory)
 
 
 def counts(memory: CorrectionMemory) -> list[tuple[int, int]]:
@@ -201,8 +196,8 @@ def counts(memory: CorrectionMemory) -> list[tuple[int, int]]:
 
 def test_exact_decoding_teaches_what_it_corrects() -> None:
     memory = CorrectionMemory("v")
-    teacher = decoder(Exact(), memory)
-    teacher.warm_up(PROMPTS)
+    teacher = engine_with(Exact(), memory)
+    teacher.warm_up_for(teacher.requests(PROMPTS, MAX_NEW_TOKENS))
     assert len(memory) == 0
     teacher.generate(PROMPTS, MAX_NEW_TOKENS)
     assert counts(memory) == corrected_by_hand()
@@ -210,16 +205,15 @@ def test_exact_decoding_teaches_what_it_corrects() -> None:
 
 
 def test_csd_rescues_what_the_memory_knows() -> None:
-    plain = decoder(Exact(), CorrectionMemory("v")).generate(PROMPTS, MAX_NEW_TOKENS)
-    empty = decoder(ANYTHING, CorrectionMemory("v", min_count=10**6)).generate(
-        PROMPTS, MAX_NEW_TOKENS
-    )
+    plain = engine_with(Exact(), CorrectionMemory("v")).generate(PROMPTS, MAX_NEW_TOKENS)
+    none = CorrectionMemory("v", min_count=10**6)
+    empty = engine_with(ANYTHING, none).generate(PROMPTS, MAX_NEW_TOKENS)
     assert [row.token_ids for row in empty] == [row.token_ids for row in plain]
     assert sum(row.num_rescued_tokens for row in empty) == 0
 
     memory = CorrectionMemory("v", min_count=0)
     memory.add(corrected_by_hand())
-    rows = decoder(ANYTHING, memory).generate(PROMPTS, MAX_NEW_TOKENS)
+    rows = engine_with(ANYTHING, memory).generate(PROMPTS, MAX_NEW_TOKENS)
     rescued = 0
     for row in rows:
         own = logits_after(random_target(1), [*row.prompt_token_ids, *row.token_ids]).argmax(-1)
@@ -234,15 +228,10 @@ def test_csd_rescues_what_the_memory_knows() -> None:
 def test_csd_learns_while_it_decodes() -> None:
     """From nothing: what was corrected once is rescued from then on, and counted further."""
     memory = CorrectionMemory("v", min_count=0)
-    learner = decoder(ANYTHING, memory)
+    learner = engine_with(ANYTHING, memory)
     first = learner.generate(PROMPTS, MAX_NEW_TOKENS)
     again = learner.generate(PROMPTS, MAX_NEW_TOKENS)
     rescues = [sum(row.num_rescued_tokens for row in rows) for rows in (first, again)]
     assert rescues[1] > rescues[0]
     corrected = sum(why.letter == "c" for row in (*first, *again) for why in row.why)
     assert len(counts(memory)) == sum(rescues) + corrected
-
-
-def test_a_rule_with_a_memory_must_have_one() -> None:
-    with pytest.raises(FlyJaxError, match="pass memory="):
-        Decoder(random_target(1), random_draft(1, 0.2), RoundSpec(Csd(), 5), capacity=CAPACITY)

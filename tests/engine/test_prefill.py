@@ -1,0 +1,216 @@
+"""Prompts are run in chunks of few shapes, several at a time, and no token depends on with whom."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
+from random_pairs import EOS, autoregressive
+
+from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
+from fly_jax.engine.request import Request, RequestState
+from fly_jax.errors import FlyJaxError
+from fly_jax.verification.rules import Exact
+
+CHANCE = np.random.default_rng(4)
+# All in one power of two, so that they are run together.
+PROMPTS = [CHANCE.integers(0, 48, length).tolist() for length in range(37, 53)]
+LIMIT = 12
+
+
+def test_chunks_cover_a_prompt() -> None:
+    plan = ChunkPlan((256,), tokens=64, num_slots=8, longest=200)
+    assert plan.sizes == (16, 64)
+    assert plan.rows == (1, 4)
+    for rows in plan.rows:
+        most = 64 // rows
+        for start, end in itertools.product(range(0, 250, 7), range(1, 250, 3)):
+            done = start
+            for chunk in plan.chunks(start, end, rows):
+                assert chunk.start <= done <= chunk.attended
+                assert chunk.start + chunk.size <= 256
+                assert chunk.rows * chunk.size <= 64
+                assert chunk.program in plan.all()
+                done = chunk.start + chunk.size
+            assert done >= end or start >= end
+            assert done - max(start, end) < most
+
+
+def test_prompts_of_one_kind_begin_together_and_are_short() -> None:
+    plan = ChunkPlan((256, 512), tokens=256, num_slots=16, longest=500)
+    assert plan.rows == (1, 4, 16)
+    assert plan.kind(0, 100) == plan.kind(0, 65) != plan.kind(0, 64)
+    assert plan.kind(0, 2) == plan.kind(0, 16)
+    assert plan.kind(16, 80) != plan.kind(0, 64)
+    assert plan.kind(0, 257) is None
+
+
+def test_what_is_needed_is_part_of_all() -> None:
+    plan = ChunkPlan((256, 512), tokens=256, num_slots=4, longest=500)
+    prompts = [list(range(length)) for length in (3, 20, 100, 300, 480)]
+    needed = plan.needed(prompts, shares=True, block=16)
+    assert needed < plan.all()
+    assert plan.needed(prompts[:1], shares=True, block=16) == {(1, 16, 256)}
+
+
+def test_shared_beginnings() -> None:
+    prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4], [9, 9]]
+    assert shared_beginnings(prompts) == [3, 0, 2, 4, 3, 1]
+    assert shared_beginnings([[5, 6]]) == [0]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of each row, of every pass that has run some of a prompt."""
+    found: list[tuple[int, int]] = []
+    prefill_chunk = Programs.prefill_chunk
+
+    def running(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
+        found.append((len(state.length), size))
+        return prefill_chunk(self, state, size, *rest)
+
+    monkeypatch.setattr(Programs, "prefill_chunk", running)
+    return found
+
+
+AUTO = Kind(RoundSpec(Exact(), 4, None, EOS, depths=(0, 2, 4)))
+
+
+def engine_of(name: str, rows: int) -> Engine:
+    """One that runs so many prompts together, in passes of 2048 tokens or of 64."""
+    kind = {**KINDS, "auto": AUTO}[name]
+    if rows == 16:
+        kind = dataclasses.replace(kind, rules=(), samplings=(None,), memory=None)
+        return engine_for(kind, num_slots=16, offline=True)
+    return engine_for(kind, num_slots=4, prefill_chunk=64)
+
+
+def asked(name: str, prompts: Sequence[list[int]]) -> list[Request]:
+    """Requests for continuations of these prompts, each in another way if the kind has several."""
+    return [
+        dataclasses.replace(one, prompt=prompt, max_new_tokens=LIMIT)
+        for one, prompt in zip(requests(KINDS[name], len(prompts)), prompts, strict=True)
+    ]
+
+
+def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
+    """Each gives what it gives where nothing else is run and nothing is held of it."""
+    for state in found:
+        engine.forget()
+        (alone,) = finished(engine, [state.request])
+        assert alone.num_reused == 0
+        assert account(alone) == account(state)
+
+
+@pytest.mark.parametrize("name", ["levels", "defer", "lookup alone", "auto"])
+def test_sixteen_prompts_that_wait_are_run_in_one_pass(
+    name: str, passes: list[tuple[int, int]]
+) -> None:
+    engine = engine_of(name, 16)
+    given = engine.requests(PROMPTS, LIMIT)
+    if name == "auto":
+        engine.warm_up_for(given)  # from what it takes K is chosen
+        passes.clear()
+    found = finished(engine, given)
+    assert passes == [(16, 128)]
+    assert engine.prefill_seconds > 0
+    assert engine.num_prompt_tokens == sum(map(len, PROMPTS))
+    tokens = [one.generation.token_ids for one in found]
+    if isinstance(engine.spec.rule, Exact):
+        assert tokens == autoregressive(models(None, 0)[0], PROMPTS, LIMIT)
+    if name != "auto":  # whose rounds are as long as it likes
+        check_alone(engine, found[::3])
+        assert passes[1:] == [(1, 128)] * 6
+
+
+@pytest.mark.parametrize("name", ["rules and sampling", "mesh"])
+def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[int, int]]) -> None:
+    """In chunks, since others wait; where there are fewer, rows only fill the pass."""
+    engine, given = engine_of(name, 4), asked(name, PROMPTS[:7])
+    found = finished(engine, given[:4])
+    assert passes == [(4, 16)] * 4
+    found += finished(engine, given[4:])
+    assert passes == [(4, 16)] * 8
+    for state in found:
+        moments = (state.submitted, state.seated, state.prefilled, state.first_token)
+        assert list(moments) == sorted(moments)  # type: ignore[type-var]
+    # Behind what a slot holds of them, together too: where two are, and where it is another's.
+    common = [given[5].prompt[:32], given[6].prompt[:32]]
+    again = [[*common[one], *range(one, 14 + one)] for one in (0, 0, 1)]
+    passes.clear()
+    shared = finished(engine, asked(name, again))
+    assert passes == [(4, 16)]
+    assert [one.num_reused for one in shared] == [32] * 3
+    check_alone(engine, [*found, *shared])
+
+
+def test_who_is_cancelled_leaves_the_others_of_a_group_alone(
+    passes: list[tuple[int, int]],
+) -> None:
+    name = "rules and sampling"
+    engine = engine_of(name, 4)
+    first = Request([1, 2], 60, ignores_eos=True)
+    running, *group = [engine.submit(one) for one in (first, *asked(name, PROMPTS[:3]))]
+    engine.step()
+    engine.step()
+    assert engine.num_waiting == 3
+    assert (4, 16) in passes
+    engine.cancel(group[1])
+    engine.step()
+    assert engine.num_waiting == 3, "the rows of the others go on"
+    found = finished(engine, [])
+    assert found == []
+    assert group[1].generation.token_ids == []
+    assert engine.slots.num_free == 4
+    check_alone(engine, [group[0], group[2]])
+    # And a group of which nobody is left is run no further.
+    running, *group = [engine.submit(one) for one in (first, *asked(name, PROMPTS[3:5]))]
+    engine.step()
+    engine.step()
+    for one in group:
+        engine.cancel(one)
+    passes.clear()
+    assert engine.num_waiting == 0
+    finished(engine, [])
+    assert passes == []
+    assert len(running.generation.token_ids) == 60
+
+
+def test_the_listener_hears_every_round_before_its_tokens() -> None:
+    engine = engine_of("rules and sampling", 4)
+    heard: collections.Counter[RequestState] = collections.Counter()
+
+    def listener(output: RoundOutput, occupants: Sequence[RequestState | None]) -> None:
+        assert all(isinstance(leaf, np.ndarray) for leaf in (output.tokens, output.count))
+        for slot, state in enumerate(occupants):
+            if state is not None:
+                heard[state] += int(output.count[:, slot].sum())
+
+    engine.listener = listener
+    told: collections.Counter[RequestState] = collections.Counter()
+    for state, settled in engine.run(asked("rules and sampling", PROMPTS[:6])):
+        told[state] += len(settled.token_ids)
+        assert told[state] <= heard[state]
+    assert len(told) == 6
+    assert told == heard == {state: len(state.generation.token_ids) for state in told}
+
+
+def test_what_is_forgotten_is_run_again() -> None:
+    engine = engine_of("rules and sampling", 4)
+    given = asked("rules and sampling", PROMPTS[:1])
+    state = engine.submit(given[0])
+    with pytest.raises(FlyJaxError, match="give its caches back while it decodes"):
+        engine.forget()
+    finished(engine, [])
+    (again,) = finished(engine, given)
+    assert again.num_reused > 0
+    check_alone(engine, [state, again])

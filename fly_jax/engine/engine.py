@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
@@ -49,7 +48,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
-from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
@@ -681,69 +680,3 @@ class Engine:
         """Ends what a slot decodes before its row is done."""
         self.slots.give_back(slot)
         self._state = self._programs.release(self._held(), slot)
-
-
-def generate(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    config: DecodingConfig | None = None,
-    *,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-    seed: int = 0,
-    memory: CorrectionMemory | str | None = None,
-    audits: bool = False,
-    drafter: str | Drafter | None = None,
-    **given: Any,
-) -> list[Generation]:
-    """Decodes prompts, given as text or as token ids.
-
-    A pair that nothing proposes to decodes one token at a time, whatever the rule.
-
-    Args:
-      pair: from `load_pair`.
-      prompts: what to continue.
-      config: how, but for what is given below; None for `default_config`, which the command line
-        takes too.
-      max_new_tokens: limit of each prompt's continuation.
-      batch_size: prompts decoded together.
-      seed: of the draws, where the rule samples.
-      memory: of corrections; it learns. Or the file that holds one.
-      audits: fills `Generation.reports`.
-      drafter: what proposes instead of the pair's draft models; see `Pair`.
-      **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or
-        a `Rule`, and num_speculative_tokens, of which 0 also decodes one token at a time.
-
-    Raises:
-      FlyJaxError: no prompt, an empty one, one longer than the context, a batch of no rows, or what
-        `Engine.of` refuses.
-    """
-    if isinstance(prompts, str) or not prompts or batch_size < 1:
-        raise FlyJaxError(
-            "generate needs a list of at least one prompt and a batch_size of at least 1; give "
-            "[text] for a single text."
-        )
-    if drafter is not None:
-        pair = dataclasses.replace(pair, drafter=drafter)
-    if isinstance(memory, str):
-        given["memory"], memory = memory, None
-    config = pair.config(config, **given)
-    ids = [
-        pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
-    ]
-    if memory is None and config.memory is not None and config.to_rule().uses_memory:
-        memory = load_memory(
-            Path(config.memory), pair.tokenizer.digest, min_count=config.csd_min_count
-        )
-    engine = Engine.of(
-        pair,
-        config,
-        prompts=ids,
-        max_new_tokens=max_new_tokens,
-        num_slots=batch_size,
-        audits=audits,
-        memory=memory,
-        with_texts=False,
-    )
-    return engine.generate(ids, max_new_tokens, seed=seed)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes

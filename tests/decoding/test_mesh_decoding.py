@@ -16,7 +16,7 @@ from fly_jax.decoding import programs
 from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout

@@ -17,7 +17,8 @@ from fly_jax.decoding.drafters import registry
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.spec import RoundSpec
-from fly_jax.engine.engine import Engine, generate
+from fly_jax.engine.batch import generate
+from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly

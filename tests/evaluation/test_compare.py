@@ -6,7 +6,7 @@ import pytest
 from tiny_pair import write_pair
 
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.engine import generate
+from fly_jax.engine.batch import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.compare import Comparison, RuleResult, compare, three_rules
 from fly_jax.verification.rules import Exact, Fly

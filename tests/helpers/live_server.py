@@ -20,7 +20,8 @@ from tiny_pair import write_pair
 
 from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.engine import Engine, generate
+from fly_jax.engine.batch import generate
+from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder

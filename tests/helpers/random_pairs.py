@@ -19,7 +19,7 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModelState
 from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.models.config import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.rules import Layout

@@ -14,7 +14,7 @@ from fly_jax.decoding import pair
 from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.decoding.prompts import CheckedPrompt
 from fly_jax.engine import engine
-from fly_jax.engine.engine import generate
+from fly_jax.engine.batch import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main

@@ -25,9 +25,8 @@ import machine
 from absl import app, flags
 from fly_jax.decoding.decoder import capacity_for
 
-from fly_jax.decoding.config import from_reference_json
+from fly_jax.decoding.config import RoundSpec, from_reference_json
 from fly_jax.decoding.pair import load_pair
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Fly
 
 FLAGS = flags.FLAGS

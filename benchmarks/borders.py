@@ -25,8 +25,8 @@ TRACING = "jax/_src/interpreters/partial_eval.py"
 # What the programs are made of. The host hands these files a structure, a rule or a state, and
 # reads them as mathematics; the way of a prompt is what happens between the other files.
 PROGRAMS = (
-    "decoding/deferral.py", "decoding/dispatch.py", "decoding/drafters/", "decoding/programs.py",
-    "decoding/round.py", "decoding/settling.py", "decoding/state.py", "models/attention.py",
+    "decoding/deferral.py", "decoding/drafters/", "decoding/programs.py", "decoding/round.py",
+    "decoding/state.py", "models/attention.py",
     "models/cache.py", "models/llama.py", "verification/data.py",
     "verification/evidence.py", "verification/reductions.py", "verification/rules/",
     "verification/sampling.py",

@@ -17,8 +17,7 @@ from typing import Any
 import machine
 from absl import flags
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.config_files import load_config
+from fly_jax.decoding.config import DecodingConfig, load_config
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.gate import find_gate
 from fly_jax.evaluation.strictness import Bound

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
     from fly_jax.decoding.config import DecodingConfig as DecodingConfig
-    from fly_jax.decoding.config_files import load_config as load_config
+    from fly_jax.decoding.config import RoundSpec as RoundSpec
+    from fly_jax.decoding.config import load_config as load_config
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
     from fly_jax.decoding.drafters.model import DraftModel as DraftModel
     from fly_jax.decoding.drafters.registry import register_drafter as register_drafter
-    from fly_jax.decoding.generation import Generation as Generation
-    from fly_jax.decoding.generation import Settled as Settled
     from fly_jax.decoding.pair import OpenPair as OpenPair
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.pair import open_pair as open_pair
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
-    from fly_jax.decoding.spec import RoundSpec as RoundSpec
     from fly_jax.engine.batch import generate as generate
     from fly_jax.engine.engine import Engine as Engine
+    from fly_jax.engine.request import Generation as Generation
     from fly_jax.engine.request import Request as Request
     from fly_jax.engine.request import RequestState as RequestState
+    from fly_jax.engine.request import Settled as Settled
     from fly_jax.errors import FlyJaxError as FlyJaxError
     from fly_jax.evaluation.compare import compare as compare
     from fly_jax.models.cache import KVCache as KVCache

@@ -1,4 +1,4 @@
-"""A target, its draft model and their tokenizer: loaded in one call, decoded with in another."""
+"""A target, its draft models and their tokenizer, opened, checked and loaded, and checked prompts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jax.sharding import Mesh
 from fly_jax.decoding.config import (
     PATTERN_ERRORS,
     DecodingConfig,
+    RoundSpec,
     check_patterns,
     default_config,
 )
 from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
-from fly_jax.decoding.prompts import CheckedPrompt, check_prompt
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
@@ -41,6 +41,38 @@ from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
+
+
+class CheckedPrompt(tuple[int, ...]):
+    """A prompt that `check_prompt` has passed; a decoder of the same target takes it as it is."""
+
+
+def check_prompt(
+    prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
+) -> CheckedPrompt:
+    """The prompt, unless it has been checked already.
+
+    Raises:
+      FlyJaxError: the model cannot continue it: it is empty, leaves no room in the context, or has
+        ids beyond the vocabulary (which an array lookup would silently take for other tokens).
+    """
+    if isinstance(prompt, CheckedPrompt):
+        return prompt
+    max_context = config.max_context
+    if not prompt:
+        raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
+    if len(prompt) >= max_context:
+        raise FlyJaxError(
+            f"{name} has {len(prompt)} tokens and the model's context is {max_context}; at least "
+            "one position must be left for new text: shorten the prompt."
+        )
+
+    if not all(0 <= token < config.vocab_size for token in prompt):
+        raise FlyJaxError(
+            f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
+            "tokenise it with the model's own tokenizer."
+        )
+    return CheckedPrompt(prompt)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,13 @@ import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
+from fly_jax.decoding.config import RoundSpec, RoundStructure
 from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_pace, rows_begun
-from fly_jax.decoding.dispatch import decode_rounds
 from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
-from fly_jax.decoding.spec import RoundSpec, RoundStructure
+from fly_jax.decoding.round import decode_rounds
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache

@@ -14,14 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Traced
 
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.generation import Generation, Settled
-from fly_jax.decoding.pair import Pair
+from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.decoding.programs import Programs, cache_capacity
-from fly_jax.decoding.prompts import check_prompt
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
 from fly_jax.engine.prefill import (
@@ -32,8 +29,10 @@ from fly_jax.engine.prefill import (
     empty_slots,
 )
 from fly_jax.engine.request import (
+    Generation,
     Request,
     RequestState,
+    Settled,
     check_deferred,
     check_drawn,
     check_logprobs,
@@ -42,8 +41,18 @@ from fly_jax.engine.request import (
     check_spec,
     check_stop,
 )
-from fly_jax.engine.row_inputs import MemoryKeys, Protection, RowNumbers, check_memory
-from fly_jax.engine.slots import NOTHING, SHARED_BLOCK, Dispatch, Prefix, Seated, Slots
+from fly_jax.engine.slots import (
+    NOTHING,
+    SHARED_BLOCK,
+    Dispatch,
+    MemoryKeys,
+    Prefix,
+    Protection,
+    RowNumbers,
+    Seated,
+    Slots,
+    check_memory,
+)
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizers.tokenizer import Tokenizer

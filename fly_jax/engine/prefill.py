@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import Prefix
@@ -253,21 +253,22 @@ def begun(
 
     Args:
       programs: that will run them.
-      spec: of the rounds.
+      spec: of the rounds, whose rule may have a budget.
       text: the prompts.
       lengths: of the prompts.
       limits: length at which each row is done.
       seeds: of each row's draws.
       budgets: risk budget of each row, in nats; of no meaning without a rule that has one.
     """
-    needs_stats = spec.depths or spec.deferred_window
+    static = programs.structure
+    needs_stats = static.depths or static.deferred_window
     rows = programs.put_rows(
         text,
         lengths,
         limits,
         seeds,
         None if spec.rule.budget is None else budgets,
-        np.zeros(len(spec.depths), np.float32) if needs_stats else None,
+        np.zeros(len(static.depths), np.float32) if needs_stats else None,
     )
     return programs.begin(rows)
 

@@ -10,8 +10,8 @@ import re
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.reports import TokenReport
+    from fly_jax.engine.request import Generation
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 _CONTEXT_CHARACTERS = 48

@@ -9,9 +9,9 @@ from typing import Literal
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Fly

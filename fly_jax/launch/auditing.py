@@ -20,9 +20,9 @@ from fly_jax.sharding.processes import process_id
 from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
-    from fly_jax.decoding.generation import Generation
+    from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
-    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.engine.request import Generation
 
 
 def check_audit(path: Path) -> None:

@@ -20,7 +20,6 @@ from fly_jax.evaluation.strictness import (
     windows_of,
     write_config,
 )
-from fly_jax.launch.distributed_session import distributed_session
 from fly_jax.launch.flags import (
     Flags,
     add_model_flags,
@@ -29,7 +28,7 @@ from fly_jax.launch.flags import (
     config_from_flags,
     decoding_overrides,
 )
-from fly_jax.launch.inputs import Inputs, load_models, open_inputs, say
+from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _HELP = """\

@@ -13,9 +13,9 @@ from fly_jax.decoding.config import (
     DecodingConfig,
     decoding_parameters,
     default_config,
+    load_config,
     parameter_groups,
 )
-from fly_jax.decoding.config_files import load_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id

@@ -13,7 +13,6 @@ from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.distributed_session import distributed_session
 from fly_jax.launch.flags import (
     Flags,
     add_audit_flags,
@@ -27,6 +26,7 @@ from fly_jax.launch.flags import (
 from fly_jax.launch.inputs import (
     Inputs,
     Prompt,
+    distributed_session,
     load_models,
     open_inputs,
     say,
@@ -36,9 +36,9 @@ from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
-    from fly_jax.decoding.generation import Generation
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
+    from fly_jax.engine.request import Generation
     from fly_jax.models.tokenizers.tokenizer import Tokenizer
 
 _HELP = """\
@@ -231,13 +231,15 @@ def _decode(
         view = None
         if not values.json:
             view = TextView(sys.stdout)
-            view.begin([_shown(prompt) for prompt in prompts], ended)
+            view.begin([_shown(prompt) for prompt in prompts])
         rows = {state: row for row, state in enumerate(states)}
         num_ended = 0
         for state, settled in engine.run(()):
             if view is not None:
                 done = settled.finish_reason is not None
                 view.push(rows[state], settled.texts, settled.why, done=done)
+                for row in view.ended():
+                    ended(row)
                 continue
             while num_ended < len(states) and states[num_ended].is_finished:
                 ended(num_ended)

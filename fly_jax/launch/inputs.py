@@ -6,20 +6,29 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import signal
 import sys
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import jax
 from absl.flags import FlagValues
 
 from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.prompts import CheckedPrompt
+from fly_jax.decoding.pair import CheckedPrompt
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch import crash_handler
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import (
+    HEARTBEAT_SECONDS,
     broadcast,
+    check_same,
+    detect_process,
+    initialize,
     joint_errors,
     num_processes,
     process_id,
@@ -27,8 +36,9 @@ from fly_jax.sharding.processes import (
 from fly_jax.training.problems import Problem, problems
 from fly_jax.verification.rules import Rule
 
-if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
+if TYPE_CHECKING:
     from fly_jax.decoding.pair import OpenPair, Pair
+
 
 _BUILT_IN_PROBLEMS = 8
 _BUILT_IN_SEED = 2511
@@ -418,3 +428,57 @@ def _check_unicode(text: str, source: str) -> None:
         raise FlyJaxError(
             f"{source} holds a character that is not valid Unicode; give it as UTF-8."
         ) from error
+
+
+# Added to what the service takes to miss a process.
+_MARGIN_SECONDS = 15
+# The flags that may differ between the processes.
+_OF_ONE_PROCESS = (
+    "coordinator_address",
+    "num_processes",
+    "process_id",
+    "coordinator_timeout",
+    "compilation_cache",
+)
+
+
+@contextlib.contextmanager
+def distributed_session(values: FlagValues) -> Iterator[None]:
+    """Joins the other processes for the time of a command; does nothing where there are none.
+
+    Raises:
+      FlyJaxError: the flags do not say which processes there are, or the command is not the same
+        on all of them.
+    """
+    process = detect_process(
+        values.coordinator_address,
+        values.num_processes,
+        values.process_id,
+        timeout=values.coordinator_timeout,
+    )
+    if process is None:
+        yield
+        return
+    handler = crash_handler.install(process, values.coordinator_timeout)
+    # JAX waits in C++, where Python would not hear Ctrl-C.
+    handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handler.connected(initialize(process, timeout=values.coordinator_timeout))
+    signal.signal(signal.SIGINT, handled)
+    settings = values.flag_values_dict()
+    try:
+        check_same({name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS})
+        yield
+        broadcast("done")  # process 0 may still be writing
+    except (FlyJaxError, OSError):
+        raise
+    except Exception as error:
+        if is_of_another(error):
+            time.sleep(HEARTBEAT_SECONDS + _MARGIN_SECONDS)  # JAX stops us before, and knows why
+        traceback.print_exc()
+        raise SystemExit(1) from error
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Whether it may come of another process's end: a collective or a message that failed."""
+    failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    return failed and crash_handler.installed is not None

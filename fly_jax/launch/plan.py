@@ -15,7 +15,7 @@ from fly_jax.launch.flags import Flags, add_decoding_flags, config_from_flags
 if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators alone
     from absl.flags import FlagValues
 
-    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.decoding.config import RoundSpec
     from fly_jax.models.architectures import LlamaConfig
     from fly_jax.planning.plan_spec import PlanSpec
 
@@ -133,7 +133,7 @@ def _plan_spec(values: FlagValues) -> PlanSpec:
 
 def _rounds(values: FlagValues) -> RoundSpec:
     """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
-    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.decoding.config import RoundSpec
     from fly_jax.planning.roofline import PUBLISHED_K
 
     config = config_from_flags(values)

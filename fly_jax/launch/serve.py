@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.distributed_session import distributed_session, is_of_another
 from fly_jax.launch.flags import (
     Flags,
     add_decoding_flags,
@@ -27,7 +26,14 @@ from fly_jax.launch.flags import (
     add_process_flags,
     config_from_flags,
 )
-from fly_jax.launch.inputs import load_opened, open_models, proposing, say
+from fly_jax.launch.inputs import (
+    distributed_session,
+    is_of_another,
+    load_opened,
+    open_models,
+    proposing,
+    say,
+)
 from fly_jax.sharding.processes import joint_errors, process_id
 
 if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
@@ -143,7 +149,7 @@ def _flags() -> Flags:
 
 
 def _serve(values: FlagValues, config: DecodingConfig) -> None:
-    from fly_jax.decoding.spec import RoundSpec
+    from fly_jax.decoding.config import RoundSpec
     from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import check_spec
     from fly_jax.serving.async_engine import AsyncEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from fly_jax.evaluation.colours import WORDS
@@ -55,19 +55,13 @@ class TextView:
         self._out = out
         self._terminal, self._colour = out.isatty(), wants_colour(out)
         self._rows: list[_Row] = []
-        self._ended: Callable[[int], None] | None = None
         self._current = 0
         if self._colour:
             self._write(legend() + "\n\n")
 
-    def begin(self, prompts: Sequence[str], ended: Callable[[int], None] | None = None) -> None:
-        """Starts a batch.
-
-        Args:
-          prompts: what stands before each row's text.
-          ended: is told of each row when all of its text has been written.
-        """
-        self._rows, self._ended = [_Row(self._shown(prompt, _DIM)) for prompt in prompts], ended
+    def begin(self, prompts: Sequence[str]) -> None:
+        """Starts a batch, with what stands before each row's text."""
+        self._rows = [_Row(self._shown(prompt, _DIM)) for prompt in prompts]
         self._current = 0
         self._write(self._rows[0].heading)
 
@@ -81,20 +75,22 @@ class TextView:
         if done:
             state.done = True
             state.waiting += "\n\n"
-        self._flush()
+        if row == self._current:
+            self._flush(state)
 
-    def _flush(self) -> None:
-        while self._current < len(self._rows):
-            row = self._rows[self._current]
-            self._write(row.waiting)
-            row.waiting = ""
-            if not row.done:
-                return
-            if self._ended is not None:
-                self._ended(self._current)
+    def ended(self) -> Iterator[int]:
+        """The rows of which all is written by now, each before the next one begins."""
+        while self._current < len(self._rows) and self._rows[self._current].done:
+            yield self._current
             self._current += 1
             if self._current < len(self._rows):
-                self._write(self._rows[self._current].heading)
+                row = self._rows[self._current]
+                self._write(row.heading)
+                self._flush(row)
+
+    def _flush(self, row: _Row) -> None:
+        self._write(row.waiting)
+        row.waiting = ""
 
     def _shown(self, text: str, style: str) -> str:
         text = text.translate(CONTROLS) if self._terminal else text

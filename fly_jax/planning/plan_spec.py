@@ -11,8 +11,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import attention_steps, cache_capacity
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, Chunk, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, shared_vocabulary

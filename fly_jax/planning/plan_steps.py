@@ -18,9 +18,9 @@ from jax.errors import JaxRuntimeError
 from jax.stages import Traced
 from jaxtyping import Array, Int
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.round import verify_step
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Chunk

@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Self, TypeVar
 
-from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState
+from fly_jax.engine.request import Request, RequestState, Settled
 from fly_jax.errors import FlyJaxError
 
 _T = TypeVar("_T")

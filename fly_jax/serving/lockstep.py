@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState
+from fly_jax.engine.request import Request, RequestState, Settled
 from fly_jax.sharding.processes import Json, broadcast
 from fly_jax.verification.rules import RULES, Budget, Exact
 from fly_jax.verification.rules.rule import Combination

@@ -18,9 +18,9 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import programs
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.verification.rules import Exact, Fly
 
 RARE = (7,)  # rows end far apart

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
-from fly_jax.decoding.config_files import from_reference_json, load_config
+from fly_jax.decoding.config import (
+    DecodingConfig,
+    decoding_parameters,
+    from_reference_json,
+    load_config,
+    parameter_groups,
+)
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides

@@ -23,9 +23,9 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import deferral
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import CAPACITY, EOS, batch_engine, random_draft, random_target
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Fly, Rule, Verdict, Why

@@ -23,11 +23,11 @@ from random_pairs import (
 
 from fly_jax import Draft, Drafter, Verdict
 from fly_jax.decoding import programs
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine import engine
+from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Budget, Exact, Fly
 from fly_jax.verification.sampling import Sampling

@@ -9,7 +9,7 @@ import jax
 import pytest
 from random_pairs import batch_engine, greedy
 
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh

@@ -25,12 +25,12 @@ from random_pairs import (
     until_end,
 )
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.round import verify_step
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.request import Generation
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import evidence

@@ -27,11 +27,11 @@ from random_pairs import (
     state_after,
 )
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Exact, Fly

@@ -16,10 +16,9 @@ from random_pairs import (
     random_target,
 )
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import Generation, RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Why
 

@@ -13,9 +13,9 @@ import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh

@@ -13,10 +13,10 @@ import pytest
 from tiny_pair import write_pair
 
 import fly_jax
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters import registry
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.batch import generate
 from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError

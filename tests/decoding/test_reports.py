@@ -17,8 +17,8 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
+from fly_jax.engine.request import Generation
 from fly_jax.verification.evidence import Entropy
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Typical, Why
 from fly_jax.verification.sampling import Sampling

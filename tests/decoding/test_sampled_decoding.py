@@ -14,11 +14,10 @@ import pytest
 import scipy.stats
 from random_pairs import CONFIG, EOS, batch_engine, logits_after, random_draft, random_target
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.generation import Generation
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request
+from fly_jax.engine.request import Generation, Request
 from fly_jax.verification.rules import Exact, Fly, Rule
 from fly_jax.verification.sampling import Sampling
 

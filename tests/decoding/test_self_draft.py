@@ -13,7 +13,7 @@ from random_pairs import batch_engine, greedy
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints.load import load_llama, save_hf

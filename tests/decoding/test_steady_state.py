@@ -13,8 +13,8 @@ import pytest
 from random_pairs import EOS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding import programs
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RuleInputs
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request

@@ -26,9 +26,9 @@ from random_pairs import (
     logits_after,
 )
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState

@@ -12,8 +12,8 @@ import pytest
 from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, autoregressive
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings

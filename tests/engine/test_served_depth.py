@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.depth import Pace, choose_depth
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState

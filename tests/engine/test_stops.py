@@ -9,10 +9,9 @@ from typing import cast
 import pytest
 from random_pairs import random_draft, random_target
 
-from fly_jax.decoding.generation import Settled
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState, StopChecker
+from fly_jax.engine.request import Request, RequestState, Settled, StopChecker
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 from fly_jax.verification.rules import Exact, Why

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.config_files import load_config
+from fly_jax.decoding.config import DecodingConfig, load_config
 from fly_jax.evaluation.gate import Candidate, best, upper_bound
 from fly_jax.evaluation.strictness import as_toml
 

@@ -15,8 +15,8 @@ from random_pairs import (
     random_target,
 )
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.llama import Llama

@@ -18,11 +18,10 @@ import httpx
 import openai
 from tiny_pair import write_pair
 
-from fly_jax.decoding.generation import Generation, Settled
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.engine.batch import generate
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import Generation, RequestState, Settled
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve

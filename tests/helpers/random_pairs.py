@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModelState
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from fly_jax.decoding.config_files import load_config
+from fly_jax.decoding.config import load_config
 from fly_jax.evaluation import gate
 from fly_jax.launch.__main__ import main
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fly_jax.decoding import pair
-from fly_jax.decoding.pair import load_pair, open_pair
-from fly_jax.decoding.prompts import CheckedPrompt
+from fly_jax.decoding.pair import CheckedPrompt, load_pair, open_pair
 from fly_jax.engine import engine
 from fly_jax.engine.batch import generate
 from fly_jax.errors import FlyJaxError

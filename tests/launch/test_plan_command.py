@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from fly_jax.decoding.config import AUTO_DEPTHS
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import AUTO_DEPTHS, RoundSpec
 from fly_jax.launch.__main__ import main
 from fly_jax.planning import planner as plan_module
 from fly_jax.planning.plan_spec import PlanSpec

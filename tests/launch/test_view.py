@@ -63,13 +63,19 @@ def test_rows_come_one_after_the_other() -> None:
     """The first unfinished row is written as it grows; the others wait."""
     out = io.StringIO()
     view = TextView(out)
-    view.begin(["a", "b", "c"], lambda row: out.write(f"<{row}>"))
-    view.push(1, "2", [Why.BONUS])
+
+    def push(row: int, text: str, *, done: bool = False) -> None:
+        view.push(row, text, [Why.BONUS], done=done)
+        for ended in view.ended():
+            out.write(f"<{ended}>")
+
+    view.begin(["a", "b", "c"])
+    push(1, "2")
     assert out.getvalue() == "a"
-    view.push(0, "1", [Why.BONUS])
+    push(0, "1")
     assert out.getvalue() == "a1"
-    view.push(2, "3", [Why.BONUS], done=True)
-    view.push(0, "1", [Why.BONUS], done=True)
+    push(2, "3", done=True)
+    push(0, "1", done=True)
     assert out.getvalue() == "a11\n\n<0>b2"
-    view.push(1, "2", [Why.BONUS], done=True)
+    push(1, "2", done=True)
     assert out.getvalue() == "a11\n\n<0>b22\n\n<1>c3\n\n<2>"

@@ -13,8 +13,8 @@ from fly_jax.decoding.decoder import Decoder
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.specs import parameter_specs

@@ -9,7 +9,7 @@ import random
 import pytest
 from random_pairs import CONFIG, random_target
 
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError

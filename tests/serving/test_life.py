@@ -17,8 +17,7 @@ import uvicorn
 from live_server import started, until
 from random_pairs import random_target
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder

@@ -13,8 +13,8 @@ import pytest
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.pair import Dtype
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.launch.__main__ import main
 from fly_jax.models.llama import Llama

@@ -19,7 +19,7 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.spec import RoundSpec
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.spec import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 

@@ -7,9 +7,8 @@ import collections
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from fly_jax.decoding.generation import Settled
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import RequestState, Settled
 from fly_jax.serving.http.replies import SpeculativeDecoding
 
 PREFIX = "fly_jax:"

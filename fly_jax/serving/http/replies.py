@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from fly_jax.decoding.generation import Generation
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import Generation, RequestState
 from fly_jax.evaluation.audit import Mismatch, Run, audited, refused_by
 from fly_jax.models.tokenizers.tokenizer import Tokenizer
 

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from fly_jax.decoding.generation import Settled
-from fly_jax.engine.request import RequestState
+from fly_jax.engine.request import RequestState, Settled
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run
 from fly_jax.models.tokenizers.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from fly_jax.decoding.pair import Pair
-from fly_jax.decoding.prompts import check_prompt
+from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit import Run

@@ -1,4 +1,4 @@
-"""A target, its draft models and their tokenizer, opened, checked and loaded, and checked prompts."""
+"""A target, its draft models and their tokenizer, opened, checked and loaded; checked prompts."""
 
 from __future__ import annotations
 

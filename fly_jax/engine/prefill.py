@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, UInt32
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
@@ -246,7 +246,7 @@ def begun(
     text: Int[np.ndarray, "rows capacity"],
     lengths: Int[np.ndarray, " rows"],
     limits: Int[np.ndarray, " rows"],
-    seeds: Int[np.ndarray, " rows"],
+    seeds: UInt32[np.ndarray, " rows"],
     budgets: Float32[np.ndarray, " rows"],
 ) -> DecodeState:
     """Rows on the devices, of whose prompts nothing has been run.

@@ -325,7 +325,28 @@ class _Shapes:
 
 @functools.partial(jax.jit, static_argnames=("shapes",))
 def _begin(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
-    return _begun(shapes, drafter, rows)
+    return _whole_numbers(shapes.layout, _begun(shapes, drafter, rows))
+
+
+def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
+    """The state with all but caches and a drafter's own arrays whole on every device of a mesh.
+
+    Left to itself the compiler splits them by rows in one program and not in another, and what
+    runs after it compiles once more.
+    """
+    if layout is None:
+        return state
+
+    def whole(leaf: Array) -> Array:
+        return layout.constrain(leaf, (None,) * leaf.ndim)
+
+    target, drafting = jax.tree.map(
+        lambda one: one.with_length(whole(one.length)) if isinstance(one, KVCache) else one,
+        (state.target, state.drafter),
+        is_leaf=lambda one: isinstance(one, KVCache),
+    )
+    numbers = jax.tree.map(whole, dataclasses.replace(state, target=None, drafter=None))
+    return cast(DecodeState, dataclasses.replace(numbers, target=target, drafter=drafting))
 
 
 def _begun(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
@@ -432,7 +453,7 @@ def _insert(
     found = cast(DecodeState, jax.tree.unflatten(structure, [inserted(*one) for one in both]))
     if shapes.structure.learns_pace and state.pace is not None:
         found = dataclasses.replace(found, pace=rows_begun(state.pace, slots))
-    return found, found.length[slots]
+    return _whole_numbers(shapes.layout, found), found.length[slots]
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -462,7 +483,8 @@ def _prefill_chunk(
     if drafter is not None:
         seen = hidden if drafter.needs_hidden else None
         drafting = drafter.prefill(drafting, tokens, start, seen)
-    return dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
+    state = dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
+    return _whole_numbers(shapes.layout, state)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "num_rows"), donate_argnames=("state",))
@@ -484,4 +506,4 @@ def _run(
         state = put_back(state, part)
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
-    return state, output
+    return _whole_numbers(layout, state), output

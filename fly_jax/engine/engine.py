@@ -410,9 +410,8 @@ class Engine:
           FlyJaxError: requests wait or are being decoded.
         """
         prompts = [one.prompt for one in requests]
-        held = self.slots.texts if self._resumes else []
         chunks = self._prefill.plan.needed(
-            [*prompts, *held], shares=self._resumes, block=SHARED_BLOCK
+            prompts, self.slots.texts, shares=self._resumes, block=SHARED_BLOCK
         )
         lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
         drawn = {one.sampling is not None for one in requests}

@@ -129,20 +129,28 @@ class ChunkPlan:
         return {*alone, *together}
 
     def needed(
-        self, prompts: Sequence[Sequence[int]], *, shares: bool, block: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        held: Sequence[Sequence[int]],
+        *,
+        shares: bool,
+        block: int,
     ) -> set[tuple[int, int, int]]:
         """The programs that run these prompts, in whatever order they come.
 
         Args:
           prompts: token ids.
-          shares: a prompt also begins behind what it has in common with another.
+          held: what slots hold.
+          shares: a prompt also begins behind what it has in common with another, or with a slot.
           block: tokens that are shared come in multiples of this.
         """
         begins = {(0, len(prompt)) for prompt in prompts}
         if shares:
-            lengths = map(len, prompts)
-            shared = (length // block * block for length in shared_beginnings(prompts))
-            begins |= set(zip(shared, lengths, strict=True))
+            shared = shared_beginnings([*prompts, *held])[: len(prompts)]
+            begins |= {
+                (length // block * block, len(prompt))
+                for length, prompt in zip(shared, prompts, strict=True)
+            }
         rows = self.rows if len(prompts) > 1 else (1,)
         return {
             chunk.program

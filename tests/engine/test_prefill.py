@@ -18,12 +18,11 @@ from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact
 
 CHANCE = np.random.default_rng(4)
 # All in one power of two, so that they are run together.
-PROMPTS = [CHANCE.integers(0, 48, length).tolist() for length in range(37, 53)]
+PROMPTS = [CHANCE.integers(0, 48, length).tolist() for length in range(52, 36, -1)]
 LIMIT = 12
 
 
@@ -57,9 +56,12 @@ def test_prompts_of_one_kind_begin_together_and_are_short() -> None:
 def test_what_is_needed_is_part_of_all() -> None:
     plan = ChunkPlan((256, 512), tokens=256, num_slots=4, longest=500)
     prompts = [list(range(length)) for length in (3, 20, 100, 300, 480)]
-    needed = plan.needed(prompts, shares=True, block=16)
+    needed = plan.needed(prompts, (), shares=True, block=16)
     assert needed < plan.all()
-    assert plan.needed(prompts[:1], shares=True, block=16) == {(1, 16, 256)}
+    assert plan.needed(prompts[:1], (), shares=True, block=16) == {(1, 16, 256)}
+    # Of what slots hold only that is run which comes behind it.
+    behind = plan.needed(prompts[2:3], [list(range(90))], shares=True, block=16)
+    assert behind == {(1, 256, 256), (1, 64, 256)}
 
 
 def test_shared_beginnings() -> None:
@@ -108,7 +110,7 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
         engine.forget()
         (alone,) = finished(engine, [state.request])
         assert alone.num_reused == 0
-        assert account(alone) == account(state)
+        assert account(alone)[:-1] == account(state)[:-1]
 
 
 @pytest.mark.parametrize("name", ["levels", "defer", "lookup alone", "auto"])
@@ -139,7 +141,7 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
     found = finished(engine, given[:4])
     assert passes == [(4, 16)] * 4
     found += finished(engine, given[4:])
-    assert passes == [(4, 16)] * 8
+    assert passes == [(4, 16)] * 7
     for state in found:
         moments = (state.submitted, state.seated, state.prefilled, state.first_token)
         assert list(moments) == sorted(moments)  # type: ignore[type-var]
@@ -202,15 +204,3 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
         assert told[state] <= heard[state]
     assert len(told) == 6
     assert told == heard == {state: len(state.generation.token_ids) for state in told}
-
-
-def test_what_is_forgotten_is_run_again() -> None:
-    engine = engine_of("rules and sampling", 4)
-    given = asked("rules and sampling", PROMPTS[:1])
-    state = engine.submit(given[0])
-    with pytest.raises(FlyJaxError, match="give its caches back while it decodes"):
-        engine.forget()
-    finished(engine, [])
-    (again,) = finished(engine, given)
-    assert again.num_reused > 0
-    check_alone(engine, [state, again])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,8 @@ from random_pairs import (
     CONFIG,
     EOS,
     NOISES,
+    ROWS,
+    SPECS,
     autoregressive,
     batch_engine,
     greedy,
@@ -131,9 +135,10 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
 
 def decode(
     rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
-    lookup: Lookup | None = None, rows: int = 3,
+    lookup: Lookup | None = None, rows: int = ROWS,
 ) -> list[Generation]:  # fmt: skip
-    spec = RoundSpec(rule, k, lookup, EOS, boundary="defer", rounds_per_dispatch=2, audits=True)
+    given = {"rule": rule, "num_speculative_tokens": k, "lookup": lookup}
+    spec = dataclasses.replace(SPECS["deferred"], **given)
     engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
     return engine.generate(prompts, limit)
 
@@ -173,6 +178,16 @@ def test_windows_are_deferred_completed_and_rolled_back() -> None:
     assert sum(row.why.count("r") for row in rows) > 0
 
 
+@pytest.fixture
+def always_deferring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Windows stay open whatever the rates say, in programs of one test alone."""
+    monkeypatch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("always_deferring")
 def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
     """The caches, the lookup's history and the text: from there on a fresh engine does the same.
 
@@ -180,28 +195,24 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
     """
     lookup, rule = Lookup(num_tokens=3), Fly(entropy_threshold=0.0, window_size=3)
     prompts = [[first, 3, 5, 3] for first in range(8)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
-        rows = decode(rule, 4, 1, 0.1, prompts, 24, lookup, rows=8)
-        assert sum(row.num_rollbacks for row in rows) > 3
-        for row, prompt in zip(rows, prompts, strict=True):
-            for cut in range(1, len(row.token_ids)):
-                if row.why[cut - 1].letter != "c":  # a rollback ends with a correction
-                    continue
-                rest = decode(
-                    rule, 4, 1, 0.1, [[*prompt, *row.token_ids[:cut]]], 24 - cut, lookup, rows=8
-                )[0]
-                assert rest.token_ids == row.token_ids[cut:]
-                assert rest.why == row.why[cut:]
+    rows = decode(rule, 4, 1, 0.1, prompts, 24, lookup, rows=8)
+    assert sum(row.num_rollbacks for row in rows) > 3
+    for row, prompt in zip(rows, prompts, strict=True):
+        for cut in range(1, len(row.token_ids)):
+            if row.why[cut - 1].letter != "c":  # a rollback ends with a correction
+                continue
+            text = [*prompt, *row.token_ids[:cut]]
+            (rest,) = decode(rule, 4, 1, 0.1, [text], 24 - cut, lookup, rows=8)
+            assert rest.token_ids == row.token_ids[cut:]
+            assert rest.why == row.why[cut:]
 
 
+@pytest.mark.usefixtures("always_deferring")
 def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
     """A lookup finds nothing for many rounds: windows do not outgrow the state."""
     spec = RoundSpec(Fly(0.0, 2), 4, Lookup(3, 3, num_tokens=4), EOS, boundary="defer")
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
-        rows = batch_engine(random_target(1), None, spec, 8).generate(prompts, 40)
+    rows = batch_engine(random_target(1), None, spec, 8).generate(prompts, 40)
     assert sum(row.num_rollbacks for row in rows) > 3
     for row, prompt in zip(rows, prompts, strict=True):
         chosen = logits_after(random_target(1), [*prompt, *row.token_ids]).argmax(-1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import CAPACITY, EOS, batch_engine, random_draft, random_target
+from random_pairs import CAPACITY, ROWS, SPECS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Exact, Fly, Rule, Verdict, Why
-from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.rules import Exact, Verdict, Why
 
 counts = st.floats(0.5, 50, width=32)
 
@@ -89,15 +90,13 @@ def test_the_first_guess_is_a_rate_between_0_and_1() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "sampling"),
-    [(Exact(), None), (Fly(window_size=2), None), (Exact(), Sampling(0.8))],
+    ("name", "index"), [(name, index) for name in ("exact", "fly", "sampled") for index in (1, 2)]
 )
-@pytest.mark.parametrize("index", [0, 2])
 def test_a_forced_depth_is_that_fixed_k(
-    rule: Rule, sampling: Sampling | None, index: int, monkeypatch: pytest.MonkeyPatch
+    name: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With sampling too: a draw depends on its position, and not on how many others there are."""
-    depths = (3, 4, 6)
+    depths = (2, 3, 5)
     seconds = np.full(3, np.inf, np.float32)
     seconds[index] = 1.0
     monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: seconds)
@@ -105,22 +104,21 @@ def test_a_forced_depth_is_that_fixed_k(
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
 
     def decode(spec: RoundSpec) -> list[tuple[list[int], list[Why], int]]:
-        rows = batch_engine(target, draft, spec, 3).generate(prompts, 20, seed=3)
+        rows = batch_engine(target, draft, spec).generate(prompts, 20, seed=3)
         return [(row.token_ids, row.why, row.num_draft_tokens) for row in rows]
 
-    chosen = decode(RoundSpec(rule, 6, None, EOS, depths=depths, sampling=sampling))
-    fixed = decode(RoundSpec(rule, depths[index], None, EOS, sampling=sampling))
+    chosen = decode(dataclasses.replace(SPECS[name], depths=depths))
+    fixed = decode(dataclasses.replace(SPECS[name], num_speculative_tokens=depths[index]))
     assert chosen == fixed
     assert chosen[0][2] % depths[index] == 0
 
 
 def test_every_depth_is_measured() -> None:
-    spec = RoundSpec(Exact(), 6, None, EOS, depths=(1, 3, 6))
-    engine = batch_engine(random_target(0), random_draft(0, 0.2), spec, 3)
+    engine = batch_engine(random_target(0), random_draft(0, 0.2), SPECS["depths"])
     assert engine.costs is not None
-    assert np.isinf(engine.costs.next((3, CAPACITY), may_vary=True)).any(), "nothing is known"
+    assert np.isinf(engine.costs.next((ROWS, CAPACITY), may_vary=True)).any(), "nothing is known"
     engine.warm_up_for(engine.requests([[1, 2, 3]], 20))
-    seconds = engine.costs.next((3, CAPACITY), may_vary=True)
+    seconds = engine.costs.next((ROWS, CAPACITY), may_vary=True)
     assert seconds.shape == (3,)
     assert np.all(np.isfinite(seconds))
     assert np.all(seconds > 0)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_pairs
 from jaxtyping import Array
 from random_pairs import (
     CONFIG,
@@ -33,10 +34,10 @@ from fly_jax.verification.rules import Budget, Exact, Fly
 from fly_jax.verification.sampling import Sampling
 
 PAIR = 2  # the pair that repeats itself most
-K = 8
+K = 5
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
 SPECS = {
-    "fixed": RoundSpec(Exact(), K, Lookup(), EOS, rounds_per_dispatch=2),
+    "fixed": random_pairs.SPECS["lookup"],
     "depths": RoundSpec(Exact(), K, Lookup(), EOS, depths=(2, K), rounds_per_dispatch=2),
     "defer": RoundSpec(
         Budget(Fly(0.0, 2), 0.0), K, Lookup(), EOS, boundary="defer", rounds_per_dispatch=2
@@ -47,7 +48,7 @@ SPECS = {
 def decode(
     spec: RoundSpec, drafter: Drafter | None, prompts: Sequence[Sequence[int]], limit: int
 ) -> list[Generation]:
-    return batch_engine(random_target(PAIR), drafter, spec, 3).generate(prompts, limit)
+    return batch_engine(random_target(PAIR), drafter, spec).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("name", SPECS)

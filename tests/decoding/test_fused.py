@@ -16,6 +16,7 @@ from random_pairs import (
     CONFIG,
     EOS,
     NOISES,
+    SPECS,
     batch_engine,
     greedy,
     keys_from,
@@ -34,15 +35,14 @@ from fly_jax.engine.request import Generation
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Exact, Fly, Rule, accept
+from fly_jax.verification.rules import Exact, Fly, accept
 from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 MAX_NEW_TOKENS = 24
 DRAFTED = 5
 FLY = Fly(entropy_threshold=0.4, window_size=2)
-SAMPLING = Sampling(0.7, top_p=0.9)
-CASES = [(Exact(), None, None), (FLY, None, Lookup()), (Exact(), SAMPLING, None)]
+CASES = [SPECS[name] for name in ("exact", "fly, lookup", "sampled")]
 PROTECTED = np.isin(np.arange(CONFIG.vocab_size), EOS)
 
 verify_alone = jax.jit(verify_step)
@@ -69,36 +69,22 @@ def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache,
     return cache, drafter.prefill(state, text, jnp.int32(0), None)
 
 
-def fused(
-    rule: Rule,
-    sampling: Sampling | None = None,
-    lookup: Lookup | None = None,
-    *,
-    pair: int,
-    noise: float,
-    seed: int = 0,
-) -> list[Generation]:
-    spec = RoundSpec(rule, DRAFTED, lookup, EOS, sampling=sampling)
-    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, len(PROMPTS))
+def fused(spec: RoundSpec, *, pair: int, noise: float, seed: int = 0) -> list[Generation]:
+    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec)
     return engine.generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
 
 
 def foreign_engine(
-    rule: Rule,
-    sampling: Sampling | None,
-    lookup: Lookup | None,
-    *,
-    pair: int,
-    noise: float,
-    seed: int,
+    spec: RoundSpec, *, pair: int, noise: float, seed: int
 ) -> list[tuple[list[int], str]]:
     """Somebody else's loop: her own text and caches, and the steps called one by one."""
+    rule, sampling = spec.rule, spec.sampling
     target, draft = random_target(pair), random_draft(pair, noise)
     text = np.zeros((len(PROMPTS), CAPACITY), np.int32)
     length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         text[row, : len(prompt)] = prompt
-    drafter = DraftModel(draft.parameters(), lookup, config=CONFIG, size=DRAFTED)
+    drafter = DraftModel(draft.parameters(), spec.lookup, config=CONFIG, size=DRAFTED)
     target_cache, drafter_state = prefilled(target, drafter, text)
     keys = draft_keys = verify_keys = keys_from(seed, len(PROMPTS))
     emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
@@ -136,17 +122,15 @@ def letters(row: Generation) -> str:
     return "".join(why.letter for why in row.why)
 
 
-@pytest.mark.parametrize(("rule", "sampling", "lookup"), CASES)
-def test_steps_alone_give_the_same_tokens(
-    rule: Rule, sampling: Sampling | None, lookup: Lookup | None
-) -> None:
+@pytest.mark.parametrize("spec", CASES)
+def test_steps_alone_give_the_same_tokens(spec: RoundSpec) -> None:
     seen = set()
     for pair, noise in ((0, 0.2), (2, 0.5)):
-        rows = fused(rule, sampling, lookup, pair=pair, noise=noise, seed=pair)
-        expected = foreign_engine(rule, sampling, lookup, pair=pair, noise=noise, seed=pair)
+        rows = fused(spec, pair=pair, noise=noise, seed=pair)
+        expected = foreign_engine(spec, pair=pair, noise=noise, seed=pair)
         assert [(row.token_ids, letters(row)) for row in rows] == expected
         seen |= set("".join(letters(row) for row in rows))
-    assert seen == set("mrcb" if isinstance(rule, Fly) else "mcb")
+    assert seen == set("mrcb" if isinstance(spec.rule, Fly) else "mcb")
 
 
 def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tuple[list[int], str]:
@@ -183,11 +167,11 @@ def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tupl
     return tokens, why[: len(tokens)]
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup()])
-def test_fly_decodes_as_its_oracle(lookup: Lookup | None) -> None:
+@pytest.mark.parametrize("name", ["fly", "fly, lookup"])
+def test_fly_decodes_as_its_oracle(name: str) -> None:
     rescued = 0
     for pair, noise in ((0, 0.2), (3, 0.3)):
-        rows = fused(FLY, None, lookup, pair=pair, noise=noise)
+        rows = fused(SPECS[name], pair=pair, noise=noise)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             assert (row.token_ids, letters(row)) == fly_by_the_oracle(
                 prompt, pair=pair, noise=noise
@@ -196,12 +180,10 @@ def test_fly_decodes_as_its_oracle(lookup: Lookup | None) -> None:
     assert rescued > 0
 
 
-@pytest.mark.parametrize(("rule", "sampling", "lookup"), CASES)
+@pytest.mark.parametrize("spec", CASES)
 @pytest.mark.parametrize("noise", NOISES)
-def test_the_account_adds_up(
-    rule: Rule, sampling: Sampling | None, lookup: Lookup | None, noise: float
-) -> None:
-    for row in fused(rule, sampling, lookup, pair=1, noise=noise):
+def test_the_account_adds_up(spec: RoundSpec, noise: float) -> None:
+    for row in fused(spec, pair=1, noise=noise):
         why = letters(row)
         assert len(why) == len(row.token_ids)
         assert row.num_draft_tokens == DRAFTED * row.num_rounds
@@ -213,13 +195,12 @@ def test_the_account_adds_up(
         assert row.mean_accepted_tokens == len(row.token_ids) / row.num_rounds
         assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
         assert row.seconds > 0
-        if noise == 0 and isinstance(rule, Exact) and sampling is None:
+        if noise == 0 and spec is SPECS["exact"]:
             assert set(why) == {"m", "b"} or set(why) == {"m"}
 
 
 def test_the_running_account_is_that_of_what_has_settled() -> None:
-    spec = RoundSpec(FLY, DRAFTED, Lookup(), EOS)
-    engine = batch_engine(random_target(1), random_draft(1, 0.2), spec, len(PROMPTS))
+    engine = batch_engine(random_target(1), random_draft(1, 0.2), SPECS["fly, lookup"])
     rounds, text = collections.Counter[int](), collections.defaultdict[int, list[int]](list)
     for state, settled in engine.run(engine.requests(PROMPTS, MAX_NEW_TOKENS)):
         account, row = state.generation, PROMPTS.index(list(state.request.prompt))
@@ -238,7 +219,7 @@ def test_a_round_needs_no_more_room_than_it_says() -> None:
     spec = RoundSpec(Exact(), 12, Lookup(num_tokens=3))
     prompts = [[1] * 24, [6, 3], [7, 3]]
     length = 24 + MAX_NEW_TOKENS
-    engine = batch_engine(random_target(2), random_draft(2, 0.2), spec, 3, max_length=length)
+    engine = batch_engine(random_target(2), random_draft(2, 0.2), spec, max_length=length)
     assert engine._capacity == length + spec.room
     rows = engine.generate(prompts, MAX_NEW_TOKENS)
     assert [row.token_ids for row in rows] == greedy(random_target(2), prompts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from random_pairs import (
     EOS,
     MOST_TOKENS,
     NOISES,
+    SPECS,
     autoregressive,
     batch_engine,
     random_draft,
@@ -24,12 +27,12 @@ from fly_jax.verification.rules import Exact, Why
 
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
-    "autoregressive": (RoundSpec(Exact(), 0, eos_token_ids=EOS), 3),
+    "autoregressive": (SPECS["autoregressive"], 3),
     "one token": (RoundSpec(Exact(), 1, eos_token_ids=EOS), 1),
-    "four tokens": (RoundSpec(Exact(), 4, eos_token_ids=EOS), 3),
+    "five tokens": (SPECS["exact"], 3),
     "lookup, three rounds": (RoundSpec(Exact(), 5, Lookup(), EOS, rounds_per_dispatch=3), 3),
     "lookup, earliest": (RoundSpec(Exact(), 9, Lookup(match="earliest", num_tokens=3), EOS), 2),
-    "depths": (RoundSpec(Exact(), 6, eos_token_ids=EOS, depths=(1, 3, 6)), 3),
+    "depths": (SPECS["depths"], 3),
     "depths, lookup": (RoundSpec(Exact(), 6, Lookup(num_tokens=3), EOS, depths=(2, 6)), 2),
 }
 
@@ -66,7 +69,7 @@ def test_equals_one_token_at_a_time(
         assert not any(token in EOS for token in row.token_ids[:-1])
 
 
-@pytest.mark.parametrize("program", ["four tokens", "lookup, three rounds"])
+@pytest.mark.parametrize("program", ["five tokens", "lookup, three rounds"])
 def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     """The cases above mean something: drafts from perfect to useless, and text that differs."""
     prompts = [[token] for token in range(24)]
@@ -83,7 +86,7 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
 
 def test_end_of_text_inside_a_block_ends_the_row() -> None:
     prompts = [[token, 3, token] for token in range(24)]
-    engine = batch_engine(random_target(1), random_draft(1, 0.0), *PROGRAMS["four tokens"])
+    engine = batch_engine(random_target(1), random_draft(1, 0.0), *PROGRAMS["five tokens"])
     inside, done = 0, list[RequestState]()
     for state, settled in engine.run(engine.requests(prompts, MOST_TOKENS)):
         account = state.generation
@@ -104,10 +107,10 @@ def test_end_of_text_inside_a_block_ends_the_row() -> None:
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
     prompts = [[5], [9, 9], [1, 2, 3]]
-    spec = RoundSpec(Exact(), 4)  # no token ends a text
-    engine = batch_engine(random_target(2), random_draft(2, 0.0), spec, 3)
+    endless = dataclasses.replace(SPECS["exact"], eos_token_ids=())
+    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
     whole = engine.generate(prompts, 16)
-    assert [row.num_rounds for row in whole] == [4, 4, 4]  # 5 tokens a round, the last one cut
+    assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
     for limit in (1, 5, 7):
         rows = engine.generate(prompts, limit)
         assert [row.token_ids for row in rows] == [row.token_ids[:limit] for row in whole]
@@ -116,7 +119,8 @@ def test_a_limit_that_cuts_a_block_is_kept() -> None:
 
 def test_a_row_ends_where_the_context_does() -> None:
     context = CONFIG.max_context
-    engine = batch_engine(random_target(2), random_draft(2, 0.0), RoundSpec(Exact(), 4), 3)
+    endless = dataclasses.replace(SPECS["exact"], eos_token_ids=())
+    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
     prompt = list(range(40)) * 3
     (row,) = engine.generate([prompt[: context - 3]], 10)
     assert len(row.token_ids) == 3

@@ -8,6 +8,7 @@ import functools
 import numpy as np
 import oracle
 import pytest
+import random_pairs
 from random_pairs import (
     EOS,
     batch_engine,
@@ -28,19 +29,17 @@ DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
 FLY = Fly(entropy_threshold=0.4, window_size=2)
 GAP, TOTAL = 1.5, 2.5
 SPECS = {
-    "exact": RoundSpec(Exact(), DRAFTED, None, EOS, audits=True),
+    "exact": dataclasses.replace(random_pairs.SPECS["exact"], audits=True),
     "fly": RoundSpec(FLY, DRAFTED, None, EOS, audits=True, rounds_per_dispatch=2),
     "budget": RoundSpec(Budget(Margin(gap=GAP), TOTAL), DRAFTED, None, EOS, audits=True),
     "typical": RoundSpec(Typical(), DRAFTED, None, EOS, audits=True),
-    "deferred": RoundSpec(
-        Fly(entropy_threshold=0.2, window_size=2), 2, None, EOS, audits=True, boundary="defer"
-    ),
+    "deferred": random_pairs.SPECS["deferred"],
 }
 MEASURES = {name: ("full", 0) if name == "typical" else ("top_k", 3) for name in SPECS}
 
 
-def decode(spec: RoundSpec, rows: int = 2) -> list[Generation]:
-    engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), spec, rows)
+def decode(spec: RoundSpec) -> list[Generation]:
+    engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), spec)
     return engine.generate(PROMPTS, MAX_NEW_TOKENS)
 
 
@@ -164,7 +163,7 @@ def test_reports_change_no_token_and_are_not_there_unasked() -> None:
 def test_unasked_reports_are_no_part_of_the_program() -> None:
     for spec in SPECS.values():
         plain = dataclasses.replace(spec, audits=False)
-        engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), plain, 2)
+        engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), plain)
         state = engine._slots()
         assert state.window is None or state.window.reports is None
         assert plain.needs == plain.rule.needs
@@ -185,7 +184,7 @@ def test_the_entropy_that_is_reported(rule: Rule, measure: Entropy) -> None:
 
 
 def test_sampled_corrections_tell_what_was_drafted() -> None:
-    spec = RoundSpec(Exact(), DRAFTED, None, EOS, audits=True, sampling=Sampling(0.7))
+    spec = dataclasses.replace(random_pairs.SPECS["sampled"], audits=True)
     refused = [
         report
         for row in decode(spec)

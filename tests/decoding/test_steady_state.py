@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_pairs
 from random_pairs import EOS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding import programs
@@ -24,17 +25,10 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin
 from fly_jax.verification.sampling import Sampling
 
 SPECS = {
-    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
-    "exact": RoundSpec(Exact(), 4, None, EOS),
-    "fly": RoundSpec(Fly(window_size=2), 5, Lookup(), EOS),
+    **random_pairs.SPECS,
     "levels": RoundSpec(
         Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
     ),
-    "lookup": RoundSpec(Exact(), 5, Lookup(), EOS),
-    "sampled": RoundSpec(Exact(), 5, None, EOS, sampling=Sampling(0.7, top_p=0.9)),
-    "depths": RoundSpec(Fly(window_size=2), 5, None, EOS, depths=(2, 5)),
-    "deferred": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer"),
-    "audited": RoundSpec(Fly(window_size=2), 3, None, EOS, boundary="defer", audits=True),
     "csd, depths": RoundSpec(Csd(1e-6), 5, None, EOS, depths=(2, 5), reports_mismatches=True),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
@@ -48,13 +42,14 @@ BATCHES = [
 
 @pytest.fixture
 def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Messages about what has been compiled since the last call."""
+    """Messages about what has been compiled since the last call; before the first one nothing."""
 
     def since() -> list[str]:
         messages = [record.getMessage() for record in caplog.records]
         caplog.clear()
         return [message for message in messages if message.startswith("Finished XLA compilation")]
 
+    jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         yield since
 
@@ -68,7 +63,7 @@ def num_drafts(spec: RoundSpec) -> int:
 def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
     drafts = [random_draft(pair, 0.2 + level) for level in range(num_drafts(spec))]
-    return batch_engine(random_target(pair), drafts, spec, 3, memory=memory)
+    return batch_engine(random_target(pair), drafts, spec, memory=memory)
 
 
 @pytest.mark.parametrize("name", SPECS)

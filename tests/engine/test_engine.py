@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from engine_kinds import (
     KINDS,
-    NUM_SLOTS,
     ROUND,
     Kind,
     account,
@@ -212,18 +211,6 @@ def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     assert sum(count for *_, count in memory.counts()) == sum(corrected)
 
 
-def test_a_conversation_stays_in_its_slot() -> None:
-    engine = engine_for(KINDS["autoregressive"], num_slots=2, max_length=300)
-    text = list(range(40))
-    for _ in range(4):
-        (one,) = finished(engine, [Request(text, 10)])
-        text = [*text, *one.generation.token_ids, 1, 2, 3]
-    # The other slot still has what it had.
-    other = Request([*range(47, 0, -1)], 5)
-    finished(engine, [other])
-    assert finished(engine, [Request(text, 5), other])[1].num_reused == 32
-
-
 TURNS = {
     "draft and lookup": Kind(dataclasses.replace(ROUND, lookup=Lookup())),
     **{name: kind for name, kind in KINDS.items() if name != "levels"},  # which never resume
@@ -234,7 +221,8 @@ TURNS = {
 def test_three_turns_of_three_conversations(name: str) -> None:
     """Nothing is run again but what a slot cannot be relied on for, and no token changes."""
     kind, texts = TURNS[name], [[3, 1, 4, 1, 5] * size for size in (2, 4, 5)]
-    engine, fresh, held = engine_for(kind), engine_for(kind), [0] * 3
+    engine, fresh = (engine_for(kind, num_slots=3) for _ in range(2))
+    held = [0] * 3
     for number in range(3):
         fresh.forget()
         given = [
@@ -288,22 +276,6 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
             assert account(state) == account(alone(kind, state.request, engines))
 
 
-def test_a_prompt_that_is_cancelled_while_it_is_taken_in() -> None:
-    engine = engine_for(KINDS["autoregressive"], max_length=500)
-    short = engine.submit(Request([1, 2], 60))
-    engine.step()
-    long = engine.submit(Request([3] * 400, 5))
-    engine.step()
-    assert short.generation.num_tokens < 60
-    assert not engine.waiting, "it is being taken in"
-    engine.cancel(long)
-    while not engine.is_idle:
-        engine.step()
-    assert long.generation.token_ids == []
-    assert short.generation.num_rounds > 0
-    assert engine.slots.num_free == NUM_SLOTS
-
-
 def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two rounds of the others one chunk of it is run."""
     sizes: list[int] = []
@@ -353,8 +325,9 @@ def test_warming_up_again_overwrites_nothing() -> None:
     engine = engine_for(kind)
     request = Request(list(range(40)), 10)
     engine.submit(request)
-    with pytest.raises(FlyJaxError, match="warm up while it decodes"):
-        engine.warm_up()
+    for call, words in ((engine.warm_up, "warm up"), (engine.forget, "give its caches back")):
+        with pytest.raises(FlyJaxError, match=f"{words} while it decodes"):
+            call()
     finished(engine, [])
     engine.warm_up()
     (found,) = finished(engine, [request])

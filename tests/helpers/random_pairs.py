@@ -17,12 +17,15 @@ from jaxtyping import Array, Float, Int, Key
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.sampling import Sampling
 
 # About one token in ten ends a text.
 EOS = (7, 19, 30, 41)
@@ -40,10 +43,24 @@ CONFIG = LlamaConfig(
 # Cache positions of a row of a whole context and what a round writes beyond it. Every program of
 # these tests has as many, so that few are compiled.
 CAPACITY = 128
+ROWS = 3
+# The rounds that most of them decode with; the numbers of a rule and of a sampling are data.
+SPECS = {
+    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
+    "exact": RoundSpec(Exact(), 5, None, EOS),
+    "fly": RoundSpec(Fly(0.4, 2), 5, None, EOS),
+    "fly, lookup": RoundSpec(Fly(0.4, 2), 5, Lookup(), EOS),
+    "lookup": RoundSpec(Exact(), 5, Lookup(), EOS),
+    "sampled": RoundSpec(Exact(), 5, None, EOS, sampling=Sampling(0.7, top_p=0.9)),
+    "depths": RoundSpec(Exact(), 5, None, EOS, depths=(2, 3, 5)),
+    "deferred": RoundSpec(
+        Fly(0.2, 2), 2, None, EOS, boundary="defer", rounds_per_dispatch=2, audits=True
+    ),
+}
 # Noise of the draft's weights, relative to their own: agreement falls from all to chance.
 NOISES = (0.0, 0.05, 0.2, 10.0)
 MOST_TOKENS = 24
-_UNCACHED, _ROWS = 64, 8
+_UNCACHED, _TEXTS = 64, 8
 
 
 @functools.cache
@@ -82,7 +99,7 @@ def batch_engine(
     target: Llama,
     draft: Llama | Sequence[Llama] | Drafter | None,
     spec: RoundSpec,
-    rows: int,
+    rows: int = ROWS,
     *,
     max_length: int = CONFIG.max_context,
     **given: Any,
@@ -157,9 +174,9 @@ def greedy(
     """The next tokens of every text, each from a pass over everything before it."""
     assert count <= MOST_TOKENS
     found = []
-    for first in range(0, len(texts), _ROWS):
-        some = texts[first : first + _ROWS]
-        rows = 1 if len(texts) == 1 else _ROWS  # two programs, whatever the number of texts
+    for first in range(0, len(texts), _TEXTS):
+        some = texts[first : first + _TEXTS]
+        rows = 1 if len(texts) == 1 else _TEXTS  # two programs, whatever the number of texts
         padded = np.zeros((rows, _UNCACHED), np.int32)
         length = np.ones(rows, np.int32)
         for row, text in enumerate(some):

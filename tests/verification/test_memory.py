@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from random_pairs import (
     CONFIG,
-    EOS,
+    SPECS,
     autoregressive,
     batch_engine,
     logits_after,
@@ -19,7 +20,6 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory, is_remembered, load_memory
@@ -184,9 +184,8 @@ def corrected_by_hand() -> list[tuple[int, int]]:
 
 
 def engine_with(rule: Rule, memory: CorrectionMemory) -> Engine:
-    spec = RoundSpec(rule, DRAFTED, None, EOS, reports_mismatches=True)
-    pair = random_target(1), random_draft(1, 0.2)
-    return batch_engine(*pair, spec, len(PROMPTS), memory=memory)
+    spec = dataclasses.replace(SPECS["exact"], rule=rule, reports_mismatches=True)
+    return batch_engine(random_target(1), random_draft(1, 0.2), spec, memory=memory)
 
 
 def counts(memory: CorrectionMemory) -> list[tuple[int, int]]:

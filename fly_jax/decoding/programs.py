@@ -223,12 +223,19 @@ class Programs:
             None if seconds is None else self.put(seconds, (None,)),
         )
 
-    def begin(self, rows: Rows) -> DecodeState:
-        """Rows of whose prompts nothing has been run; traced where the models are abstract."""
-        return cast(DecodeState, self._call(_begin, self._shapes, self._drafter, rows))
+    def begin(self, rows: Rows, positions: int) -> DecodeState:
+        """Rows of whose prompts nothing has been run; traced where the models are abstract.
+
+        Args:
+          rows: what is decoded.
+          positions: of each row's caches.
+        """
+        return cast(DecodeState, self._call(_begin, self._shapes, positions, self._drafter, rows))
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
         """A few rows, donated, of which one holds what the models hold of a row of the state.
+
+        Where their caches have fewer positions, it holds the first ones.
 
         Args:
           some: the few rows.
@@ -243,6 +250,8 @@ class Programs:
         self, state: DecodeState, some: DecodeState, slots: Sequence[int]
     ) -> tuple[DecodeState, Array]:
         """The state, donated, with a few rows in places of its own.
+
+        Where their caches have fewer positions, the others keep what they hold.
 
         Args:
           state: of all slots.
@@ -323,9 +332,17 @@ class _Shapes:
         return Llama(self.config, parameters, self.layout)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes",))
-def _begin(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
-    return _whole_numbers(shapes.layout, _begun(shapes, drafter, rows))
+@functools.partial(jax.jit, static_argnames=("shapes", "positions"))
+def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows) -> DecodeState:
+    number, dtype = len(rows.text), shapes.cache_dtype
+    cache = empty_cache(shapes.config, number, positions, dtype, shapes.layout)
+    drafting = None if drafter is None else drafter.init(number, positions, dtype)
+    state = _before_rounds(shapes.structure, rows, cache, drafting)
+    return _whole_numbers(shapes.layout, state)
+
+
+def _is_cache(one: object) -> bool:
+    return isinstance(one, KVCache)
 
 
 def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
@@ -340,21 +357,15 @@ def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
     def whole(leaf: Array) -> Array:
         return layout.constrain(leaf, (None,) * leaf.ndim)
 
-    target, drafting = jax.tree.map(
-        lambda one: one.with_length(whole(one.length)) if isinstance(one, KVCache) else one,
-        (state.target, state.drafter),
-        is_leaf=lambda one: isinstance(one, KVCache),
-    )
-    numbers = jax.tree.map(whole, dataclasses.replace(state, target=None, drafter=None))
-    return cast(DecodeState, dataclasses.replace(numbers, target=target, drafter=drafting))
+    def lengths_whole(one: Any) -> Any:
+        return one.with_length(whole(one.length)) if isinstance(one, KVCache) else one
 
+    def placed(one: Any) -> Any:
+        return lengths_whole(one) if isinstance(one, KVCache) else whole(one)
 
-def _begun(shapes: _Shapes, drafter: Drafter | None, rows: Rows) -> DecodeState:
-    """Rows of whose prompts nothing has been run."""
-    number, capacity = rows.text.shape
-    cache = empty_cache(shapes.config, number, capacity, shapes.cache_dtype, shapes.layout)
-    drafting = None if drafter is None else drafter.init(number, capacity, shapes.cache_dtype)
-    return _before_rounds(shapes.structure, rows, cache, drafting)
+    numbers = jax.tree.map(placed, dataclasses.replace(state, drafter=None), is_leaf=_is_cache)
+    drafting = jax.tree.map(lengths_whole, state.drafter, is_leaf=_is_cache)
+    return cast(DecodeState, dataclasses.replace(numbers, drafter=drafting))
 
 
 def _before_rounds(
@@ -389,7 +400,7 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
         budget=None if state.rule.budget is None else zeros.astype(jnp.float32),
         seconds=None if state.pace is None else state.pace.seconds,
     )
-    return _begun(shapes, drafter, rows)
+    return _begin(shapes, state.target.capacity, drafter, rows)
 
 
 def _row_axes(shapes: _Shapes, drafter: Drafter | None, state: DecodeState) -> list[int | None]:
@@ -415,6 +426,8 @@ def _copy_row(
     def copied(axis: int | None, mine: Array, theirs: Array) -> Array:
         if axis is None:
             return theirs
+        sizes = [*mine.shape[:axis], theirs.shape[axis], *mine.shape[axis + 1 :]]
+        theirs = jax.lax.slice(theirs, [0] * theirs.ndim, sizes)
         if shapes.layout is None or not jnp.issubdtype(theirs.dtype, jnp.floating):
             found = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
         else:

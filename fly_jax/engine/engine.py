@@ -458,10 +458,6 @@ class Engine:
         state = state.attending(self._buckets.steps[-1])
         return cast(Traced, self._programs.run(state, inputs, self._row_steps[-1]))
 
-    def prefill_groups(self, prompt_length: int) -> list[tuple[list[Chunk], int]]:
-        """How prompts of this length come into all slots; see `ChunkPlan.groups`."""
-        return self._prefill.plan.groups(prompt_length, self._row_steps[-1])
-
     def _check_idle(self, what: str) -> None:
         if not self.is_idle:
             raise FlyJaxError(
@@ -518,7 +514,7 @@ class Engine:
             rows = programs.copy_row(rows, state, 0, 0)
             state, _ = programs.insert(state, rows, [0] * number)
             for _, size, attended in some:
-                start = min(attended, self._buckets.steps[-1] - size)
+                start = min(attended, self._prefill.plan.positions(number) - size)
                 rows = programs.prefill_chunk(rows, size, start, attended)
                 on_progress(next(done), total)
         state = programs.release(state, 0)

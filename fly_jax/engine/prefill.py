@@ -79,7 +79,12 @@ class ChunkPlan:
 
     def sizes_of(self, rows: int) -> tuple[int, ...]:
         """Sizes of chunks of so many rows."""
-        return tuple(size for size in self.sizes if rows * size <= max(self.tokens, self.sizes[0]))
+        most = min(max(self.tokens // rows, self.sizes[0]), self.positions(rows))
+        return tuple(size for size in self.sizes if size <= most)
+
+    def positions(self, rows: int) -> int:
+        """Cache positions of each of so many rows: prompts that are run together are short."""
+        return self._steps[-1 if rows == 1 else 0]
 
     def chunks(self, start: int, end: int, rows: int = 1) -> Iterator[Chunk]:
         """The chunks that run the tokens from `start` to `end` of so many rows."""
@@ -88,7 +93,7 @@ class ChunkPlan:
             size = next((size for size in sizes if size >= end - start), sizes[-1])
             # What would run over the end of the cache begins earlier: running tokens twice is
             # harmless.
-            at = min(start, self._steps[-1] - size)
+            at = min(start, self.positions(rows) - size)
             yield Chunk(rows, at, size, next(step for step in self._steps if step >= at))
             start = at + size
 
@@ -206,7 +211,8 @@ class Prefill:
             lengths[row], limits[row] = len(prompt), self.limit(one.request)
             seeds[row] = one.request.seed % 2**32
             budgets[row] = math.inf if one.budget is None else one.budget
-        return begun(self._programs, self._spec, text, lengths, limits, seeds, budgets)
+        positions = self.plan.positions(number)
+        return begun(self._programs, self._spec, text, positions, lengths, limits, seeds, budgets)
 
     def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
         """Takes the next prompts, behind what they share with slots of the state.
@@ -252,6 +258,7 @@ def begun(
     programs: Programs,
     spec: RoundSpec,
     text: Int[np.ndarray, "rows capacity"],
+    positions: int,
     lengths: Int[np.ndarray, " rows"],
     limits: Int[np.ndarray, " rows"],
     seeds: UInt32[np.ndarray, " rows"],
@@ -263,6 +270,7 @@ def begun(
       programs: that will run them.
       spec: of the rounds, whose rule may have a budget.
       text: the prompts.
+      positions: of each row's caches.
       lengths: of the prompts.
       limits: length at which each row is done.
       seeds: of each row's draws.
@@ -278,7 +286,7 @@ def begun(
         None if spec.rule.budget is None else budgets,
         np.zeros(len(static.depths), np.float32) if needs_stats else None,
     )
-    return programs.begin(rows)
+    return programs.begin(rows, positions)
 
 
 def empty_slots(programs: Programs, spec: RoundSpec, num_slots: int, capacity: int) -> DecodeState:
@@ -286,7 +294,8 @@ def empty_slots(programs: Programs, spec: RoundSpec, num_slots: int, capacity: i
     ones = np.ones(num_slots, np.int32)
     text = np.zeros((num_slots, capacity), np.int32)
     budgets = np.full(num_slots, math.inf, np.float32)
-    return begun(programs, spec, text, ones, ones, ones.astype(np.uint32), budgets)
+    seeds = ones.astype(np.uint32)
+    return begun(programs, spec, text, capacity, ones, ones, seeds, budgets)
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:

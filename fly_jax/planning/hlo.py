@@ -1,4 +1,4 @@
-"""A compiled program as its HLO text says it: what runs how often, what travels, what is copied."""
+"""A compiled program as its HLO text says it: what runs how often, what it exchanges and copies."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import attention_steps, cache_capacity
-from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, Chunk, ChunkPlan
+from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
@@ -147,20 +147,15 @@ class PlanSpec:
         """Tokens of each prompt."""
         return self.context - 1 if self.prompt_length is None else self.prompt_length
 
-    def prefill_groups(self, target: Layout) -> list[tuple[list[Chunk], int]]:
-        """How the engine runs the prompts of all rows; see `ChunkPlan.groups`.
-
-        Args:
-          target: how the target lies.
-        """
+    def chunk_plan(self, target: Layout) -> ChunkPlan:
+        """How the engine runs prompts where the target lies so."""
         is_whole = bool(target.rules.cache_length)
-        plan = ChunkPlan(
+        return ChunkPlan(
             attention_steps(self.workload.capacity, is_whole=is_whole),
             tokens=OFFLINE_PREFILL_TOKENS,
             num_slots=self.rows,
             longest=self.context,
         )
-        return plan.groups(self.prefilled, self.rows)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.stages import Traced
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.config import RoundSpec
@@ -129,18 +130,23 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     make = functools.partial(Engine, num_slots=spec.rows, max_length=spec.context, offline=True)
     engine = make(target, [draft], rounds, memory=memory)
     alone = make(target, None, RoundSpec(Exact(), 0, None, rounds.eos_token_ids))
-    groups = engine.prefill_groups(spec.prefilled)
+    chunks = _chunks(spec, layouts)
     # What takes most: the widest chunk, which attends to all before it.
-    chunk = max(_chunks(groups), key=lambda one: (one.rows * one.size, one.attended))
+    chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
     lies = (layouts.target, layouts.draft)
     state = abstract_state(engine.trace_slots(), lies)
     rows = abstract_state(engine.trace_rows(chunk.rows), lies)
     # A self-draft shares parameters with its target, which the compiler counts for both.
     shared = parameter_bytes(*_matrices(models[1])) - held_bytes(*_matrices(models[1]))
     parameters = sum(parameter_bytes(*_matrices(model)) for model in models)
-    num_groups, num_chunks = (sum(times for _, times in groups), sum(_chunks(groups).values()))
+    num_groups = sum(_group_bytes(spec, layouts).values())
     for name, trace, times, beside in (
-        ("prefill", lambda: engine.trace_prefill(rows, chunk), num_chunks, _bytes(state) - shared),
+        (
+            "prefill",
+            lambda: engine.trace_prefill(rows, chunk),
+            sum(chunks.values()),
+            _bytes(state) - shared,
+        ),
         ("insert", lambda: engine.trace_insert(state, rows), num_groups, parameters - shared),
         ("round", lambda: engine.trace_rounds(state), 1, -shared),
         ("draft", lambda: _trace_draft(engine, state), 1, 0),
@@ -152,12 +158,12 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
             0,
         ),
     ):
-        numbers = {spec.rows, chunk.rows} if name in ("prefill", "insert") else {spec.rows}
+        caches = [state] if name not in ("prefill", "insert") else [state, rows]
         large = {
             shape
-            for layout, config, workload in models
-            for number in numbers
-            for shape in large_shapes(layout, config, number, workload.capacity)
+            for layout, config, _ in models
+            for one in caches
+            for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
         }
         step = _compiled(name, trace(), spec, layouts, large, times=times, beside=beside)
         yield step
@@ -168,7 +174,7 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     target, draft = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec.prefill_groups(layouts.target))
+    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
     drafted = _exchanges(draft, 2) + _times(_exchanges(draft, 1), k - 1)
     verified = _exchanges(target, k + 1)
     found = {
@@ -201,17 +207,26 @@ def prefill_cache_bytes(spec: PlanSpec, layouts: Layouts) -> int:
 
     They are those of the engine, beside the slots' own.
     """
-    most = max(chunk.rows for chunk in _chunks(spec.prefill_groups(layouts.target)))
-    return sum(
-        cache_bytes(layout, config, dataclasses.replace(workload, rows=most))
-        for layout, config, workload in _models(spec, layouts)
-    )
+    return max(_group_bytes(spec, layouts))
+
+
+def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
+    """What a chip holds of the caches of a group of prompts; and how many such groups there are."""
+    plan, found = spec.chunk_plan(layouts.target), dict[int, int]()
+    for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
+        rows, capacity = chunk.rows, plan.positions(chunk.rows)
+        num_bytes = sum(
+            cache_bytes(layout, config, dataclasses.replace(workload, rows=rows, capacity=capacity))
+            for layout, config, workload in _models(spec, layouts)
+        )
+        found[num_bytes] = found.get(num_bytes, 0) + times
+    return found
 
 
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
     target, draft = models = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec.prefill_groups(layouts.target))
+    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
     alone, drafting = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
     both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
     widest = max(
@@ -243,10 +258,10 @@ def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
     return layout, config, workload.matrices
 
 
-def _chunks(groups: Iterable[tuple[list[Chunk], int]]) -> dict[Chunk, int]:
+def _chunks(spec: PlanSpec, layouts: Layouts) -> dict[Chunk, int]:
     """How often each chunk runs; those that differ in their start alone are one."""
     found: dict[Chunk, int] = {}
-    for chunks, times in groups:
+    for chunks, times in spec.chunk_plan(layouts.target).groups(spec.prefilled, spec.rows):
         for chunk in chunks:
             alike = chunk._replace(start=0)
             found[alike] = found.get(alike, 0) + times
@@ -256,8 +271,8 @@ def _chunks(groups: Iterable[tuple[list[Chunk], int]]) -> dict[Chunk, int]:
 def _of_rows(model: _Model, chunk: Chunk) -> _Model:
     """A model with the rows of a chunk, and the positions that are read for it."""
     layout, config, workload = model
-    of_chunk = dataclasses.replace(workload, rows=chunk.rows, capacity=chunk.attended)
-    return layout, config, of_chunk
+    of_rows = dataclasses.replace(workload, rows=chunk.rows, capacity=chunk.attended)
+    return layout, config, of_rows
 
 
 def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
@@ -266,12 +281,13 @@ def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
     if name == "prefill":
         passes = (
             pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
-            for chunk, times in _chunks(spec.prefill_groups(layouts.target)).items()
+            for chunk, times in _chunks(spec, layouts).items()
             for model in (target, draft)
         )
         return functools.reduce(operator.add, passes)
     if name == "insert":  # the rows' caches are read, and written where the slots are
-        return Work(0.0, 2.0 * sum(cache_bytes(*model) for model in (target, draft)))
+        held = _group_bytes(spec, layouts)
+        return Work(0.0, 2.0 * sum(num_bytes * times for num_bytes, times in held.items()))
     if name == "autoregressive":
         return pass_work(*target, 1, vector_memory=fast)
     verified = pass_work(*target, k + 1, vector_memory=fast)
@@ -357,18 +373,22 @@ def _compiled(
 
 
 def abstract_model(
-    config: LlamaConfig, layout: Layout, matrices: MatrixType | None = None
+    config: LlamaConfig,
+    layout: Layout,
+    matrices: MatrixType | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> Llama:
     """A model with shapes for parameters, on devices that need not be there.
 
     Args:
       config: its shape.
       layout: how it lies.
-      matrices: their type, where it is not bfloat16.
+      matrices: their type, where it is not `dtype`.
+      dtype: of all else.
     """
     parameters = {
         name: jax.ShapeDtypeStruct(
-            one.shape, one.dtype or jnp.bfloat16, sharding=layout.sharding(one.axes, one.shape)
+            one.shape, one.dtype or dtype, sharding=layout.sharding(one.axes, one.shape)
         )
         for name, one in parameter_specs(config, matrices).items()
     }

@@ -1,4 +1,4 @@
-"""Every kind of round, compiled from shapes: the one place that knows how a round is described."""
+"""Every kind of round of an engine, compiled from shapes: the one place that describes them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import jaxlib
-from fly_jax.decoding.capacity import CAPACITY_STEP
-from fly_jax.decoding.decoder import Decoder
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
-from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
@@ -37,11 +35,14 @@ class Kind:
       spec: makes its description for a K.
       num_drafts: draft models.
       teaches: mismatches teach a memory.
+      served: rules that requests may ask for, each one its own, beside that of the spec; None
+        where all are decoded as the spec says.
     """
 
     spec: Callable[[int], RoundSpec]
     num_drafts: int = 1
     teaches: bool = False
+    served: tuple[Rule, ...] | None = None
 
 
 def _rule(rule: Rule, **options: object) -> Callable[[int], RoundSpec]:
@@ -71,18 +72,9 @@ KINDS = {
         lambda k: RoundSpec(_FLY, k, eos_token_ids=EOS, depths=(2, k)),
     ),
     "defer": Kind(_rule(_FLY, boundary="defer")),
+    # Each row has a rule of its own, and some are drawn.
+    "served": Kind(_rule(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
 }
-
-
-def on_mesh(config: LlamaConfig, layout: Layout, dtype: jnp.dtype) -> Llama:
-    """An abstract model on the devices of a mesh, which need not be there."""
-    parameters = {
-        name: jax.ShapeDtypeStruct(
-            spec.shape, dtype, sharding=layout.sharding(spec.axes, spec.shape)
-        )
-        for name, spec in parameter_specs(config).items()
-    }
-    return Llama(config, parameters, layout)
 
 
 def on_chip(config: LlamaConfig, device: jax.Device, dtype: jnp.dtype) -> Llama:
@@ -108,28 +100,27 @@ def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     return Llama(config, jax.eval_shape(unstacked, stacks))
 
 
-def round_hlo(
-    kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int, prompt: int
-) -> tuple[str, int]:
-    """The optimised program of a dispatch, and the capacity of its caches.
-
-    Args:
-      kind: of the round.
-      models: the target and as many drafts as the kind has.
-      rows: decoded together.
-      context: tokens of a row.
-      k: draft tokens.
-      prompt: tokens of a prompt.
-    """
-    spec = kind.spec(k)
-    capacity = -(-(context + spec.room) // CAPACITY_STEP) * CAPACITY_STEP
-    memory = CorrectionMemory("tests") if kind.teaches else None
-    decoder = Decoder(
-        models[0], models[1:], spec, capacity=capacity, batch_size=rows, memory=memory
+def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int) -> Engine:
+    """An engine of abstract models for so many rows of so many tokens, with K draft tokens."""
+    return Engine(
+        models[0],
+        models[1:],
+        kind.spec(k),
+        num_slots=rows,
+        max_length=context,
+        rules=kind.served or (),
+        memory=CorrectionMemory("tests") if kind.teaches else None,
+        offline=kind.served is None,
     )
-    prefill = decoder.trace_prefill(prompt)
-    state = abstract_state(decoder, [model.layout for model in models], prefill)
-    return compiled_text(decoder.trace_rounds(state), models[0]), capacity
+
+
+def round_hlo(
+    kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int
+) -> tuple[str, int]:
+    """The optimised program of a dispatch, and the capacity of its caches; see `engine_of`."""
+    engine = engine_of(kind, models, rows=rows, context=context, k=k)
+    state = abstract_state(engine.trace_slots(), [model.layout for model in models])
+    return compiled_text(engine.trace_rounds(state), models[0]), state.target.capacity
 
 
 def compiled_text(traced: Traced, target: Llama) -> str:

@@ -8,14 +8,22 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import pytest
-from fly_jax.decoding.decoder import Decoder
 from jax.stages import Traced
-from rounds import KINDS, compiled_text, copied, on_mesh, on_one_device, repeated, round_hlo
+from rounds import (
+    KINDS,
+    compiled_text,
+    copied,
+    engine_of,
+    on_one_device,
+    repeated,
+    round_hlo,
+)
 
 from fly_jax.decoding import programs
+from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.planning.hlo import exchanges
-from fly_jax.planning.plan_steps import abstract_state
+from fly_jax.planning.plan_steps import abstract_model, abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -30,7 +38,7 @@ def tiny(num_layers: int, embed_size: int, ffw_size: int) -> LlamaConfig:
         num_heads=8,
         num_kv_heads=4,
         head_size=16,
-        max_context=256,
+        max_context=512,
     )
 
 
@@ -48,42 +56,49 @@ def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, mesh: str | N
         models = [on_one_device(config, float32) for config in configs]
     else:
         layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor_whole"])
-        models = [on_mesh(config, layout, float32) for config in configs]
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5, prompt=20)
+        models = [abstract_model(config, layout, dtype=float32) for config in configs]
+    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
     assert not repeated(copied(hlo, models, ROWS, capacity))
 
 
 @pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
-    rows, float32 = 8, jnp.dtype(jnp.float32)
+    slots, float32 = 8, jnp.dtype(jnp.float32)
     layout = None if rules is None else Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
     models = [
-        on_one_device(config, float32) if layout is None else on_mesh(config, layout, float32)
+        on_one_device(config, float32)
+        if layout is None
+        else abstract_model(config, layout, dtype=float32)
         for config in TINY[:2]
     ]
-    decoders = [
-        Decoder(models[0], models[1:], KINDS["fly"].spec(5), capacity=256, batch_size=number)
-        for number in (rows, 1)
-    ]
-    many, one = (
-        abstract_state(decoder, [layout, layout], decoder.trace_prefill(20)) for decoder in decoders
-    )
+    engine = engine_of(KINDS["served"], models, rows=slots, context=500, k=5)
+    shared, plan = engine._programs, engine._prefill.plan
+    many = abstract_state(engine.trace_slots(), [layout, layout])
     sharding = None if layout is None else layout.sharding((), ())
     at = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    of = decoders[0]._programs
-    inserted = programs._insert.lower(False, many, one, at).compile().as_text()
-    released = programs._release.lower(many, at).compile().as_text()
-    assert not copied(inserted, models, rows, 256)
-    assert not copied(released, models, rows, 256)
+    released = compiled_text(programs._release.trace(many, at), models[0])
+    assert not copied(released, models, slots, 512)
     if layout is None:  # rounds may be made for the first rows alone
-        few = cast(Traced, of.run(many, decoders[0]._inputs, 2))
-        text = compiled_text(few, models[0])
-        assert not repeated(copied(text, models, rows, 256) + copied(text, models, 2, 256))
-    taken = programs._copy_row.lower(of._shapes, of._drafter, one, many, at).compile().as_text()
-    row = max(math.prod(one.target.keys.shape), math.prod(one.drafter.cache.keys.shape))
-    number = 1 if layout is None else layout.mesh.size
-    for text in (inserted, released, taken):
-        for exchange in exchanges(text, number):
-            assert exchange.count == 1
-            assert all(math.prod(shape) <= row for shape in exchange.shapes), exchange
+        inputs = engine._inputs(sampled=True)
+        assert inputs is not None
+        rounds = compiled_text(cast(Traced, shared.run(many, inputs, 2)), models[0])
+        assert not repeated(copied(rounds, models, slots, 512) + copied(rounds, models, 2, 512))
+    assert plan.rows == (1, 4, 8)
+    for number in plan.rows:
+        some = abstract_state(engine.trace_rows(number), [layout, layout])
+        assert some.target.capacity == plan.positions(number) == (512 if number == 1 else 256)
+        chunk = Chunk(number, 16, 16, 256)
+        prefill = compiled_text(engine.trace_prefill(some, chunk), models[0])
+        assert not repeated(copied(prefill, models, number, some.target.capacity))
+        inserted = compiled_text(engine.trace_insert(many, some), models[0])
+        given = (shared._shapes, shared._drafter, some, many, at, at)
+        taken = compiled_text(programs._copy_row.trace(*given), models[0])
+        assert not copied(inserted, models, slots, 512)
+        assert not copied(taken, models, slots, 512)
+        caches = (some.target, some.drafter.cache)
+        row = max(math.prod(cache.keys.shape) // number for cache in caches)
+        for text in (inserted, released, taken):
+            for exchange in exchanges(text, 1 if layout is None else layout.mesh.size):
+                assert exchange.count == 1
+                assert all(math.prod(shape) <= row for shape in exchange.shapes), exchange

@@ -10,11 +10,12 @@ import importlib.util
 
 import jax.numpy as jnp
 import pytest
-from rounds import KINDS, copied, on_chip, on_mesh, repeated, round_hlo
+from rounds import KINDS, copied, on_chip, repeated, round_hlo
 
 from fly_jax.models.presets import preset
 from fly_jax.planning.hlo import Copy, Exchange, exchanges
 from fly_jax.planning.plan_spec import slice_mesh
+from fly_jax.planning.plan_steps import abstract_model
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -48,10 +49,10 @@ def _compiled(
         models = [on_chip(config, devices.devices.flat[0], bfloat16) for config in configs]
     else:
         layout = Layout(devices, RULES["tensor_whole"])
-        models = [on_mesh(config, layout, bfloat16) for config in configs]
+        models = [abstract_model(config, layout) for config in configs]
     # One chip takes the compiler longest: there with the fewest widths that a lookup chooses from.
     context, k = (8192, K) if devices.size > 1 else (4096, 2)
-    hlo, capacity = round_hlo(kind, models, rows=1, context=context, k=k, prompt=1024)
+    hlo, capacity = round_hlo(kind, models, rows=1, context=context, k=k)
     return copied(hlo, models, 1, capacity), exchanges(hlo, devices.size)
 
 

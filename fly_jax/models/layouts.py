@@ -97,8 +97,10 @@ def choose_layouts(
 
 
 def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
-    """Bytes that one device holds of a model and its cache."""
-    return held_bytes(layout, config, workload.matrices) + cache_bytes(layout, config, workload)
+    """What one device holds of a model, the caches of all rows, and that of a prompt being run."""
+    one = dataclasses.replace(workload, rows=1)
+    caches = cache_bytes(layout, config, workload) + cache_bytes(layout, config, one)
+    return held_bytes(layout, config, workload.matrices) + caches
 
 
 def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.layouts import Workload, cache_exchanges, resident_bytes
+from fly_jax.models.layouts import Layouts, Workload, cache_exchanges, resident_bytes
 from fly_jax.models.presets import PRESETS
 from fly_jax.models.specs import INT8, SELF, SELF_DRAFTS, MatrixType, self_draft_type
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
@@ -142,28 +142,21 @@ class Drafters:
 
 
 def weigh_drafters(
-    spec: PlanSpec,
-    target_rules: str,
-    draft_rules: str,
-    target_bytes: int,
-    verify_seconds: float,
-    mean: float,
+    spec: PlanSpec, layouts: Layouts, verify_seconds: float, mean: float
 ) -> Drafters:
     """Weighs the given draft's layouts and types, and smaller models of its type, at the plan's K.
 
     Args:
       spec: the plan's.
-      target_rules: layout of the plan's target.
-      draft_rules: layout of the plan's draft.
-      target_bytes: that a chip holds of the target and its cache.
+      layouts: the plan's.
       verify_seconds: of the target's pass in the plan.
       mean: accepted tokens of the plan.
     """
-    left = spec.chip.memory_bytes - target_bytes
+    left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
     wide = "int8" if spec.int8 else "bfloat16"
     own = {
-        f"{SELF}{name}": _pass(spec, spec.target, target_rules, matrices, left)
+        f"{SELF}{name}": _pass(spec, spec.target, layouts.target_rules, matrices, left)
         for name, matrices in SELF_DRAFTS.items()
         if name != wide
     }
@@ -172,7 +165,9 @@ def weigh_drafters(
         passes: tuple[DraftPass, ...] = (given,)
     else:
         passes = _passes(spec, spec.draft, left)
-        given = next(one for one in passes if (one.rules, one.matrices) == (draft_rules, wide))
+        given = next(
+            one for one in passes if (one.rules, one.matrices) == (layouts.draft_rules, wide)
+        )
     given_round = verify_seconds + k * given.seconds
     others = []
     for name, config in PRESETS.items():

@@ -98,15 +98,7 @@ class Plan:
         verify = self.step("verify")
         if not self.fits or verify is None:
             return None
-        memory = self.memory()
-        return weigh_drafters(
-            self.spec,
-            self.layouts.target_rules,
-            self.layouts.draft_rules,
-            memory["parameter_bytes"] + memory["cache_bytes"],
-            verify.seconds,
-            self.mean_accepted,
-        )
+        return weigh_drafters(self.spec, self.layouts, verify.seconds, self.mean_accepted)
 
     def memory(self) -> dict[str, int]:
         """Bytes on each chip, by what they are for."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fly_jax.decoding import programs
-from fly_jax.decoding.programs import prefill_piece
 from fly_jax.launch.__main__ import main
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.layouts import Layouts
 from fly_jax.models.presets import preset
 from fly_jax.models.specs import INT8, parameter_specs
-from fly_jax.planning import planner as plan_module
-from fly_jax.planning.plan_spec import PlanSpec, default_round, slice_mesh
-from fly_jax.planning.plan_steps import CompiledStep, Model, compiled_steps
+from fly_jax.planning import planner
+from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
+from fly_jax.planning.plan_steps import STEPS, Step, compiled_steps
 from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
@@ -34,36 +34,33 @@ V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 COMMAND = "plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8"
 K, CAPACITY = 25, 8256
-CONTEXT = 8192
 
 
-Steps = dict[str, CompiledStep]
+Steps = dict[str, Step]
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[Plan, Steps]:
+def plan() -> Plan:
     """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context.
 
     The README's command makes the plan.
     """
-    steps: Steps = {}
     plans: list[Plan] = []
-
-    def recorded(*given: Any, **sizes: Any) -> Iterator[CompiledStep]:
-        for step in compiled_steps(*given, **sizes):
-            steps[step.name] = step
-            yield step
 
     def kept(spec: PlanSpec, progress: Callable[[str], None]) -> Plan:
         plans.append(make_plan(spec, progress))
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "compiled_steps", recorded)
-        patch.setattr(plan_module, "make_plan", kept)
+        patch.setattr(planner, "make_plan", kept)
         patch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets for its process
         assert main(COMMAND.split()) == 0
-    return plans[0], steps
+    return plans[0]
+
+
+@pytest.fixture(scope="module")
+def bfloat16(plan: Plan) -> Steps:
+    return {step.name: step for step in plan.steps}
 
 
 def test_it_is_the_readmes_command() -> None:
@@ -71,59 +68,36 @@ def test_it_is_the_readmes_command() -> None:
     assert f"\npython -m fly_jax.launch {COMMAND}\n" in readme.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def plan(planned: tuple[Plan, Steps]) -> Plan:
-    return planned[0]
-
-
-def prefill_and_round(
-    mesh: str, rules: Sequence[str], *, large: bool, int8: bool, rows: int, prompt: int
-) -> Steps:
-    """The first two steps of a pair, after a prompt of so many tokens."""
-    devices = slice_mesh(V5E, parse_mesh(mesh))
-    target, draft = (Layout(devices, RULES[name]) for name in rules)
-    matrices = INT8 if int8 else None
-    steps = compiled_steps(
-        Model(LARGE if large else MIDDLE, target, matrices),
-        Model(SMALL, draft, matrices),
-        default_round(K),
-        rows=rows,
-        capacity=CAPACITY,
-        prompt_length=prompt,
-    )
-    return {step.name: step for step in (next(steps), next(steps))}
+def up_to_the_round(target: LlamaConfig, rules: Sequence[str], **sizes: Any) -> Steps:
+    """The first steps of a pair with the 8B draft on v5e 8x8, in layouts of these names."""
+    spec = PlanSpec(target=target, draft=SMALL, chip=V5E, mesh=parse_mesh("8x8"), **sizes)
+    devices = slice_mesh(V5E, spec.mesh)
+    layouts = Layouts(*(Layout(devices, RULES[name]) for name in rules), *rules)
+    found = {}
+    for step in compiled_steps(spec, layouts):
+        found[step.name] = step
+        if step.name == "round":
+            break
+    return found
 
 
 @pytest.fixture(scope="module")
 def int8_batch() -> Steps:
     """405B in int8 with 8 rows, which are split over y."""
-    return prefill_and_round(
-        "8x8", ("tensor", "tensor"), large=True, int8=True, rows=8, prompt=CONTEXT - 1
-    )
+    return up_to_the_round(LARGE, ("tensor", "tensor"), int8=True, rows=8)
 
 
 @pytest.fixture(scope="module")
 def long_70b() -> Steps:
     """70B whose cache is split by positions, with a draft in every column.
 
-    Pieces of prompts are short: the compiler takes long for wide ones, which exchange the same.
+    The prompt is short: the compiler takes long for wide passes, which exchange the same.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "_LONGEST_PIECE", 128)
-        return prefill_and_round(
-            "8x8",
-            ("tensor_long", "narrow_whole"),
-            large=False,
-            int8=False,
-            rows=1,
-            prompt=2 * prefill_piece(1),
-        )
+    return up_to_the_round(MIDDLE, ("tensor_long", "narrow_whole"), prompt_length=128)
 
 
 def test_405b_in_bfloat16_fits_a_v5e_slice_of_64(plan: Plan) -> None:
-    assert [step.name for step in plan.steps] == [
-        "prefill", "round", "draft", "verify", "autoregressive",
-    ]  # fmt: skip
+    assert tuple(step.name for step in plan.steps) == STEPS
     assert {step.source for step in plan.steps} == {"compiled"}
     assert plan.fits
     for step in plan.steps:
@@ -181,25 +155,21 @@ def test_a_layer_of_split_positions_exchanges_five_times(
 def test_no_exchange_carries_a_vocabulary_a_matrix_or_a_cache(
     plan: Plan, int8_batch: Steps, long_70b: Steps
 ) -> None:
-    for rows, steps in (
-        (1, plan.steps),
-        (8, int8_batch.values()),
-        (1, long_70b.values()),
-    ):
-        for step in steps:
-            tokens = 2 if step.name == "autoregressive" else K + 1
-            if step.name == "prefill":
-                tokens = prefill_piece(rows)
-            most = rows * tokens * (LARGE.embed_size + SMALL.embed_size)
-            assert step.exchanges, step.name
-            for one in step.exchanges:
-                for shape in one.shapes:
-                    assert LARGE.vocab_size not in shape, (step.name, one)
-                    assert CAPACITY not in shape, (step.name, one)
-                    assert math.prod(shape) <= most, (step.name, one)
+    found = [(1, step) for step in (*plan.steps, *long_70b.values())]
+    for rows, step in [*found, *((8, step) for step in int8_batch.values())]:
+        tokens = 2 if step.name == "autoregressive" else K + 1
+        if step.name == "prefill":  # prompts as long as these are run one by one
+            rows, tokens = 1, 1024
+        most = rows * tokens * (LARGE.embed_size + SMALL.embed_size)
+        assert bool(step.exchanges) == (step.name != "insert"), step.name
+        for one in step.exchanges:
+            for shape in one.shapes:
+                assert LARGE.vocab_size not in shape, (step.name, one)
+                assert CAPACITY not in shape, (step.name, one)
+                assert math.prod(shape) <= most, (step.name, one)
 
 
-def made(step: CompiledStep, kind: str, shape: Sequence[int]) -> set[str]:
+def made(step: Step, kind: str, shape: Sequence[int]) -> set[str]:
     """The operations that give an array of this type and shape, those within a fusion left out."""
     fused = set(re.findall(r" fusion\(.*calls=%?([\w.\-]+)", step.hlo))
     computations = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{\n)", step.hlo)
@@ -211,11 +181,9 @@ def made(step: CompiledStep, kind: str, shape: Sequence[int]) -> set[str]:
     return found
 
 
-def test_caches_are_updated_in_place(
-    planned: tuple[Plan, Steps], int8_batch: Steps, long_70b: Steps
-) -> None:
+def test_caches_are_updated_in_place(bfloat16: Steps, int8_batch: Steps, long_70b: Steps) -> None:
     for steps, mesh, rules, config, rows in (
-        (planned[1], "8x8", "tensor_whole", LARGE, 1),
+        (bfloat16, "8x8", "tensor_whole", LARGE, 1),
         (int8_batch, "8x8", "tensor", LARGE, 8),
         (long_70b, "8x8", "tensor_long", MIDDLE, 1),
     ):
@@ -240,10 +208,10 @@ def test_a_plan_lists_what_is_copied(plan: Plan) -> None:
     }  # fmt: skip
 
 
-def test_a_weight_is_nowhere_copied_whole(planned: tuple[Plan, Steps], int8_batch: Steps) -> None:
+def test_a_weight_is_nowhere_copied_whole(bfloat16: Steps, int8_batch: Steps) -> None:
     """A stack of matrices in another order would not fit, and would take longer than the pass."""
     layout = Layout(slice_mesh(V5E, parse_mesh("8x8")), RULES["tensor"])
-    for steps, kind, int8 in ((planned[1], "bf16", False), (int8_batch, "s8", True)):
+    for steps, kind, int8 in ((bfloat16, "bf16", False), (int8_batch, "s8", True)):
         for name, spec in parameter_specs(LARGE, INT8 if int8 else None).items():
             local = layout.sharding(spec.axes, spec.shape).shard_shape(spec.shape)
             if spec.inputs and spec.axes[0] == "layers":

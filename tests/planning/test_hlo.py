@@ -1,4 +1,4 @@
-"""Exchanges are read from HLO with the loops around them."""
+"""Compiled programs are read right: trips of loops, exchanges, copies of large arrays."""
 
 from __future__ import annotations
 
@@ -6,10 +6,130 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec
 
-from fly_jax.planning.hlo import Exchange, exchanges
+from fly_jax.planning.hlo import Exchange, copies, exchanges, frames, parse
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
+
+# The limit, the step and what the loop ends on are filled in; the counter starts at START.
+LOOP = """\
+HloModule jit_step
+
+%fused (a: s32[], b: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %within = pred[] compare(%a, %b), direction=LT
+}
+
+%cond (s: (s32[], s32[], pred[])) -> pred[] {
+  %s = (s32[]{:T(128)}, s32[]{:T(128)}, pred[]{:T(512)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %n = s32[]{:T(128)} get-tuple-element(%s), index=1
+  %going = pred[]{:T(512)} get-tuple-element(%s), index=2
+  %shift = s32[]{:T(128)} constant(1)
+  %shifted = s32[]{:T(128)S(6)} add(%i, %shift)
+  %limit = s32[]{:T(128)} constant(25)
+CONDITION
+}
+
+%body (t: (s32[], s32[], pred[])) -> (s32[], s32[], pred[]) {
+  %t = (s32[]{:T(128)}, s32[]{:T(128)}, pred[]{:T(512)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %same = s32[]{:T(128)} get-tuple-element(%t), index=1
+  %any = pred[]{:T(512)} get-tuple-element(%t), index=2
+  %step = s32[] constant(STEP)
+  %next = s32[]{:T(128)} add(%j, %step)
+  ROOT %out = (s32[]{:T(128)}, s32[]{:T(128)}, pred[]{:T(512)}) tuple(%next, %same, %any)
+}
+
+ENTRY %main (p: s32[], q: pred[]) -> s32[] {
+  %p = s32[] parameter(0)
+  %q = pred[] parameter(1)
+  %first = s32[]{:T(128)} START
+  %start = s32[]{:T(128)} copy(%first)
+  %eight = s32[]{:T(128)} constant(8)
+  %init = (s32[]{:T(128)}, s32[]{:T(128)}, pred[]{:T(512)}) tuple(%start, %eight, /*index=2*/%q)
+  %loop = (s32[]{:T(128)}, s32[]{:T(128)}, pred[]) while(%init), condition=%cond, body=%body
+  ROOT %result = s32[] get-tuple-element(%loop), index=0
+}
+"""
+PLAIN = "  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT"
+
+
+def trips(hlo: str, **options: int) -> list[int]:
+    return [frame.count for frame in frames(parse(hlo), **options) if frame.in_loop]
+
+
+def loop(condition: str = PLAIN, start: str = "constant(0)", step: int = 1) -> str:
+    filled = LOOP.replace("CONDITION", condition).replace("START", start)
+    return filled.replace("STEP", str(step))
+
+
+@pytest.mark.parametrize(
+    ("condition", "start", "step", "expected"),
+    [
+        (PLAIN, "constant(0)", 1, 25),
+        (PLAIN, "constant(1)", 1, 24),
+        (PLAIN, "constant(0)", 2, 13),
+        (PLAIN.replace("LT", "LE"), "constant(1)", 1, 25),
+        (PLAIN.replace("LT", "NE"), "constant(5)", 1, 20),
+        (PLAIN.replace("%i, %limit", "%limit, %i").replace("LT", "GT"), "constant(1)", 1, 24),
+        (PLAIN.replace("LT", "GT"), "constant(30)", -1, 5),
+        # The compiler moves the counter: it starts at 0 and is compared after a step.
+        (PLAIN.replace("%i,", "%shifted,"), "constant(0)", 1, 24),
+        # The limit is carried along, or the comparison is fused.
+        (PLAIN.replace("%limit", "%n"), "constant(1)", 1, 7),
+        (
+            "  ROOT %f = pred[] fusion(%i, %limit), kind=kLoop, calls=%fused",
+            "constant(1)",
+            1,
+            24,
+        ),
+        # Data may end it sooner, or start it later: these are bounds.
+        (
+            PLAIN.replace("ROOT ", "") + "\n  ROOT %both = pred[] and(%lt, %going)",
+            "constant(1)",
+            1,
+            24,
+        ),
+        (PLAIN, "copy(%p)", 1, 25),
+        (PLAIN, "constant(30)", 1, 0),
+    ],
+)
+def test_trips_are_limit_minus_start(condition: str, start: str, step: int, expected: int) -> None:
+    assert trips(loop(condition, start, step)) == ([expected] if expected else [])
+
+
+def test_a_loop_that_only_data_ends_runs_as_often_as_is_said() -> None:
+    hlo = loop("  ROOT %going.1 = pred[]{:T(512)} get-tuple-element(%s), index=2")
+    assert trips(hlo) == [1]
+    assert trips(hlo, unknown_trips=14) == [14]
+
+
+def test_what_the_compiler_knows_goes_first() -> None:
+    known = loop().replace(
+        "body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
+    )
+    assert trips(known) == [3]
+
+
+def test_a_compiled_program_counts_its_nested_loops() -> None:
+    """A draft of K tokens: one before a loop from 1 to K, layers inside, and a branch."""
+
+    @jax.jit
+    def program(x: jax.Array, wide: jax.Array) -> jax.Array:
+        def one_pass(_: jax.Array, x: jax.Array) -> jax.Array:
+            x = jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, length=7)[0]
+            return jax.lax.cond(wide, lambda x: jnp.cos(x @ x), lambda x: jnp.tan(x @ x), x)
+
+        return jax.lax.fori_loop(1, 9, one_pass, one_pass(jnp.int32(0), x))
+
+    hlo = program.lower(jnp.ones((16, 16)), jnp.bool(True)).compile().as_text()
+    assert hlo is not None
+    found = [(frame.count, frame.in_branch) for frame in frames(parse(hlo)) if frame.in_loop]
+    assert sorted(set(found)) == [(7, False), (8, False), (8, True), (56, False)]
+
 
 LAYERS = 7
 PASSES = 3
@@ -41,7 +161,7 @@ def test_an_exchange_counts_as_often_as_the_loops_around_it_run() -> None:
     assert {one.num_bytes for one in found} == {4 * 5 * 4}
 
 
-HLO = """\
+EXCHANGING = """\
 HloModule jit_step, is_scheduled=true
 
 %cond (p: (s32[], bf16[2,4])) -> pred[] {
@@ -89,7 +209,7 @@ ENTRY %main (p: bf16[2,4]) -> bf16[2,4] {
 
 def test_the_spellings_of_the_tpu_compiler() -> None:
     """Limits of loops in their condition, one exchange over several fusions, tuples, groups."""
-    found = exchanges(HLO, 8)
+    found = exchanges(EXCHANGING, 8)
     assert sorted(found, key=lambda one: (one.kind, one.count)) == [
         Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
         Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 126),
@@ -97,3 +217,109 @@ def test_the_spellings_of_the_tpu_compiler() -> None:
         Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 126),
         Exchange("all-to-all", ((3,),), 12, 2, 1),
     ]
+
+
+COPYING = """\
+HloModule jit_step
+
+%in_place (a: bf16[4,1,8,64], b: bf16[4,1,1,64]) -> bf16[4,1,8,64] {
+  %a = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+  %b = bf16[4,1,1,64]{3,2,1,0} parameter(1)
+  %z = s32[] constant(0)
+  ROOT %new = bf16[4,1,8,64]{3,2,1,0} dynamic-update-slice(%a, %b, %z, %z, %z, %z)
+}
+
+%widened (c: bf16[4,1,8,64]) -> f32[4,8,64] {
+  %c = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+  %flat = bf16[4,8,64]{2,1,0} bitcast(%c)
+  ROOT %wide = f32[4,8,64]{2,1,0} convert(%flat)
+}
+
+%cond (s: (s32[], bf16[4,1,8,64])) -> pred[] {
+  %s = (s32[], bf16[4,1,8,64]{3,2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %limit = s32[] constant(7)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%left (d: bf16[4,1,8,64]) -> bf16[4,1,8,64] {
+  %d = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+  ROOT %moved = bf16[4,1,8,64]{3,1,2,0} copy(%d)
+}
+
+%right (e: bf16[4,1,8,64]) -> bf16[4,1,8,64] {
+  ROOT %e = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+}
+
+%body (t: (s32[], bf16[4,1,8,64])) -> (s32[], bf16[4,1,8,64]) {
+  %t = (s32[], bf16[4,1,8,64]{3,2,1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%j, %one)
+  %cache = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%t), index=1
+  %turned = bf16[64,4,8]{0,2,1} transpose(%cache), dimensions={3,0,2}
+  %float = f32[4,8,64]{2,1,0} fusion(%cache), kind=kLoop, calls=%widened
+  %fetched = (bf16[4,1,8,64]{3,2,1,0:S(1)}, bf16[4,1,8,64]{3,2,1,0}, u32[]) copy-start(%cache)
+  %there = bf16[4,1,8,64]{3,2,1,0:S(1)} copy-done(%fetched)
+  %entry = bf16[4,1,1,64]{3,2,1,0} slice(%cache), slice={[0:4], [0:1], [0:1], [0:64]}
+  %written = bf16[4,1,8,64]{3,2,1,0} fusion(%cache, %entry), kind=kLoop, calls=%in_place
+  ROOT %out = (s32[], bf16[4,1,8,64]{3,2,1,0}) tuple(%next, %written)
+}
+
+ENTRY %main (p: bf16[4,1,8,64], q: pred[]) -> bf16[4,1,8,64] {
+  %p = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+  %q = pred[] parameter(1)
+  %zero = s32[] constant(0)
+  %nothing = bf16[] constant(0)
+  %empty = bf16[4,1,8,64]{3,2,1,0} broadcast(%nothing), dimensions={}
+  %begun = (bf16[4,1,8,64]{3,2,1,0}, bf16[4,1,8,64]{3,2,1,0}, u32[]) copy-start(%p)
+  %done = bf16[4,1,8,64]{3,2,1,0} copy-done(%begun)
+  %either = bf16[4,1,8,64]{3,2,1,0} conditional(%q, %done, %empty), branch_computations={%left, %right}
+  %init = (s32[], bf16[4,1,8,64]{3,2,1,0}) tuple(%zero, %either)
+  %loop = (s32[], bf16[4,1,8,64]{3,2,1,0}) while(%init), condition=%cond, body=%body
+  ROOT %result = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+def test_copies_are_found_with_where_and_how_often_they_run() -> None:
+    found = copies(COPYING, [(1, 4, 8, 64)])
+    assert sorted((one.name, one.count, one.in_loop, one.in_branch) for one in found) == [
+        ("begun", 1, False, False),
+        ("float", 7, True, False),
+        ("moved", 1, False, True),
+        ("turned", 7, True, False),
+    ]
+    sizes = {one.name: (one.operation, one.num_bytes) for one in found}
+    assert sizes["turned"] == ("transpose", 4 * 8 * 64 * 2)
+    assert sizes["float"] == ("fusion", 4 * 8 * 64 * 4)
+    assert {one.name for one in found if one.is_repeated} == {"float", "moved", "turned"}
+    assert copies(COPYING, [(4, 8, 63)]) == []
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_branch_that_returns_a_cache_copies_it_and_one_that_reads_it_does_not(
+    returned: bool,
+) -> None:
+    shape = (6, 512, 16)
+
+    def program(cache: jax.Array, times: jax.Array) -> jax.Array:
+        def one_round(at: jax.Array, cache: jax.Array) -> jax.Array:
+            def new(scale: float) -> jax.Array:
+                return scale * jnp.sum(cache, axis=1, keepdims=True) + at
+
+            def write(new: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice(cache, new, (0, at, 0))
+
+            wide = jnp.sum(cache[0, 0]) > 0
+            if returned:  # and read once more, so that no compiler writes it in place
+                later = jax.lax.cond(wide, lambda: write(new(2.0)), lambda: write(new(0.5)))
+                return later.at[0, 0].add(jnp.sum(cache[-1] * at))
+            return write(jax.lax.cond(wide, lambda: new(2.0), lambda: new(0.5)))
+
+        return jax.lax.fori_loop(0, times, one_round, cache)
+
+    arguments = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    hlo = jax.jit(program, donate_argnums=0).lower(*arguments).compile().as_text()
+    assert hlo is not None
+    assert any(one.is_repeated for one in copies(hlo, [shape])) == returned

@@ -29,7 +29,7 @@ setup(
     install_requires=[
         "absl-py>=2.1",
         "flax>=0.12.8",
-        "gguf>=0.16",
+        "gguf>=0.17",
         "huggingface-hub>=1.3",
         "jax>=0.10",
         "jaxtyping>=0.3",

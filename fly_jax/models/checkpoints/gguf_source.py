@@ -16,7 +16,12 @@ from jaxtyping import Array
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
 from fly_jax.models.attention import inverse_frequencies
-from fly_jax.models.checkpoints.hugging_face import arranged, row_sharding, tensor_shape
+from fly_jax.models.checkpoints.hugging_face import (
+    arranged,
+    row_sharding,
+    tensor_name,
+    tensor_shape,
+)
 from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 
@@ -233,26 +238,6 @@ def _ends(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-_OUTER = {
-    "embedding": "token_embd",
-    "final_norm": "output_norm",
-    "unembedding": "output",
-}
-_LAYER = {
-    "attention_norm": "attn_norm",
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "output": "attn_output",
-    "query_norm": "attn_q_norm",
-    "key_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-}
-
-
 def _unpaired(name: str, stored: Array, spec: ParameterSpec) -> Array:
     """A tensor of a family in which a head's rotary pairs lie side by side.
 
@@ -285,10 +270,12 @@ class GgufSource:
         # The file's own word: there a Mistral is a llama.
         has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         self.arranged = _unpaired if has_pairs else arranged
+        # Qwen 3 has the names of all families.
+        self._names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.num_layers)
         needed: set[str] = set()
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
-                tensor, shape = _tensor_name(group, name), tensor_shape(name, spec)
+                tensor, shape = self._tensor(group, name), tensor_shape(name, spec)
                 needed.add(tensor)
                 if tensor not in file.tensors:
                     raise FlyJaxError(
@@ -313,7 +300,7 @@ class GgufSource:
         """The group's tensors [out, in] in float32, split by rows."""
         found: dict[str, Array] = {}
         for name, spec in group.specs(self.config).items():
-            tensor = _tensor_name(group, name)
+            tensor = self._tensor(group, name)
             shape = self.file.shape(tensor)
             found[name] = jax.make_array_from_callback(
                 shape,
@@ -322,16 +309,15 @@ class GgufSource:
             )
         return found
 
+    def _tensor(self, group: Group, name: str) -> str:
+        """The name in GGUF files of a tensor of Hugging Face."""
+        found = self._names.get_name(tensor_name(group, name), (".weight", ".bias"))
+        assert found is not None
+        return found
+
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
-        return f"The tensor {_tensor_name(group, name)} in {self.file.path}"
-
-
-def _tensor_name(group: Group, name: str) -> str:
-    if group.layer is None:
-        return f"{_OUTER[name]}.weight"
-    kind = "bias" if name.endswith("_bias") else "weight"
-    return f"blk.{group.layer}.{_LAYER[name.removesuffix('_bias')]}.{kind}"
+        return f"The tensor {self._tensor(group, name)} in {self.file.path}"
 
 
 def _part(file: GgufFile, tensor: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -182,8 +182,6 @@ def shared_vocabulary(target: LlamaConfig, draft: LlamaConfig, named: int = 0) -
     """Tokens that both models number, without what pads the larger of them.
 
     Args:
-      target: the one model.
-      draft: the other.
       named: tokens that their tokenizer has, if that is known: no padding.
 
     Raises:
@@ -245,8 +243,6 @@ def _read_windows(
     """The window and its layers, as Qwen and SmolLM3 write them down.
 
     Args:
-      hf: fields of a `config.json`.
-      num_layers: of the model.
       is_windowed: whether a layer has the window where the file does not list the layers.
     """
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
@@ -385,10 +381,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
     """The configuration that the fields of a `config.json` describe.
 
     v4 keeps `rope_theta` and `rope_scaling` at the top level, v5 puts both into `rope_parameters`.
-
-    Args:
-      fields: the parsed JSON.
-      source: named in errors.
+    Errors name the source.
 
     Raises:
       FlyJaxError: a family that is not known, a field is missing, or a rotary scaling that is not

@@ -131,9 +131,7 @@ def attend_cached(
       query: rotated queries.
       key: rotated keys of the pass's tokens, which follow each row's `cache.length`.
       value: values of the same tokens.
-      cache: read, not written.
       layer: whose entries are read.
-      layout: how all this lies on a mesh; None on one device.
       window: newest tokens that a query sees, its own among them; None is all.
     """
     here = _Heads(query.shape[2] // key.shape[1])
@@ -178,11 +176,6 @@ def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
 
     They are those of their matrix but where the heads of a device would be parts of several
     groups: then fewer, and the compiler moves the queries.
-
-    Args:
-      layout: of the model.
-      num_heads: query heads of a layer.
-      group: query heads that share a key/value head.
     """
     axes = layout.axes_of("q_heads", num_heads)
     while axes:

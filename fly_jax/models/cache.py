@@ -115,15 +115,7 @@ def cache_shape(config: LlamaConfig, rows: int, capacity: int) -> tuple[int, ...
 def empty_cache(
     config: LlamaConfig, rows: int, capacity: int, dtype: jnp.dtype, layout: Layout | None = None
 ) -> KVCache:
-    """A cache of zeros in which every row has length 0.
-
-    Args:
-      config: of the model.
-      rows: decoded together.
-      capacity: positions of each.
-      dtype: of keys and values.
-      layout: how it lies on a mesh, within `jit`; None on one device.
-    """
+    """A cache of zeros in which every row has length 0; on a mesh, call it within `jit`."""
     shape = cache_shape(config, rows, capacity)
     # An array each, so that a caller may donate both.
     keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

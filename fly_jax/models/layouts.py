@@ -68,9 +68,7 @@ def choose_layouts(
 
     Args:
       mesh: real, or abstract with the same axes.
-      target: its shape.
       draft: its shape; None for decoding with the target alone.
-      workload: what will be decoded.
       chip: what the mesh is made of; None if that is not known.
       draft_matrices: those of the draft, where they are not of the target's type. A target's own
         draft, which shares parameters with it, lies as it does.

@@ -37,13 +37,6 @@ def product(equation: str, x: Array, matrix: Array, scale: Array | None, multipl
     """Activations times a matrix; the outputs of a matrix of integers are scaled, in float32.
 
     Where groups of inputs have scales of their own, the matrix is scaled as it is read.
-
-    Args:
-      equation: of the product.
-      x: activations.
-      matrix: a parameter.
-      scale: of a matrix of integers.
-      multiply: how they are multiplied.
     """
     if scale is None or scale.ndim < matrix.ndim:
         outputs = multiply(equation, x, matrix)
@@ -179,8 +172,6 @@ class Llama(nnx.Module):
         """Final hidden states of whole sequences, without a cache: training and golden logits.
 
         Args:
-          tokens: token ids.
-          positions: rotary position of each token.
           visible: query t may look at key s.
           matmul: replaces the product of activations and weights (training runs it in bfloat16).
         """

@@ -28,12 +28,6 @@ def quantised(
 ) -> dict[str, Array]:
     """A matrix of integers and their scales: the range of the integers is that of its weights.
 
-    Args:
-      name: of the parameter.
-      matrix: the parameter, or one layer of it.
-      spec: its specification, of one layer where the matrix is.
-      matrices: the type.
-
     Returns:
       Both under their names in `parameter_specs`.
     """

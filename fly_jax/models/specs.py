@@ -41,11 +41,7 @@ SELF_DRAFTS = {
 
 
 def check_self_draft(matrices: MatrixType | None, *, int8: bool) -> None:
-    """Checks that a target's own draft is another model than the target.
-
-    Args:
-      matrices: the draft's; None for any other draft, or none.
-      int8: the target's matrices are int8.
+    """Checks that a target's own draft is another model than the target, which may be int8.
 
     Raises:
       FlyJaxError: it would be the same.
@@ -97,7 +93,6 @@ def parameter_specs(
     A model that has been unstacked for a CPU holds them otherwise (`Llama.unstacked`).
 
     Args:
-      config: the model.
       matrices: the type of matrices that are integers; each has scales in float32, as a parameter
         of its own (`scale_name`). The embedding's outputs are its rows, which suits both its uses.
     """

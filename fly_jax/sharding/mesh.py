@@ -78,10 +78,6 @@ def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
     Of several processes each simulates its share. Call it before anything touches a JAX backend.
     After that it changes nothing, and `create_mesh` says whether the devices suffice.
 
-    Args:
-      spec: of the mesh.
-      num_processes: of the job; 1 for this one alone.
-
     Raises:
       FlyJaxError: the mesh does not divide over the processes.
     """

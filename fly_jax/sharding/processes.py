@@ -68,9 +68,7 @@ def detect_process(
     What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI.
 
     Args:
-      coordinator_address: host and port of process 0.
       num_processes: of the job; 1 asks no cluster.
-      process_id: of this process, from 0.
       timeout: seconds to wait for the coordinator's name to be known.
 
     Raises:
@@ -136,10 +134,6 @@ def initialize(process: ProcessInfo, *, timeout: int) -> tuple[str, ...]:
     """Meets the other processes. Call it before anything touches a JAX backend.
 
     Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.crash_handler`.
-
-    Args:
-      process: this one.
-      timeout: seconds to wait for the others.
 
     Returns:
       The host name of every process.

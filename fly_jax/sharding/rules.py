@@ -98,7 +98,6 @@ class Layout:
 
         Args:
           axes: logical name of each dimension; None is replicated.
-          shape: size of each dimension.
 
         Raises:
           AttributeError: a name that `ShardingRules` does not have.
@@ -131,11 +130,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def fallbacks(self, specs: Mapping[str, NamedShape]) -> list[str]:
-        """One line for each kind of dimension that does not divide as the rules ask.
-
-        Args:
-          specs: the arrays by name.
-        """
+        """One line for each kind of dimension that does not divide as the rules ask."""
         names: dict[str, list[str]] = {}
         for name, spec in specs.items():
             for axis, size, (kept, lost) in zip(

@@ -39,8 +39,6 @@ def is_remembered(
 
     Args:
       keys: `CorrectionMemory.keys`: sorted by the first column, then by the second.
-      draft_tokens: first token of each pair.
-      target_tokens: second one.
     """
     keys = jnp.asarray(keys)
     low = jnp.zeros(draft_tokens.shape, jnp.int32)
@@ -107,12 +105,7 @@ class CorrectionMemory:
         return self._counts.get((draft_token, target_token), 0)
 
     def add(self, pairs: Iterable[Pair], times: int = 1) -> None:
-        """Counts corrections.
-
-        Args:
-          pairs: draft token and target token of each.
-          times: how often each was seen.
-        """
+        """Counts corrections: draft token and target token of each, seen so many times."""
         for pair in pairs:
             before = self._counts.pop(pair, 0)
             if before == 0 and len(self._counts) >= self.capacity:
@@ -210,12 +203,7 @@ class CorrectionMemory:
 
 
 def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> CorrectionMemory:
-    """Reads what `CorrectionMemory.save` wrote.
-
-    Args:
-      path: the file.
-      vocabulary: digest that it must have been made with.
-      min_count: the memory's.
+    """Reads what `CorrectionMemory.save` wrote, for a vocabulary of this digest.
 
     Raises:
       FlyJaxError: a file that cannot be read, is damaged or no memory, or of another vocabulary.

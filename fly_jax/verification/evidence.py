@@ -203,7 +203,6 @@ def evidence(
 
     Args:
       logits: the target's raw logits; positions = draft + 1.
-      draft_tokens: what was drafted.
       needs: `rule.needs`: what the evidence must carry; None for nothing but what is always there.
       sampling: None to verify greedily; a row of temperature 0 is verified greedily too.
       draft_logits: the raw logits from which the draft was sampled with this very `sampling`. None

@@ -66,11 +66,7 @@ class Sampling:
 
 
 def sampling_per_row(samplings: Sequence[Sampling | None]) -> Sampling:
-    """The samplings of a batch's rows in one; it has the steps that any row has.
-
-    Args:
-      samplings: of each row, one number each; None for a row that is decoded greedily.
-    """
+    """The samplings of a batch's rows in one, with the steps that any row has; None is greedy."""
     of_rows = [Sampling(0.0) if one is None else one for one in samplings]
 
     def stacked(name: str, off: float, dtype: type) -> np.ndarray | None:
@@ -167,12 +163,9 @@ def sample_at(
     noise, so that draft models in a chain agree as often as they can.
 
     Args:
-      logits: raw logits of the whole vocabulary.
-      sampling: what to draw from, as in `sample`.
       row_keys: a PRNG key for each row, needed with `sampling`; it may be the one that the row's
         `evidence` is given.
       positions: of the tokens to draw, in their rows' texts.
-      layout: where the logits are sharded.
     """
     keys = None
     if sampling is not None and row_keys is not None:

@@ -48,7 +48,6 @@ def verify(
     Args:
       rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
       logits: the target's raw logits; positions = draft + 1.
-      draft_tokens: what was drafted.
       num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
 
     Raises:
@@ -122,7 +121,6 @@ def verify_flat(
       logits: the target's raw logits, at the draft positions: those that predict draft tokens.
         Without `bonus_tokens` each request has one more, after its last draft token.
       draft_tokens: at the same positions; the one after a request's last is not read.
-      num_drafted: draft tokens of each request.
       bonus_tokens: what follows a block that was kept whole, as the engine has drawn it; None if
         the logits have its positions.
       max_drafted: at least the largest of `num_drafted`; static.

@@ -95,9 +95,6 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a model and its tokenizer, without reading a weight.
 
-    Args:
-      path: a folder, or a GGUF file.
-
     Raises:
       FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
@@ -214,10 +211,7 @@ def read_group(
     """The parameters of a group, as `Llama` takes them but without the axis `layers`.
 
     Args:
-      source: the checkpoint.
-      group: what to read.
       config: the source's, or with a smaller vocabulary.
-      layout: how parameters are split over a mesh; None puts them on the first device.
       dtype: of those that have no type of their own.
       int8: quantise the matrices, if they are not stored so.
 
@@ -382,11 +376,6 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
 
 def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
     """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
-
-    Args:
-      path: folder or GGUF file.
-      source: the same, opened.
-      output: a folder; what is in it stays.
 
     Raises:
       FlyJaxError: a GGUF file that is damaged.

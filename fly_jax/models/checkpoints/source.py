@@ -165,9 +165,6 @@ def identity(path: Path) -> str:
 
     It is made of the configuration and of each weight file's name, size, beginning, middle and end:
     a fine-tuned model has its parent's names and sizes, and other numbers in them.
-
-    Args:
-      path: of any format that loads.
     """
     folder, files = path, [path / "config.json"]
     files += [*path.glob("*.safetensors"), *path.glob("orbax/**/*")]

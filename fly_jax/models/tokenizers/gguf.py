@@ -48,10 +48,6 @@ _BEGUN = (*_LLAMA_3_NAMES, _TEKKEN_NAME)
 def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     """The file's tokenizer.
 
-    Args:
-      file: opened.
-      eos_token_ids: tokens that end a text.
-
     Raises:
       FlyJaxError: the file has none, or one of a kind that is not known.
     """

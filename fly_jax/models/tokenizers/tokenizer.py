@@ -79,8 +79,6 @@ class Tokenizer:
         """The tokens' text; control tokens are left out unless asked for.
 
         Args:
-          ids: the tokens.
-          skip_special_tokens: leaves control tokens out.
           continues: the text goes on behind another one, so that a first space is its own; many
             tokenizers put one before a text, and take it away again.
         """
@@ -168,10 +166,6 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
 
     `tokenizer.json` is preferred to `tokenizer.model`; `tokenizer_config.json`, `config.json` and
     `generation_config.json` add what they say about the ends of texts, if they are there.
-
-    Args:
-      folder: the checkpoint's.
-      config: of its model, where that has been read already.
 
     Raises:
       FlyJaxError: no tokenizer in the folder, or a file that cannot be read.

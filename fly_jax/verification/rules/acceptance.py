@@ -29,9 +29,7 @@ def accept(
     """Keeps a prefix of every row's draft. Pure, and cheap: it works on [rows, draft] only.
 
     Args:
-      rule: how mismatches are treated.
       evidence: of the same draft tokens, made with the rule's `needs`.
-      draft_tokens: what was drafted.
       protected: True for tokens that must not take part in a rescue, neither as the draft token nor
         as the target's argmax (say, those that end a text), of all rows or of each; None for no
         such token. What the lossless rule accepts is accepted as ever.

@@ -111,7 +111,6 @@ def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "ro
     """True where the target is undecided enough for a mismatch to be considered for rescue.
 
     Args:
-      evidence: with the entropy that the threshold is meant for.
       threshold: least entropy, in the measure's unit; `GATE_OFF` or less opens the gate everywhere.
 
     Raises:

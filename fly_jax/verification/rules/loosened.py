@@ -301,12 +301,7 @@ def rule_names(text: str) -> tuple[str, ...]:
 
 
 def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
-    """The rule that a checked expression stands for.
-
-    Args:
-      text: has passed `rule_names`.
-      rules: those that it names.
-    """
+    """The rule that an expression stands for which has passed `rule_names`."""
     rule: _Rule = _folded(text, rules.__getitem__, lambda join, one, other: join(one, other))
     return rule
 

@@ -100,8 +100,6 @@ class Part(NamedTuple):
     """Some of the positions that queries look at.
 
     Attributes:
-      keys: of these positions.
-      values: of these positions.
       visible: which of them each query may look at.
     """
 

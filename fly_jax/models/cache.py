@@ -28,12 +28,7 @@ Entries = Float[Array, "layers rows kv_heads capacity head"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewEntries:
-    """Keys and values that a pass adds: of every layer, row and token that it was fed.
-
-    Attributes:
-      keys: [layers, rows, kv_heads, time, head].
-      values: the same shape.
-    """
+    """Keys and values that a pass adds: of every layer, row and token that it was fed."""
 
     keys: Float[Array, "layers rows kv_heads time head"]
     values: Float[Array, "layers rows kv_heads time head"]
@@ -54,8 +49,6 @@ class KVCache:
     rolling back is setting a smaller length.
 
     Attributes:
-      keys: [layers, rows, kv_heads, capacity, head].
-      values: the same shape.
       length: [rows], valid positions of each row.
       attended: attention reads so many positions, and not the whole capacity; at least the length
         of every row whose results are wanted. Static under `jit`; None is all of them. Ignored

@@ -41,8 +41,6 @@ class ProcessInfo:
 
     Attributes:
       coordinator_address: host and port of process 0, such as `10.0.0.1:8476`.
-      num_processes: of the job.
-      process_id: of this one.
       local_device_ids: the accelerators of this host that are this process's; None for all.
     """
 

@@ -248,7 +248,6 @@ class EvidenceInputs(NamedTuple):
     """The inputs of `reduced`; on a mesh, one device's rows and its shard of the vocabulary.
 
     Attributes:
-      logits: the target's raw logits.
       draft: the draft tokens, `ABSENT` where nothing was drafted.
       sampling: with numbers for each row; None for greedy rows alone. The rest is for sampling:
       draft_logits: what the draft was sampled from, or None.

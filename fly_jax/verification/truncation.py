@@ -120,14 +120,9 @@ class _Shard(NamedTuple):
     """This device's shard of the logits, and the few logits of all shards that split them.
 
     Attributes:
-      logits: this device's.
       mass: exp((logit - largest) / temperature) of them.
       splitters: of all shards, in no order. Of each shard they are its largest, its least, and
         every `step`-th in between, so that no shard has `step` logits between two neighbours.
-      step: see `splitters`.
-      largest: see `Truncation`.
-      temperature: see `truncate`.
-      axis_names: see `truncate`.
     """
 
     logits: Float32[Array, "*lead local"]

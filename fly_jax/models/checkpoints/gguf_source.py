@@ -33,12 +33,7 @@ TYPES = (
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """A file that has been opened: its header was read, and its tensors are mapped into memory.
-
-    Attributes:
-      path: of the file.
-      tensors: by name.
-    """
+    """A file that has been opened: its header was read, and its tensors are mapped into memory."""
 
     path: Path
     tensors: dict[str, gguf.ReaderTensor]
@@ -250,11 +245,7 @@ def _unpaired(name: str, stored: Array, spec: ParameterSpec) -> Array:
 
 
 class GgufSource:
-    """A GGUF file of a model; each process reads only the rows that its devices take.
-
-    Attributes:
-      file: what was opened.
-    """
+    """A GGUF file of a model; each process reads only the rows that its devices take."""
 
     int8 = False
 

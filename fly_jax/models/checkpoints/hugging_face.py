@@ -182,7 +182,6 @@ class StoredTensor:
     """One tensor of a checkpoint.
 
     Attributes:
-      file: where it lies.
       shape: as stored; matrices are [out, in].
       dtype: as the header spells it, such as "BF16".
     """

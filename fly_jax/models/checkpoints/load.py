@@ -64,13 +64,7 @@ _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: all of it was checked but the weights' own values.
-
-    Attributes:
-      path: the folder, or the GGUF file.
-      source: gives the weights.
-      tokenizer: its tokenizer.
-    """
+    """An opened checkpoint: all of it was checked but the weights' own values."""
 
     path: Path
     source: Source

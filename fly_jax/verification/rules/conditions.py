@@ -82,10 +82,7 @@ class Verdict:
 class RuleState:
     """A rule's knowledge of each row from earlier rounds.
 
-    What a rule has no use for is None, and costs nothing.
-
-    Attributes:
-      budget: the risk budget that is left, in nats.
+    The budget that is left is in nats, and None, which costs nothing, for a rule without one.
     """
 
     budget: Float32[Array, " rows"] | None = None
@@ -140,7 +137,6 @@ class Seen:
 
     Attributes:
       evidence: without the position after the last draft token.
-      draft_tokens: what was drafted.
       memory: `CorrectionMemory.keys`, if there is one.
     """
 

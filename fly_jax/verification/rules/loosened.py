@@ -51,7 +51,6 @@ class Fly(Loose):
       window_size: W; 0 rescues every mismatch that passes the gate.
       entropy: see `Entropy.measure`. The published results come from "top_k" with 0.3; with
         "normalized", the formula printed in the paper, 0.3 rescues almost nothing.
-      entropy_top_k: see `Entropy.top_k`.
       window: "paper", or "reference" for FLy's reference code, which looks at j+1 .. j+W-1 only and
         yet demands j + W <= K.
 
@@ -139,13 +138,10 @@ class Csd(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Lossy(Loose):
-    """Rescues a draft token of at least a fixed probability: p(x) >= `threshold`.
+    """Rescues a token of at least a fixed probability in the plain softmax: p(x) >= `threshold`.
 
     In greedy decoding a threshold above 0.5 rescues nothing: a token that probable is the target's
     own choice.
-
-    Attributes:
-      threshold: least probability in the target's plain softmax.
 
     Raises:
       FlyJaxError: no probability.
@@ -225,10 +221,7 @@ class Typical(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Margin(Loose):
-    """Rescues a draft token that is nearly the target's choice: max ln p - ln p(x) <= `gap`.
-
-    Attributes:
-      gap: in nats.
+    """Rescues a token that is nearly the target's choice: max ln p - ln p(x) <= `gap`, in nats.
 
     Raises:
       FlyJaxError: a negative gap.

@@ -98,16 +98,13 @@ def _forget_oldest(path: Path) -> None:
     Once for each command: JAX's own limit looks at every file before each program that it keeps
     (a tenth of a second a program where a thousand lie there).
     """
-    kept = 0
-    for file in sorted(path.iterdir(), key=_last_read, reverse=True):
+    found = []
+    for file in path.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another command removed it
-            kept += file.stat().st_size
-            if kept > _MOST_BYTES:
-                file.unlink()
-
-
-def _last_read(file: Path) -> float:
-    try:
-        return file.stat().st_atime
-    except FileNotFoundError:
-        return 0.0
+            stat = file.stat()
+            found.append((stat.st_atime, stat.st_size, file))
+    kept = 0
+    for _, size, file in sorted(found, reverse=True):
+        kept += size
+        if kept > _MOST_BYTES:
+            file.unlink(missing_ok=True)

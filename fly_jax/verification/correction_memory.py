@@ -6,6 +6,7 @@ at the first refused token of a round and at every rescue before it, once each, 
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Iterable
@@ -128,8 +129,8 @@ class CorrectionMemory:
 
     def copy(self) -> CorrectionMemory:
         """A memory of its own with the same counts and note."""
-        copied = self.merged(self._empty())
-        copied.note = self.note
+        copied = copy.copy(self)
+        copied._counts = dict(self._counts)
         return copied
 
     def counts(self) -> list[tuple[int, int, int]]:
@@ -143,8 +144,8 @@ class CorrectionMemory:
           FlyJaxError: the other is of another vocabulary.
         """
         other.check_vocabulary(self.vocabulary, "The memory to merge with")
-        merged = self._empty()
-        merged.version = 1
+        merged = copy.copy(self)
+        merged._counts, merged.note, merged.version = {}, "", 1
         for memory in (other, self):
             for pair, count in memory._counts.items():
                 merged._counts[pair] = merged._counts.pop(pair, 0) + count
@@ -186,14 +187,6 @@ class CorrectionMemory:
             raise FlyJaxError(
                 f"The memory {path} cannot be written ({error.strerror}); correct the path."
             ) from error
-
-    def _empty(self) -> CorrectionMemory:
-        return CorrectionMemory(
-            self.vocabulary,
-            min_count=self.min_count,
-            capacity=self.capacity,
-            num_keys=self.num_keys,
-        )
 
     def _evict(self) -> None:
         rarest = sorted(self._counts, key=self._counts.__getitem__)  # stable: the oldest first

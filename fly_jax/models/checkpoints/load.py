@@ -92,12 +92,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
       FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
-    if path.suffix == ".gguf":
-        file = open_gguf(path)
-        weights = GgufSource(file)
-        return Checkpoint(path, weights, gguf_tokenizer(file, weights.config.eos_token_ids))
     source = open_weights(path)
-    return Checkpoint(path, source, load_tokenizer(path, source.config))
+    if isinstance(source, GgufSource):
+        tokenizer = gguf_tokenizer(source.file, source.config.eos_token_ids)
+    else:
+        tokenizer = load_tokenizer(path, source.config)
+    return Checkpoint(path, source, tokenizer)
 
 
 def open_weights(path: Path) -> Source:

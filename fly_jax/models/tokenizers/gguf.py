@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
@@ -51,8 +49,15 @@ def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     Raises:
       FlyJaxError: the file has none, or one of a kind that is not known.
     """
-    with _sentences(file):
+    try:
         return _made(file, eos_token_ids)
+    except FlyJaxError:
+        raise
+    except Exception as error:  # each library raises errors of its own for a damaged tokenizer
+        raise FlyJaxError(
+            f"The tokenizer in {file.path} is damaged ({' '.join(str(error).split())}); download "
+            "the file again."
+        ) from error
 
 
 def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -89,20 +94,6 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if file.value("tokenizer.chat_template") is not None:
         settings["chat_template"] = file.value("tokenizer.chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-@contextlib.contextmanager
-def _sentences(file: GgufFile) -> Iterator[None]:
-    """Says what the libraries raise of a damaged tokenizer, each in its own way."""
-    try:
-        yield
-    except FlyJaxError:
-        raise
-    except Exception as error:
-        raise FlyJaxError(
-            f"The tokenizer in {file.path} is damaged ({' '.join(str(error).split())}); download "
-            "the file again."
-        ) from error
 
 
 def _begin(file: GgufFile) -> int | None:

@@ -39,7 +39,7 @@ from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.checkpoints.source import identity
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _IFEVAL = flags.DEFINE_string("ifeval", None, "clone of josejg/instruction_following_eval")

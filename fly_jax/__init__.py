@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fly_jax.models.cache import empty_cache as empty_cache
     from fly_jax.models.layouts import Workload as Workload
     from fly_jax.models.presets import preset as preset
-    from fly_jax.models.tokenizers.tokenizer import TextStream as TextStream
+    from fly_jax.models.tokenizer import TextStream as TextStream
     from fly_jax.parameters import parameter as parameter
     from fly_jax.serving.async_engine import AsyncEngine as AsyncEngine
     from fly_jax.serving.async_engine import TokenStream as TokenStream

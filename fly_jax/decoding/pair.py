@@ -36,7 +36,7 @@ from fly_jax.models.specs import (
     parameter_specs,
     self_draft_type,
 )
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import joint_errors, num_processes

@@ -55,7 +55,7 @@ from fly_jax.engine.slots import (
 )
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.processes import broadcast
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule

@@ -12,7 +12,7 @@ from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport, token_logprobs, token_reports
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.tokenizers.tokenizer import TextStream, Tokenizer
+from fly_jax.models.tokenizer import TextStream, Tokenizer
 from fly_jax.verification.rules import Exact, Rule, Why
 from fly_jax.verification.sampling import Sampling
 

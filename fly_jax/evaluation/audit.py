@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from fly_jax.decoding.reports import TokenReport
     from fly_jax.engine.request import Generation
-    from fly_jax.models.tokenizers.tokenizer import Tokenizer
+    from fly_jax.models.tokenizer import Tokenizer
 
 _CONTEXT_CHARACTERS = 48
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")

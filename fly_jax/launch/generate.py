@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong fl
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import Generation
-    from fly_jax.models.tokenizers.tokenizer import Tokenizer
+    from fly_jax.models.tokenizer import Tokenizer
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]

@@ -13,7 +13,7 @@ from fly_jax.decoding.config import RoundSpec
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState, Settled, StopChecker
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.tokenizers.tokenizer import Tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.verification.rules import Exact, Why
 
 

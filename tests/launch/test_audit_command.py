@@ -12,7 +12,7 @@ import pytest
 
 from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 
 PROMPTS = ["Ada has 3 apples", "<script>Boris", "Vera's"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]

@@ -20,7 +20,7 @@ from fly_jax.engine.request import Request, RequestState
 from fly_jax.launch import chat
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.view import TextView
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for one in messages %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"

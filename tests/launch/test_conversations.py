@@ -11,7 +11,7 @@ import pytest
 
 from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"

@@ -13,7 +13,7 @@ import pytest
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 from fly_jax.training.problems import Problem
 
 KEYS = {

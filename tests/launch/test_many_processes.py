@@ -19,7 +19,7 @@ from local_processes import PATIENCE, Job
 
 from fly_jax.decoding.pair import load_pair
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 HOST = socket.gethostname()

@@ -17,8 +17,8 @@ from fly_jax.engine.batch import generate
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
+from fly_jax.models import tokenizer
 from fly_jax.models.checkpoints import hugging_face, load
-from fly_jax.models.tokenizers import tokenizer
 from fly_jax.verification.rules import Exact
 
 SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from fly_jax.evaluation import calibration
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 PROMPTS = ["--prompt=Ada has 3 apples", "--prompt=Boris"]

@@ -31,7 +31,7 @@ from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.gguf_source import TYPES, open_gguf
 from fly_jax.models.checkpoints.load import convert, load_llama, open_checkpoint, open_weights
 from fly_jax.models.llama import Llama
-from fly_jax.models.tokenizers.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

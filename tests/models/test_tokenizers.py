@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.tokenizers.tokenizer import (
+from fly_jax.models.tokenizer import (
     TextStream,
     Tokenizer,
     check_same_vocabulary,
@@ -331,7 +331,7 @@ def test_loading_needs_neither_transformers_nor_jax(tmp_path: Path) -> None:
     """They take seconds to import."""
     folder = fill(tmp_path, "llama3")
     program = (
-        "import sys, pathlib; from fly_jax.models.tokenizers.tokenizer import load_tokenizer;"
+        "import sys, pathlib; from fly_jax.models.tokenizer import load_tokenizer;"
         f"load_tokenizer(pathlib.Path({str(folder)!r})).encode('x');"
         "print(sorted({'transformers', 'torch', 'jax'} & set(sys.modules)))"
     )

@@ -20,7 +20,7 @@ from fly_jax.decoding.config import DecodingConfig, decoding_parameters, paramet
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.checkpoints.source import resolve
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
 from fly_jax.verification.rules import Exact, Rule, from_vllm_names, per_row
 from fly_jax.verification.rules.loosened import rule_names

@@ -32,7 +32,12 @@ from fly_jax.models.checkpoints.converted import (
     stored_files,
     write_group,
 )
-from fly_jax.models.checkpoints.gguf_source import GgufSource, open_gguf
+from fly_jax.models.checkpoints.gguf_source import (
+    GgufSource,
+    gguf_tokenizer,
+    open_gguf,
+    write_tokenizer,
+)
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     is_transposed,
@@ -50,8 +55,7 @@ from fly_jax.models.specs import (
     parameter_sharding,
     parameter_specs,
 )
-from fly_jax.models.tokenizers.gguf import gguf_tokenizer, write_tokenizer
-from fly_jax.models.tokenizers.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.rules import Layout
 
 WEIGHTS = "model.safetensors"

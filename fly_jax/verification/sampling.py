@@ -1,10 +1,17 @@
-"""From logits to tokens: greedy, or sampled after temperature, top-k and top-p."""
+"""From logits to tokens: greedy, or sampled after temperature, top-k and top-p.
+
+Top-k and top-p both keep a token iff the tokens above it weigh less than a limit: each of them 1,
+with the limit k, or each its probability, with the limit p. So tokens that tie with the last one
+kept are kept too. The last logit that is kept is found exactly, on one device or on many.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +23,14 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import Count, Number, data_tree
-from fly_jax.verification.reductions import AxisNames, vocab_argmax, vocab_split
-from fly_jax.verification.truncation import truncate
+from fly_jax.verification.reductions import (
+    AxisNames,
+    finite_or_zero,
+    vocab_argmax,
+    vocab_max,
+    vocab_split,
+    vocab_sum,
+)
 
 
 @data_tree
@@ -267,3 +280,244 @@ def _lead(number: Number | Count, num_lead: int) -> Array:
     """A number as an array that meets logits of so many dimensions before the vocabulary's."""
     number = jnp.asarray(number)
     return number.reshape(number.shape + (1,) * (num_lead - number.ndim))
+
+
+class Truncation(NamedTuple):
+    """The part of a distribution that is kept.
+
+    Attributes:
+      largest: the largest logit; 0 if that is not finite.
+      last: the smallest logit that is kept; None if all are.
+      mass: sum over the logits kept of exp((logit - largest) / temperature).
+    """
+
+    largest: Float32[Array, "*lead"]
+    last: Float32[Array, "*lead"] | None
+    mass: Float32[Array, "*lead"]
+
+
+def truncate(
+    logits: Float32[Array, "*lead local"],
+    temperature: Float32[Array, "*#lead"],
+    top_k: Int[Array, "*#lead"] | None,
+    top_p: Float32[Array, "*#lead"] | None,
+    axis_names: AxisNames = (),
+) -> Truncation:
+    """Finds what top-k and then top-p keep.
+
+    Over a sharded vocabulary both together take four exchanges and one of them three, of a few
+    numbers for each position.
+
+    Args:
+      logits: raw logits; inside `jax.shard_map`, this device's shard of them.
+      temperature: above 0; it does not change the order, but what the logits weigh.
+      top_k: tokens to keep; 0 for all. None for no such step.
+      top_p: probability to keep; 1 for all. None for no such step.
+      axis_names: mesh axes over which the last dimension is sharded.
+    """
+    if axis_names and (top_k is not None or top_p is not None):
+        return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
+    largest = finite_or_zero(vocab_max(logits, axis_names))
+    mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
+    last = None
+    if top_k is not None:
+        last = _last_kept(logits, jnp.ones_like(logits), _count_limit(top_k))
+        mass = jnp.where(logits >= last[..., None], mass, 0)
+    if top_p is not None:
+        within = _last_kept(logits, mass, _mass_limit(top_p, vocab_sum(mass)))
+        last = within if last is None else jnp.maximum(last, within)
+        mass = jnp.where(logits >= last[..., None], mass, 0)
+    return Truncation(largest, last, vocab_sum(mass, axis_names))
+
+
+def _count_limit(top_k: Int[Array, "*#lead"]) -> Float32[Array, "*#lead"]:
+    return jnp.where(top_k == 0, jnp.inf, top_k.astype(jnp.float32))
+
+
+def _mass_limit(
+    top_p: Float32[Array, "*#lead"], mass: Float32[Array, "*lead"]
+) -> Float32[Array, "*lead"]:
+    # Never 0, so that the most probable token is kept whatever p.
+    limit = jnp.maximum(top_p * mass, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(top_p >= 1, jnp.inf, limit)
+
+
+def _last_kept(
+    logits: Float32[Array, "*#lead vocab"],
+    weights: Float32[Array, "*#lead vocab"],
+    limit: Float32[Array, "*#lead"],
+) -> Float32[Array, "*lead"]:
+    """The least t such that all logits above t weigh less than `limit`.
+
+    No sort: a float32 has 32 bits, so 32 halvings find t exactly; rounded sums of fewer
+    non-negative terms are never larger, so the search cannot be misled.
+    """
+    ordered = _ordered(logits)
+
+    def halve(
+        _: int, bounds: tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
+    ) -> tuple[Int[Array, "*lead"], Int[Array, "*lead"]]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        above = vocab_sum(jnp.where(ordered > middle[..., None], weights, 0))
+        enough = above < limit
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    shape = jnp.broadcast_shapes(logits.shape[:-1], limit.shape)
+    like = jnp.broadcast_to(ordered[..., 0], shape)
+    low = jnp.full_like(like, _ordered(jnp.float32(-jnp.inf)))
+    high = jnp.full_like(like, _ordered(jnp.float32(jnp.inf)))
+    found = jax.lax.fori_loop(0, 32, halve, (low, high))[1]
+    return jax.lax.bitcast_convert_type(_flipped(found), jnp.float32)
+
+
+def _ordered(values: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Integers in the same order as the floats; both zeros are the same one."""
+    return _flipped(jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32))
+
+
+def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """From a float's bits to an integer in the same order, and back."""
+    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+
+class _Shard(NamedTuple):
+    """This device's shard of the logits, and the few logits of all shards that split them.
+
+    Attributes:
+      mass: exp((logit - largest) / temperature) of them.
+      splitters: of all shards, in no order. Of each shard they are its largest, its least, and
+        every `step`-th in between, so that no shard has `step` logits between two neighbours.
+    """
+
+    logits: Float32[Array, "*lead local"]
+    mass: Float32[Array, "*lead local"]
+    splitters: Float32[Array, "*lead splitters"]
+    step: int
+    largest: Float32[Array, "*lead"]
+    temperature: Float32[Array, "*#lead"]
+    axis_names: AxisNames
+
+
+def _truncate_sharded(
+    logits: Float32[Array, "*lead local"],
+    temperature: Float32[Array, "*#lead"],
+    top_k: Int[Array, "*#lead"] | None,
+    top_p: Float32[Array, "*#lead"] | None,
+    axis_names: AxisNames,
+) -> Truncation:
+    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters.
+
+    Nothing is sorted: the TPU compiler takes seconds for each sort.
+    """
+    # 1) Gather the splitters.
+    local, lead = logits.shape[-1], logits.ndim - 1
+    step = _best_step(local, jax.lax.axis_size(axis_names))
+    ranks = np.unique([*range(0, local, step), local - 1])
+    own = _last_kept(
+        logits[..., None, :], jnp.ones_like(logits)[..., None, :], jnp.asarray(ranks + 1.0)
+    )
+    splitters = jax.lax.all_gather(own, axis_names, axis=lead, tiled=True)
+    largest = finite_or_zero(jnp.max(splitters, axis=-1))
+    mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
+    shard = _Shard(logits, mass, splitters, step, largest, temperature, axis_names)
+    # 2) Weigh what lies above each of them, and everything.
+    weights = [
+        _weight_above(splitters, logits, jnp.ones_like(mass)),
+        _weight_above(splitters, logits, mass),
+        vocab_sum(mass)[..., None],
+    ]
+    counted, weighed, total = jnp.split(
+        jax.lax.psum(jnp.concatenate(weights, axis=-1), axis_names),
+        (splitters.shape[-1], 2 * splitters.shape[-1]),
+        axis=-1,
+    )
+    # 3) Top-k, and 4) top-p, each with one look between two neighbouring splitters.
+    last, kept_mass = None, total[..., 0]
+    if top_k is not None:
+        last, kept_mass = _last_between(shard, counted, _count_limit(top_k), by_mass=False)
+    if top_p is not None:
+        limit = _mass_limit(top_p, kept_mass)
+        within, mass_within = _last_between(shard, weighed, limit, by_mass=True)
+        if last is None:
+            last, kept_mass = within, mass_within
+        else:
+            kept_mass = jnp.where(within >= last, mass_within, kept_mass)
+            last = jnp.maximum(last, within)
+    return Truncation(largest, last, kept_mass)
+
+
+def _best_step(local: int, devices: int) -> int:
+    """Logits of a shard from one splitter to the next: those with the fewest comparisons.
+
+    With s splitters a shard finds its own by 32 halvings, weighs those of all, picks its logits
+    between two of them, and compares all of these with each other.
+    """
+
+    def comparisons(step: int) -> int:
+        count = math.ceil(local / step) + 1
+        return local * (32 * count + 2 * devices * count + step) + (devices * step) ** 2
+
+    return min(range(1, local + 1), key=comparisons)
+
+
+def _last_between(
+    shard: _Shard,
+    above: Float32[Array, "*lead splitters"],
+    limit: Float32[Array, "*#lead"],
+    *,
+    by_mass: bool,
+) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
+    """The last logit kept, and the mass of all that are kept; one exchange.
+
+    Args:
+      shard: this device's.
+      above: weight strictly above each splitter, of all shards.
+      limit: what is above a logit that is kept weighs less.
+      by_mass: the weights are masses, and no counts.
+    """
+    limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
+    is_kept = above < limit
+    upper = jnp.min(jnp.where(is_kept, shard.splitters, jnp.inf), axis=-1, keepdims=True)
+    lower = jnp.max(jnp.where(is_kept, -jnp.inf, shard.splitters), axis=-1, keepdims=True)
+    # This shard's logits between the two, and what it has at the upper one and above.
+    at_upper = shard.logits >= upper
+    found = jnp.concatenate(
+        [
+            _compacted(shard.logits, (shard.logits > lower) & ~at_upper, max(shard.step - 1, 1)),
+            vocab_sum(at_upper.astype(jnp.float32))[..., None],
+            vocab_sum(jnp.where(at_upper, shard.mass, 0))[..., None],
+        ],
+        axis=-1,
+    )
+    found = jax.lax.all_gather(found, shard.axis_names, axis=found.ndim - 1)
+    counted, weighed = (jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1))
+    between = found[..., :-2]
+    between = between.reshape(*between.shape[:-2], -1)
+    is_between = between > -jnp.inf  # else it only fills up
+    masses = jnp.exp((between - shard.largest[..., None]) / shard.temperature[..., None])
+    weights = masses if by_mass else is_between.astype(jnp.float32)
+    weight_above = _weight_above(between, between, weights) + (weighed if by_mass else counted)
+    is_kept_here = is_between & (weight_above < limit)
+    last = jnp.min(jnp.where(is_kept_here, between, upper), axis=-1)
+    kept = jnp.where(between >= last[..., None], masses, 0)
+    return last, weighed[..., 0] + jnp.sum(kept, axis=-1)
+
+
+def _weight_above(
+    values: Float32[Array, "*lead some"],
+    logits: Float32[Array, "*lead local"],
+    weights: Float32[Array, "*lead local"],
+) -> Float32[Array, "*lead some"]:
+    """The weight of the logits strictly above each value."""
+    is_above = logits[..., None, :] > values[..., None]
+    return vocab_sum(jnp.where(is_above, weights[..., None, :], 0))
+
+
+def _compacted(
+    values: Float32[Array, "*lead local"], which: Bool[Array, "*lead local"], size: int
+) -> Float32[Array, "*lead {size}"]:
+    """Those values, of which there are at most `size`, and then -inf."""
+    place = jnp.cumsum(which, axis=-1, dtype=jnp.int32) - 1
+    is_here = which[..., None, :] & (place[..., None, :] == jnp.arange(size)[:, None])
+    return jnp.max(jnp.where(is_here, values[..., None, :], -jnp.inf), axis=-1)

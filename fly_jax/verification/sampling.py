@@ -262,7 +262,7 @@ def _processed(
     num_lead = logits.ndim - 1
     temperature = _lead(sampling.temperature, num_lead)
     temperature = jnp.where(temperature == 0, 1, temperature)
-    truncation = truncate(
+    truncation = _truncate(
         logits,
         temperature,
         None if sampling.top_k is None else _lead(sampling.top_k, num_lead),
@@ -282,7 +282,7 @@ def _lead(number: Number | Count, num_lead: int) -> Array:
     return number.reshape(number.shape + (1,) * (num_lead - number.ndim))
 
 
-class Truncation(NamedTuple):
+class _Truncation(NamedTuple):
     """The part of a distribution that is kept.
 
     Attributes:
@@ -296,24 +296,22 @@ class Truncation(NamedTuple):
     mass: Float32[Array, "*lead"]
 
 
-def truncate(
+def _truncate(
     logits: Float32[Array, "*lead local"],
     temperature: Float32[Array, "*#lead"],
     top_k: Int[Array, "*#lead"] | None,
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames = (),
-) -> Truncation:
+) -> _Truncation:
     """Finds what top-k and then top-p keep.
 
     Over a sharded vocabulary both together take four exchanges and one of them three, of a few
     numbers for each position.
 
     Args:
-      logits: raw logits; inside `jax.shard_map`, this device's shard of them.
       temperature: above 0; it does not change the order, but what the logits weigh.
       top_k: tokens to keep; 0 for all. None for no such step.
       top_p: probability to keep; 1 for all. None for no such step.
-      axis_names: mesh axes over which the last dimension is sharded.
     """
     if axis_names and (top_k is not None or top_p is not None):
         return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
@@ -327,7 +325,7 @@ def truncate(
         within = _last_kept(logits, mass, _mass_limit(top_p, vocab_sum(mass)))
         last = within if last is None else jnp.maximum(last, within)
         mass = jnp.where(logits >= last[..., None], mass, 0)
-    return Truncation(largest, last, vocab_sum(mass, axis_names))
+    return _Truncation(largest, last, vocab_sum(mass, axis_names))
 
 
 def _count_limit(top_k: Int[Array, "*#lead"]) -> Float32[Array, "*#lead"]:
@@ -405,7 +403,7 @@ def _truncate_sharded(
     top_k: Int[Array, "*#lead"] | None,
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames,
-) -> Truncation:
+) -> _Truncation:
     """Splits all logits by a few of them, weighs the parts, and looks into the one that matters.
 
     Nothing is sorted: the TPU compiler takes seconds for each sort.
@@ -444,7 +442,7 @@ def _truncate_sharded(
         else:
             kept_mass = jnp.where(within >= last, mass_within, kept_mass)
             last = jnp.maximum(last, within)
-    return Truncation(largest, last, kept_mass)
+    return _Truncation(largest, last, kept_mass)
 
 
 def _best_step(local: int, devices: int) -> int:

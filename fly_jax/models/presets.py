@@ -21,10 +21,12 @@ def _fields(table: dict[str, Any]) -> dict[str, Any]:
     }
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
+    own.pop("parameters")
     like = own.pop("like", None)
     return own if like is None else _fields(_TABLES[like]) | own
 
 
+PUBLISHED = {name: table["parameters"] for name, table in _TABLES.items()}
 PRESETS = {name: LlamaConfig(**_fields(table)) for name, table in _TABLES.items()}
 
 

@@ -19,7 +19,7 @@ from fly_jax.models.architectures import (
     config_of,
     read_config,
 )
-from fly_jax.models.presets import PRESETS, preset
+from fly_jax.models.presets import PRESETS, PUBLISHED, preset
 from fly_jax.models.specs import parameter_specs
 
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
@@ -167,50 +167,6 @@ def test_config_file_that_is_no_json(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(FlyJaxError, match=r"config\.json is not valid JSON"):
         read_config(tmp_path)
-
-
-# As the published checkpoints' safetensors metadata state them.
-PUBLISHED = {
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.3-70b": 70_553_706_496,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "smollm2-1.7b": 1_711_376_384,
-    "smollm3-3b": 3_075_098_624,
-    "mistral-7b": 7_248_023_552,
-    "mistral-nemo-12b": 12_247_782_400,
-    "mistral-small-24b": 23_572_403_200,
-    "mistral-large": 122_610_069_504,
-    "qwen-2.5-0.5b": 494_032_768,
-    "qwen-2.5-1.5b": 1_543_714_304,
-    "qwen-2.5-3b": 3_085_938_688,
-    "qwen-2.5-7b": 7_615_616_512,
-    "qwen-2.5-14b": 14_770_033_664,
-    "qwen-2.5-32b": 32_763_876_352,
-    "qwen-2.5-72b": 72_706_203_648,
-    # Of the small ones the files hold the embedding twice; these are without the second.
-    "qwen-3-0.6b": 596_049_920,
-    "qwen-3-1.7b": 1_720_574_976,
-    "qwen-3-4b": 4_022_468_096,
-    "qwen-3-8b": 8_190_735_360,
-    "qwen-3-14b": 14_768_307_200,
-    "qwen-3-32b": 32_762_123_264,
-    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
-    "deepseek-r1-distill-qwen-7b": 7_615_616_512,
-    "deepseek-r1-distill-qwen-14b": 14_770_033_664,
-    "deepseek-r1-distill-qwen-32b": 32_763_876_352,
-    "deepseek-r1-distill-llama-8b": 8_030_261_248,
-    "deepseek-r1-distill-llama-70b": 70_553_706_496,
-}
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

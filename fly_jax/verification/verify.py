@@ -18,9 +18,8 @@ from fly_jax.verification.evidence import (
     evidence,
     reduced,
 )
-from fly_jax.verification.rules.acceptance import accept
 from fly_jax.verification.rules.conditions import RuleState, Verdict
-from fly_jax.verification.rules.rule import Rule
+from fly_jax.verification.rules.rule import Rule, accept
 from fly_jax.verification.sampling import Sampling, keys_of_rows
 
 

@@ -1,6 +1,5 @@
 """Acceptance rules: which draft tokens a row keeps, what follows them, and why."""
 
-from fly_jax.verification.rules.acceptance import accept as accept
 from fly_jax.verification.rules.conditions import GATE_OFF as GATE_OFF
 from fly_jax.verification.rules.conditions import Clause as Clause
 from fly_jax.verification.rules.conditions import Condition as Condition
@@ -23,4 +22,5 @@ from fly_jax.verification.rules.rule import Budget as Budget
 from fly_jax.verification.rules.rule import Exact as Exact
 from fly_jax.verification.rules.rule import Loose as Loose
 from fly_jax.verification.rules.rule import Rule as Rule
+from fly_jax.verification.rules.rule import accept as accept
 from fly_jax.verification.rules.rule import per_row as per_row

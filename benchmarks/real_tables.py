@@ -5,41 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hugging_face import ASSISTED, GREEDY
-from real_decodings import TARGET_ALONE, drafts, is_exact, of_batch
+from real_decodings import TARGET_ALONE, of_batch
 
-_ONE, _FOUR = of_batch(1), of_batch(4)
+ONE, _FOUR = of_batch(1), of_batch(4)
 _HEADS = "| decoding | tokens/s | batch 4 | mean accepted tokens |"
 _RULE = "|---|---|---|---|"
-
-
-def short(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list[str]:
-    """For the README: of each draft the fastest exact decoding, and the loosened ones.
-
-    Args:
-      real: what real_model.py wrote.
-      ifeval: what ifeval.py wrote.
-      where: the machine of `real`, in words.
-    """
-    alone, judged = real["summaries"][_ONE], ifeval["decodings"]
-    names = [name for name in (GREEDY, ASSISTED, TARGET_ALONE) if name in alone]
-    for draft in drafts():
-        of_draft = [name for name in alone if name.split(", ")[0] == draft]
-        exact = filter(is_exact, of_draft)
-        names += sorted(exact, key=lambda name: -alone[name]["tokens_per_second"])[:1]
-        names += [name for name in of_draft if name in judged]
-    setting = real["setting"]
-    return [
-        "",
-        f"**A real model**, SmolLM2-135M-Instruct, on {setting['prompts']} prompts of Spec-Bench, "
-        f"{setting['max_new_tokens']} tokens each, beside Hugging Face, in {_turns(real)} "
-        f"({where}), and the share of IFEval's instructions that it follows "
-        "([all of it](docs/real_model.md)):",
-        "",
-        f"{_HEADS} IFEval: points beside the target's (95% interval), prompts |",
-        f"{_RULE}---|",
-        *(f"{_row(real, name)} {_points(judged, name)} |" for name in names),
-    ]
 
 
 def page(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list[str]:
@@ -50,12 +20,12 @@ def page(real: Mapping[str, Any], ifeval: Mapping[str, Any], where: str) -> list
       ifeval: what ifeval.py wrote.
       where: the machine of `real`, in words.
     """
-    categories = (line for batch in (_ONE, _FOUR) for line in _categories(real, batch))
+    categories = (line for batch in (ONE, _FOUR) for line in _categories(real, batch))
     return [*_ways(real, where), *categories, *_quality(ifeval)]
 
 
 def _ways(real: Mapping[str, Any], where: str) -> list[str]:
-    setting, alone = real["setting"], real["summaries"][_ONE]
+    setting, alone = real["setting"], real["summaries"][ONE]
     return [
         f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
         f"tokens, {_turns(real)} ({where}; "
@@ -74,14 +44,14 @@ def _ways(real: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _turns(real: Mapping[str, Any]) -> str:
-    turns = next(iter(real["summaries"][_ONE].values()))["turns"]
+    turns = next(iter(real["summaries"][ONE].values()))["turns"]
     return f"{turns} turns" if turns > 1 else "one turn"
 
 
 def _categories(real: Mapping[str, Any], batch: str) -> list[str]:
     ways = real["summaries"].get(batch, {})
     names = list(next(iter(ways.values()))["by_category"]) if ways else []
-    rows = "one prompt" if batch == _ONE else "four prompts"
+    rows = "one prompt" if batch == ONE else "four prompts"
     lines = [
         "",
         f"By category, {rows} at a time: tokens/s (mean accepted tokens).",
@@ -129,21 +99,12 @@ def _quality(ifeval: Mapping[str, Any]) -> list[str]:
 
 
 def _row(real: Mapping[str, Any], name: str) -> str:
-    one = real["summaries"][_ONE][name]
+    one = real["summaries"][ONE][name]
     return (
         f"| {_named(name)} | {one['tokens_per_second']:.1f} "
         f"| {_of_four(real, name, 'tokens_per_second', 1)} "
         f"| {_number(one, 'mean_accepted_tokens', 2)} |"
     )
-
-
-def _points(judged: Mapping[str, Any], name: str) -> str:
-    if name not in judged:
-        return ""
-    score, prompts = judged[name]["instruction_level"], judged[name]["prompts"]
-    if name == TARGET_ALONE:
-        return f"{score['this']:.1f}% followed, {prompts}"
-    return f"{_difference(score)}, {prompts}"
 
 
 def _difference(score: Mapping[str, float]) -> str:

@@ -23,11 +23,10 @@ from typing import Any
 
 import machine
 from absl import app, flags
-from fly_jax.decoding.decoder import capacity_for
 
-from fly_jax.decoding.config import RoundSpec, from_reference_json
-from fly_jax.decoding.pair import load_pair
-from fly_jax.verification.rules import Fly
+from fly_jax.decoding.config import DecodingConfig, from_reference_json
+from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.engine.engine import Engine
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("prompts_file", None, "JSON lines with prompt_token_ids")
@@ -61,24 +60,25 @@ def ours() -> None:
     lines = Path(FLAGS.prompts_file).read_text().splitlines()
     prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
     config = from_reference_json(REFERENCE_CONFIG)
-    specs = {
-        "greedy": pair.spec(config, rule="autoregressive"),
-        "strict-nongram": pair.spec(config, rule="exact", prompt_lookup_max=0),
-        "fly": pair.spec(config),
-        "fly-nongram": pair.spec(config, prompt_lookup_max=0),
-        "fly-best": pair.spec(rule=Fly(), num_speculative_tokens=FLAGS.best_k),
+    configs = {
+        "greedy": config.replace(rule="autoregressive"),
+        "strict-nongram": config.replace(rule="exact", prompt_lookup_max=0),
+        "fly": config,
+        "fly-nongram": config.replace(prompt_lookup_max=0),
+        "fly-best": DecodingConfig(num_speculative_tokens=FLAGS.best_k),
     }
     with Path(FLAGS.output).open("w") as output:
-        for mode, spec in specs.items():
-            _decode(pair, mode, spec, prompts, output)
+        for mode, one in configs.items():
+            _decode(pair, mode, one, prompts, output)
 
 
-def _decode(pair: Any, mode: str, spec: RoundSpec, prompts: list[list[int]], output: Any) -> None:
+def _decode(
+    pair: Pair, mode: str, config: DecodingConfig, prompts: list[list[int]], output: Any
+) -> None:
     limit = FLAGS.max_new_tokens
-    capacity = capacity_for(spec, prompts, limit, pair.target.config.max_context)
-    decoder = pair.decoder(spec, capacity=capacity)
-    decoder.generate(prompts, 1)
-    for index, account in enumerate(decoder.generate(prompts, limit)):
+    engine = Engine.of(pair, config, prompts=prompts, max_new_tokens=limit, num_slots=1)
+    engine.warm_up_for(engine.requests(prompts, limit))
+    for index, account in enumerate(engine.generate(prompts, limit)):
         ended = account.finish_reason == "stop"
         record = {
             "mode": mode,

@@ -18,10 +18,10 @@ from absl import flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.problems import Problem, is_correct
-from fly_jax.verification.rules import Exact, Fly, Margin, Rule
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 1000, "held-out problems")
@@ -31,11 +31,10 @@ flags.DEFINE_integer("num_tuning_documents", 20, "development chunks on which K 
 flags.DEFINE_integer("batch_size", 1, "rows decoded together")
 flags.DEFINE_string("name", "embedded_pair", "of the result file")
 
-# A rule with the tokens that it leaves to the target.
-RULES: dict[str, tuple[Rule, tuple[str, ...]]] = {
-    "exact": (Exact(), ()),
-    "fly": (Fly(), ()),
-    "margin": (Margin(gap=1.0), (r"\d",)),
+RULES: dict[str, dict[str, Any]] = {
+    "exact": {"rule": "exact"},
+    "fly": {"rule": "fly"},
+    "margin": {"rule": "margin", "margin_gap": 1.0, "protect": (r"\d",)},
 }
 PROBLEM_K = {
     "exact": (5, 7, 9, 10, 12, 15),
@@ -54,18 +53,17 @@ def _on(
 ) -> Comparison:
     """One token at a time, and every rule with each of its K."""
     chosen = {f"{rule} K={k}": (rule, k) for rule, several in depths.items() for k in several}
-    specs = {"autoregressive": pair.spec(rule="autoregressive")} | {
-        name: pair.spec(rule=RULES[rule][0], num_speculative_tokens=k)
+    configs = {"autoregressive": DecodingConfig(rule="autoregressive")} | {
+        name: DecodingConfig(**RULES[rule], num_speculative_tokens=k)
         for name, (rule, k) in chosen.items()
     }
     compared = compare(
         pair,
         prompts,
-        specs,
+        configs,
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=FLAGS.batch_size,
         check=(lambda index, text: is_correct(worded[index], text)) if worded else None,
-        protect={name: RULES[rule][1] for name, (rule, _) in chosen.items()},
     )
     print(compared.table(), flush=True)
     return compared

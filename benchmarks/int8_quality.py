@@ -21,28 +21,26 @@ from absl import flags
 from paired import paired_interval
 from texts import MAX_NEW_TOKENS, word_problems
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.models.checkpoints.load import convert
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.training.problems import Problem, is_correct
-from fly_jax.verification.rules import Fly
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")
 flags.DEFINE_boolean("save", True, "write the result file")
 
 BATCH = 16
+RULES = ("autoregressive", "fly")
 
 
 def _solve(pair: Pair, worded: Sequence[Problem]) -> Comparison:
     return compare(
         pair,
         [problem.prompt for problem in worded],
-        {
-            "autoregressive": pair.spec(rule="autoregressive"),
-            "fly": pair.spec(rule=Fly(), num_speculative_tokens=15),
-        },
+        {rule: DecodingConfig(rule=rule, num_speculative_tokens=15) for rule in RULES},
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=BATCH,
         check=lambda index, text: is_correct(worded[index], text),

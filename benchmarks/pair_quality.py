@@ -19,7 +19,8 @@ import numpy as np
 from absl import flags
 from texts import MAX_NEW_TOKENS, library_beginnings, token_rows, word_problems
 
-from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax import generate, load_pair
+from fly_jax.decoding.pair import Pair
 from fly_jax.engine.request import Generation
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama

@@ -14,7 +14,7 @@ from absl import logging
 from machine import run
 from texts import word_problems
 
-from fly_jax.decoding.pair import generate, load_pair
+from fly_jax import generate, load_pair
 from fly_jax.verification.rules import Fly, Why
 
 COLOURS = {

@@ -19,25 +19,29 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from absl import app, flags
-from hugging_face import GREEDY, ONE_ROW_ONLY, WAYS
+from hugging_face import GREEDY, ONE_ROW_ONLY, WAYS, HuggingFace
 from machine import run, write
-from real_decodings import DRAFTER, TARGET_ALONE, is_exact, of_batch
-from real_ways import Job, Ways, decoded
+from real_decodings import DRAFTER, TARGET_ALONE, decoding, draft_of, is_exact, of_batch
 from tqdm import tqdm
 
 from fly_jax.compilation_cache import enable_compilation_cache
-from fly_jax.decoding.pair import open_pair
+from fly_jax.decoding.pair import load_pair, open_pair
+from fly_jax.engine.engine import Engine
 from fly_jax.models.cache import empty_cache
+from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.llama import Llama
 
@@ -71,6 +75,98 @@ _DECODINGS = (
     "drafter over lookup, fly, K = 10",
     "drafter over lookup, fly | margin 0.3, K = 10",
 )
+
+
+@dataclasses.dataclass
+class Job:
+    """One way on all prompts in one turn: by prompt, or by group of prompts decoded together.
+
+    Attributes:
+      tokens: of each prompt's answer.
+      seconds: of each group, without what the prompts took.
+      rounds: of each prompt; none from Hugging Face.
+      rescued: of each prompt; none from Hugging Face.
+    """
+
+    tokens: list[list[int]] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    rounds: list[int] = dataclasses.field(default_factory=list)
+    rescued: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all prompts together."""
+        return sum(map(len, self.tokens)) / sum(self.seconds)
+
+
+# Decodes a group of prompts into a job.
+Way = Callable[[Job, Sequence[Sequence[int]]], None]
+
+
+class Ways:
+    """All that can decode, one at a time: each is made when it is asked for.
+
+    Nothing is kept but the models. Linux lets a process map some 65,000 pieces of memory, and the
+    compiled programs of all ways together are more; the next turn reads them from JAX's cache.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], folder: Path) -> None:
+        """Makes nothing yet.
+
+        Args:
+          prompts: all that will be decoded.
+          folder: where Hugging Face's copies of the models may lie for the time being.
+        """
+        self._prompts, self._folder = prompts, folder
+        self.pair = functools.cache(lambda draft: load_pair(_TARGET.value, draft, dtype="float32"))
+        self._hugging_face: HuggingFace | None = None
+
+    def decoded(self, batch: int, name: str) -> Job:
+        """All prompts, `batch` at a time, with everything compiled before."""
+        jax.clear_caches()
+        way = (self._of_hugging_face if name in WAYS else self._of_ours)(batch, name)
+        job = Job()
+        starts = range(0, len(self._prompts), batch)
+        for start in tqdm(starts, desc=f"{name}, batch {batch}", leave=False):
+            way(job, self._prompts[start : start + batch])
+        return job
+
+    def _of_ours(self, batch: int, name: str) -> Way:
+        one, limit = decoding(name), _MAX_NEW_TOKENS.value
+        engine = Engine.of(
+            self.pair(draft_of(one, _DRAFTER.value)), prompts=self._prompts, max_new_tokens=limit,
+            num_slots=batch, with_texts=False, **one.values,
+        )  # fmt: skip
+        engine.warm_up_for(engine.requests(self._prompts, limit))
+
+        def way(job: Job, group: Sequence[Sequence[int]]) -> None:
+            begin, prefilled = time.perf_counter(), engine.prefill_seconds
+            rows = engine.generate(group, limit)
+            taken = time.perf_counter() - begin - (engine.prefill_seconds - prefilled)
+            job.seconds.append(taken)
+            job.tokens += [row.token_ids for row in rows]
+            job.rounds += [row.num_rounds for row in rows]
+            job.rescued += [row.num_rescued_tokens for row in rows]
+
+        return way
+
+    def _of_hugging_face(self, batch: int, name: str) -> Way:
+        process = self._hugging_face = self._hugging_face or self._started()
+
+        def way(job: Job, group: Sequence[Sequence[int]]) -> None:
+            rows, seconds = process.decode(name, group, _MAX_NEW_TOKENS.value)
+            job.tokens += rows
+            job.seconds.append(seconds)
+
+        way(Job(), self._prompts[:batch])  # warms it up
+        return way
+
+    def _started(self) -> HuggingFace:
+        pair = self.pair("self:int4")
+        models = {"target": pair.target, "assistant": pair.draft}
+        for name, model in models.items():
+            save_hf(model, self._folder / name, jnp.float32)
+        return HuggingFace(_PYTHON.value, *(str(self._folder / name) for name in models))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +243,7 @@ def _gaps(
             continue
         ids = [*prompt, *one[: _same(one, other)]]
         cache = empty_cache(target.config, 1, len(ids), jnp.dtype("float32"))
-        hidden, _ = target.fed(jnp.asarray([ids]), cache)
+        hidden, _ = target.extend(jnp.asarray([ids]), cache)
         logits = jnp.sort(target.logits(hidden[:, -1:])[0, 0])
         found.append(float(logits[-1] - logits[-2]))
     return found
@@ -222,10 +318,7 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     todo: list[tuple[int, int, str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        ways = Ways(
-            _TARGET.value, _DRAFTER.value, _PYTHON.value, prompts, _MAX_NEW_TOKENS.value,
-            Path(folder),
-        )  # fmt: skip
+        ways = Ways(prompts, Path(folder))
         for turn, batch in itertools.product(range(_TURNS.value), sorted(_BATCHES.value)):
             some = names if batch == 1 else _for_several(names, jobs)
             for name in tqdm(some, desc=f"turn {turn + 1} of {_TURNS.value}, batch {batch}"):
@@ -233,7 +326,7 @@ def main() -> None:
                 todo.append((turn, batch, name))
                 if key in jobs:
                     continue
-                jobs[key] = decoded(ways(batch, name), prompts, batch, f"{name}, batch {batch}")
+                jobs[key] = ways.decoded(batch, name)
                 kept = {key: dataclasses.asdict(job) for key, job in jobs.items()}
                 new = path.with_suffix(".new")
                 new.write_text(json.dumps({"setting": setting, "jobs": kept}), encoding="utf-8")

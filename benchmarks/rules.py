@@ -85,14 +85,12 @@ def _run(
     pair: Pair, prompts: dict[str, Sequence[Any]], memory: CorrectionMemory | None,
     on: str, configs: dict[str, DecodingConfig],
 ) -> Comparison:  # fmt: skip
-    specs = {name: pair.spec(config, csd_online=False) for name, config in configs.items()}
     compared = compare(
         pair,
         prompts[on],
-        specs,
+        {name: config.replace(csd_online=False) for name, config in configs.items()},
         max_new_tokens=MAX_NEW_TOKENS,
         batch_size=FLAGS.batch_size,
-        protect={name: config.protect for name, config in configs.items()},
         memory=memory,
     )
     print(on, compared.table(), sep="\n", flush=True)

@@ -23,7 +23,8 @@ from machine import run, write
 from served import Server, ask, server
 from texts import library_beginnings, word_problems
 
-from fly_jax.decoding.pair import Pair, generate, load_pair
+from fly_jax import generate, load_pair
+from fly_jax.decoding.pair import Pair
 
 _REQUESTS = flags.DEFINE_integer("num_requests", 2000, "in all", lower_bound=10)
 _CLIENTS = flags.DEFINE_integer("clients", 64, "at a time", lower_bound=1)

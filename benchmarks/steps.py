@@ -46,7 +46,7 @@ def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], fl
 
         def one(_: int, carry: tuple[KVCache, jax.Array]) -> tuple[KVCache, jax.Array]:
             cache, tokens = carry
-            hidden, cache = model.fed(tokens, cache)
+            hidden, cache = model.extend(tokens, cache)
             chosen = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
             return cache.with_length((cache.length + width) % (CAPACITY - width)), chosen
 

@@ -1,4 +1,4 @@
-"""vLLM for TPU with the plugin, on a CPU: the real engine beside fly_jax's own decoder.
+"""vLLM for TPU with the plugin, on a CPU: vLLM's engine beside fly_jax's own.
 
     pip install vllm-tpu==0.32.0 && pip install -e .
     python benchmarks/vllm_engine.py
@@ -9,8 +9,8 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 
 - Exact decoding must give plain decoding's tokens, and so must a request that asks for it.
 - A lookup below the draft model changes how many passes a step of it takes, and no token.
-- FLy must give the tokens of fly_jax's decoder with the same rule, K and drafts. That decoder
-  begins behind the engine's first token, with which the engine's first block of drafts begins.
+- FLy must give the tokens of fly_jax's engine with the same rule, K and drafts, which begins
+  behind vLLM's first token: vLLM's first block of drafts begins there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from texts import documents, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
+from fly_jax.decoding.state import RoundOutput
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 
 _WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")
@@ -130,7 +133,7 @@ def _counted_passes() -> list[int]:
 def _own(
     pair: Pair, way: str, requests: list[dict[str, Any]], plain: list[list[int]]
 ) -> dict[str, Any]:
-    """The same by fly_jax's decoder: tokens, drafts and accepted draft tokens."""
+    """The same by fly_jax's engine: tokens, drafts and accepted draft tokens."""
     speculative, fly_jax, _, _ = _WAYS[way]
     assert speculative is not None
     values = dict(fly_jax or {}) | {
@@ -143,29 +146,29 @@ def _own(
             "prompt_lookup_max": speculative["prompt_lookup_max"],
             "prompt_lookup_match": "earliest",
         }
-    spec = pair.spec(DecodingConfig(**values), rounds_per_dispatch=1)
-    decoder = pair.decoder(spec, batch_size=_ROWS)
-    found: dict[str, Any] = {"tokens": [], "drafts": 0, "accepted": 0, "rescued": 0}
-    for start in range(0, _REQUESTS, _ROWS):
-        rows = range(start, start + _ROWS)
-        # The engine's first token is no draft's; after a limit of one there is nothing to decode.
-        prompts = [requests[row]["prompt"] + plain[row][:1] for row in rows]
-        limits = [requests[row]["limit"] - 1 for row in rows]
-        emitted = [0] * _ROWS
+    found: dict[str, Any] = {"tokens": [one[:1] for one in plain], "drafts": 0}
 
-        def count(output: Any, limits: list[int] = limits, emitted: list[int] = emitted) -> None:
-            for row, limit in enumerate(limits):
-                if emitted[row] < limit and output.num_drafted[0, row]:
-                    found["drafts"] += 1
-                    found["accepted"] += int(output.num_accepted[0, row])
-                    found["rescued"] += int(output.num_rescued[0, row])
-                emitted[row] += int(output.count[0, row])
+    def count(output: RoundOutput, _: object) -> None:
+        found["drafts"] += int((output.num_drafted > 0).sum())
 
-        decoder.listener = count
-        for row, one in zip(rows, decoder.decode(prompts, max(limits), seed=0), strict=True):
-            ended = plain[row][:1] == [pair.tokenizer.eos_token_ids[0]]
-            rest = [] if ended else one.token_ids[: limits[row - start]]
-            found["tokens"].append(plain[row][:1] + rest)
+    # The engine's first token is no draft's; after a limit of one there is nothing to decode.
+    prompts = [one["prompt"] + first for one, first in zip(requests, found["tokens"], strict=True)]
+    limits = [one["limit"] - 1 for one in requests]
+    engine = Engine.of(
+        pair, DecodingConfig(**values), prompts=prompts, max_new_tokens=max(limits),
+        num_slots=_ROWS, listener=count,
+    )  # fmt: skip
+    asked = {
+        row: engine.submit(Request(prompt, limit))
+        for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        if limit and prompt[-1] not in pair.tokenizer.eos_token_ids
+    }
+    list(engine.run(()))
+    own = {row: one.generation for row, one in asked.items()}
+    for row, one in own.items():
+        found["tokens"][row] += one.token_ids
+    found["accepted"] = sum(one.num_accepted_tokens for one in own.values())
+    found["rescued"] = sum(one.num_rescued_tokens for one in own.values())
     return found
 
 

@@ -11,18 +11,25 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 - A lookup below the draft model changes how many passes a step of it takes, and no token.
 - FLy must give the tokens of fly_jax's engine with the same rule, K and drafts, which begins
   behind vLLM's first token: vLLM's first block of drafts begins there.
+
+Then 8 random prompts with tiny random models of other families, whose drafts have the targets'
+weights: every token that they draft must be accepted, and all tokens must be plain decoding's, with
+a lookup below the draft model and with two ranks that share the requests too. Writes
+results/vllm_engine.json and results/vllm_families.json.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import random
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import vllm_stand_ins
-from absl import flags
 from machine import run, write
 from texts import documents, library_beginnings, word_problems
 
@@ -31,18 +38,17 @@ from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
+from fly_jax.models.checkpoints.load import open_weights, save_hf
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
+from fly_jax.models.llama import Llama
 
-_WAY = flags.DEFINE_string("way", None, "decode in this way alone; used by the script itself")
-_FILES = flags.DEFINE_list("files", [], "prompts and output of that way")
-
-_REQUESTS, _ROWS = 32, 8
+_REQUESTS, _ROWS, _K = 32, 8, 15
 _TARGET, _DRAFT = map(str, EMBEDDED_PAIR)
 _LOOKUP = {
     "method": "ngram", "num_speculative_tokens": 10,
     "prompt_lookup_min": 1, "prompt_lookup_max": 4,
 }  # fmt: skip
-_MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": 15}
+_MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": _K}
 _FLY = {"rule": "fly", "entropy_threshold": 0.3, "window_size": 6}
 _EXACT = {"rule": "exact"}
 _BELOW = {"prompt_lookup_max": 4}
@@ -64,6 +70,17 @@ _WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, A
     ),
 }  # fmt: skip
 
+_GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
+_FAMILIES = ("qwen3", "mistral")  # the embedded pair is a Llama
+_VOCAB = 96
+_HEAD_SIZE = 128  # the engine knows no smaller ones of a Qwen 3
+# additional_config["fly_jax"], and the ranks of data parallel attention.
+_FAMILY_WAYS: dict[str, tuple[dict[str, Any] | None, int]] = {
+    "plain": (None, 1),
+    "draft model": (_EXACT, 1),
+    "draft model, lookup below, two ranks": (_EXACT | _BELOW, 2),
+}
+
 
 def _requests(pair: Pair) -> list[dict[str, Any]]:
     """A third word problems, a third beginnings of files, and as many long ones."""
@@ -80,54 +97,14 @@ def _requests(pair: Pair) -> list[dict[str, Any]]:
     return [{"prompt": ids, "limit": chance.choice(limits)} for ids in prompts[:_REQUESTS]]
 
 
-def _decode(way: str, source: Path, output: Path) -> None:
-    """In a process of its own: what the engine makes of the requests."""
-    vllm_stand_ins.install()
-    from vllm import LLM, SamplingParams, TokensPrompt
-
+def _decoded(way: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
     speculative, fly_jax, other, some_exact = _WAYS[way]
-    additional = vllm_stand_ins.SHARDING | ({} if fly_jax is None else {"fly_jax": fly_jax})
-    arguments = {"enable_prefix_caching": False} | vllm_stand_ins.ENGINE | other
-    engine = LLM(
-        _TARGET,
-        max_num_seqs=_ROWS,
-        max_num_batched_tokens=256,
-        speculative_config=speculative,
-        additional_config=additional,
-        disable_log_stats=False,
-        **arguments,
-    )
-    passes = _counted_passes() if speculative == _MODEL else []
-    requests = json.loads(source.read_text())
-    extra = {index: {"fly_jax": _EXACT} for index in range(0, _REQUESTS, 4) if some_exact}
-    outputs = engine.generate(
-        [TokensPrompt(prompt_token_ids=one["prompt"]) for one in requests],
-        [
-            SamplingParams(temperature=0, max_tokens=one["limit"], extra_args=extra.get(index))
-            for index, one in enumerate(requests)
-        ],
-    )
-    found = {
-        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
-        "metrics": vllm_stand_ins.counters(engine),
-        "passes": passes,
-    }
-    output.write_text(json.dumps(found))
-
-
-def _counted_passes() -> list[int]:
-    """Of the draft model, one number for each of the engine's steps from now on."""
-    from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
-
-    propose, passes = DraftModelProposer.propose, []
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        proposed = propose(self, *args, **kwargs)
-        passes.append(int(self.num_passes))
-        return proposed
-
-    DraftModelProposer.propose = counted
-    return passes
+    asked = [
+        one | ({"extra_args": {"fly_jax": _EXACT}} if some_exact and not index % 4 else {})
+        for index, one in enumerate(requests)
+    ]
+    arguments = {"enable_prefix_caching": False, "speculative_config": speculative} | other
+    return vllm_stand_ins.decoded(_TARGET, asked, fly_jax=fly_jax, **arguments)
 
 
 def _own(
@@ -172,24 +149,6 @@ def _own(
     return found
 
 
-def main() -> None:
-    if _WAY.value is not None:
-        _decode(_WAY.value, *map(Path, _FILES.value))
-        return
-    versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
-    pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
-    requests = _requests(pairs["draft_model"])
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "requests.json")
-        source.write_text(json.dumps(requests))
-        found = {way: vllm_stand_ins.in_its_own_process(way, source) for way in _WAYS}
-    plain = found["plain"]["tokens"]
-    results = {way: _compared(way, one, plain, pairs, requests) for way, one in found.items()}
-    for way, one in results.items():
-        print(f"{way}: {one}")
-    print(write("vllm_engine", {**versions, "requests": _REQUESTS, "rows": _ROWS, "ways": results}))
-
-
 def _compared(
     way: str,
     one: dict[str, Any],
@@ -225,6 +184,68 @@ def _compared(
             "mean_acceptance_length_of_fly_jax": 1 + own["accepted"] / own["drafts"],
         }
     return result
+
+
+def _write_models(target: Path, draft: Path, family: str) -> None:
+    """Target and draft with the same weights."""
+    golden = open_weights(_GOLDEN / family).config
+    config = dataclasses.replace(
+        golden, head_size=_HEAD_SIZE, sliding_window=None, windowed_layers=()
+    )
+    # The engine has no Mistral in JAX to be a target, and without windows it is a Llama.
+    as_target = "llama" if family == "mistral" else family
+    parameters = Llama.random(config, jax.random.key(0)).parameters()
+    for folder, architecture in ((target, as_target), (draft, family)):
+        model = Llama(dataclasses.replace(config, architecture=architecture), parameters)
+        save_hf(model, folder, jnp.float32)
+        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+            if (EMBEDDED_PAIR[0] / name).exists():
+                shutil.copy(EMBEDDED_PAIR[0] / name, folder)
+
+
+def _family(family: str) -> dict[str, Any]:
+    """What is drafted and accepted in each way, and how many answers are plain decoding's."""
+    chance = random.Random(0)
+    requests = [
+        {"prompt": [chance.randrange(3, _VOCAB) for _ in range(chance.randint(5, 40))], "limit": 48}
+        for _ in range(8)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        target, draft = Path(name) / "target", Path(name) / "draft"
+        _write_models(target, draft, family)
+        drafting = _MODEL | {"model": str(draft)}
+        found = {
+            way: vllm_stand_ins.decoded(
+                str(target), requests, fly_jax=fly_jax, ranks=ranks, skip_tokenizer_init=True,
+                speculative_config=None if fly_jax is None else drafting,
+            )
+            for way, (fly_jax, ranks) in _FAMILY_WAYS.items()
+        }  # fmt: skip
+    plain = found.pop("plain")["tokens"]
+    return {
+        way: {
+            "as_plain": sum(a == b for a, b in zip(one["tokens"], plain, strict=True)),
+            "drafted": one["metrics"]["draft_tokens"],
+            "accepted": one["metrics"]["accepted_tokens"],
+        }
+        for way, one in found.items()
+    }
+
+
+def main() -> None:
+    versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
+    jax.config.update("jax_platforms", "cpu")  # here; vLLM's engines have their own processes
+    pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
+    requests = _requests(pairs["draft_model"])
+    found = {way: _decoded(way, requests) for way in _WAYS}
+    plain = found["plain"]["tokens"]
+    results = {way: _compared(way, one, plain, pairs, requests) for way, one in found.items()}
+    for way, one in results.items():
+        print(f"{way}: {one}")
+    print(write("vllm_engine", {**versions, "requests": _REQUESTS, "rows": _ROWS, "ways": results}))
+    families = {family: _family(family) for family in _FAMILIES}
+    print(families)
+    print(write("vllm_families", {**versions, "requests": 8, "families": families}))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 `install()` before `import vllm`. It stands in for chip records, memory figures, copies to a device
 and the attention kernel, in that process alone, and is no part of the package: what is tried out is
-the engine's scheduler, paged cache, models and speculative decoding, and the plugin in them. What
-the scripts that try it share is here too.
+the engine's scheduler, paged cache, models and speculative decoding, and the plugin in them.
+`decoded` runs it so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +37,81 @@ def versions(*packages: str) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in packages}
 
 
-def in_its_own_process(way: str, source: Path) -> dict[str, Any]:
-    """What the script that runs writes when it is started with this `--way` and `--files`."""
-    output = source.with_name("output.json")
-    command = [sys.executable, sys.argv[0], f"--way={way}", f"--files={source},{output}"]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    if not output.exists():
-        sys.exit(f"{way}: {finished.stdout[-3000:]}{finished.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(output.read_text())
-    output.unlink()
-    return found
+def decoded(
+    target: str, requests: Sequence[Mapping[str, Any]], *, fly_jax: Mapping[str, Any] | None = None,
+    ranks: int = 1, **arguments: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """What the engine makes of requests, in a process of its own.
+
+    Args:
+      target: folder of the model.
+      requests: each with `prompt`, `limit` and perhaps `extra_args`.
+      fly_jax: of `additional_config`; None for an engine without the plugin.
+      ranks: of data parallel attention, a device each.
+      **arguments: of `vllm.LLM`.
+
+    Returns:
+      `tokens` of each request, the engine's counters of speculative decoding as `metrics`, and
+      `passes` of a draft model in each step.
+    """
+    sharding = {"sharding_strategy": {"device_indexes": list(range(ranks))}}
+    config = {"sharding": sharding} | ({} if fly_jax is None else {"fly_jax": fly_jax})
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "data_parallel_size": ranks}
+    arguments = ENGINE | sizes | {"model": target, "additional_config": config} | arguments
+    with tempfile.TemporaryDirectory() as folder:
+        job, output = Path(folder, "job.json"), Path(folder, "output.json")
+        job.write_text(json.dumps({"arguments": arguments, "requests": requests}))
+        command = [sys.executable, __file__, str(job), str(output)]
+        devices = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"}
+        done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True)
+        if not output.exists():
+            raise SystemExit(f"{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        return json.loads(output.read_text())
 
 
-def counters(engine: Any) -> dict[str, float]:
-    """The engine's counters of speculative decoding, by what is counted."""
+def _decode(job: Path, output: Path) -> None:
+    """The process that `decoded` starts."""
+    install()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    given = json.loads(job.read_text())
+    arguments, requests = given["arguments"], given["requests"]
+    engine = LLM(disable_log_stats=False, **arguments)
+    speculative = arguments.get("speculative_config") or {}
+    passes = _counted_passes() if speculative.get("method") == "draft_model" else []
+    outputs = engine.generate(
+        [TokensPrompt(prompt_token_ids=one["prompt"]) for one in requests],
+        [
+            SamplingParams(
+                temperature=0, max_tokens=one["limit"], extra_args=one.get("extra_args"),
+                detokenize=not arguments.get("skip_tokenizer_init"),
+            )
+            for one in requests
+        ],
+    )  # fmt: skip
     prefix = "vllm:spec_decode_num_"
-    return {
+    metrics = {
         one.name.removeprefix(prefix): one.value
         for one in engine.get_metrics()
         if one.name.startswith(prefix) and hasattr(one, "value")
     }
+    tokens = [list(one.outputs[0].token_ids) for one in outputs]
+    output.write_text(json.dumps({"tokens": tokens, "metrics": metrics, "passes": passes}))
+
+
+def _counted_passes() -> list[int]:
+    """Of the draft model, one number for each of the engine's steps from now on."""
+    from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
+
+    propose, passes = DraftModelProposer.propose, []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        proposed = propose(self, *args, **kwargs)
+        passes.append(int(self.num_passes))
+        return proposed
+
+    DraftModelProposer.propose = counted
+    return passes
 
 
 def install() -> None:
@@ -175,3 +232,7 @@ def _attention(
     weights = jnp.where(live[:, None, None, None], weights, 0)
     output = jnp.einsum("tkgs,tskd->tkgd", weights, here[:, :, 1])
     return output.reshape(queries.shape).astype(queries.dtype), store.reshape(cache.shape)
+
+
+if __name__ == "__main__":
+    _decode(*map(Path, sys.argv[1:]))

@@ -15,13 +15,12 @@ from typing import Any
 
 import machine
 from absl import flags
-from paired import paired_interval
-from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
+from paired import paired_interval, side_by_side
+from texts import library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.training.problems import Problem, is_correct
+from fly_jax.evaluation.compare import Comparison
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 1000, "held-out problems")
@@ -29,7 +28,6 @@ flags.DEFINE_integer("num_tuning_problems", 60, "development problems on which K
 flags.DEFINE_integer("num_documents", 60, "held-out chunks of library text")
 flags.DEFINE_integer("num_tuning_documents", 20, "development chunks on which K is chosen")
 flags.DEFINE_integer("batch_size", 1, "rows decoded together")
-flags.DEFINE_string("name", "embedded_pair", "of the result file")
 
 RULES: dict[str, dict[str, Any]] = {
     "exact": {"rule": "exact"},
@@ -45,28 +43,14 @@ LIBRARY_K = {"exact": (2, 3, 4, 5, 6, 8), "fly": (7, 8, 9, 11), "margin": (3, 4,
 PUBLISHED_K = 15
 
 
-def _on(
-    pair: Pair,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
-    depths: Mapping[str, Sequence[int]],
-    worded: Sequence[Problem] = (),
-) -> Comparison:
+def _on(pair: Pair, texts: Sequence[Any], depths: Mapping[str, Sequence[int]]) -> Comparison:
     """One token at a time, and every rule with each of its K."""
-    chosen = {f"{rule} K={k}": (rule, k) for rule, several in depths.items() for k in several}
     configs = {"autoregressive": DecodingConfig(rule="autoregressive")} | {
-        name: DecodingConfig(**RULES[rule], num_speculative_tokens=k)
-        for name, (rule, k) in chosen.items()
+        f"{rule} K={k}": DecodingConfig(**RULES[rule], num_speculative_tokens=k)
+        for rule, several in depths.items()
+        for k in several
     }
-    compared = compare(
-        pair,
-        prompts,
-        configs,
-        max_new_tokens=MAX_NEW_TOKENS,
-        batch_size=FLAGS.batch_size,
-        check=(lambda index, text: is_correct(worded[index], text)) if worded else None,
-    )
-    print(compared.table(), flush=True)
-    return compared
+    return side_by_side(pair, texts, configs, batch_size=FLAGS.batch_size)
 
 
 def _best(tuned: Comparison) -> dict[str, int]:
@@ -78,14 +62,13 @@ def _best(tuned: Comparison) -> dict[str, int]:
 
 def main() -> None:
     pair = load_pair()
-    tuning = word_problems("development", FLAGS.num_tuning_problems)
-    tuned = _on(pair, [one.prompt for one in tuning], PROBLEM_K, tuning)
+    tuned = _on(pair, word_problems("development", FLAGS.num_tuning_problems), PROBLEM_K)
     best = _best(tuned)
     held_out = word_problems("held_out", FLAGS.num_problems)
     depths = {rule: (k,) for rule, k in best.items()}
     for rule in ("fly", "margin"):
         depths[rule] = tuple(sorted({best[rule], PUBLISHED_K}, reverse=True))
-    on_problems = _on(pair, [one.prompt for one in held_out], depths, held_out)
+    on_problems = _on(pair, held_out, depths)
 
     beginnings = library_beginnings(pair, "development", FLAGS.num_tuning_documents)
     tuned_library = _on(pair, beginnings, LIBRARY_K)
@@ -109,7 +92,7 @@ def main() -> None:
             for one in on_problems.results[1:]
         },
     }
-    print(machine.write(FLAGS.name, result))
+    print(machine.write("embedded_pair", result))
 
 
 if __name__ == "__main__":

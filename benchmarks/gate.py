@@ -8,7 +8,6 @@ minutes on two cores; run nothing else meanwhile.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Any
 
 import machine
 from absl import flags
+from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.decoding.config import DecodingConfig, load_config
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.evaluation.gate import find_gate
 from fly_jax.evaluation.strictness import Bound
-from fly_jax.training.problems import problems
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_prompts", 64, "held-out problems, half of them to check with")
@@ -29,7 +28,6 @@ flags.DEFINE_integer("batch_size", 8, "rows decoded together")
 
 RULES = ("fly", "margin")
 LIMITS = (0.01, 0.02, 0.05)
-MAX_NEW_TOKENS = 160
 CONFIG = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
 
@@ -63,7 +61,7 @@ def _found(
 
 def main() -> None:
     pair = load_pair()
-    worded = itertools.islice(problems(4, "held_out"), FLAGS.num_prompts)
+    worded = word_problems("held_out", FLAGS.num_prompts)
     ids = [pair.tokenizer.encode(problem.prompt) for problem in worded]
     base = load_config(CONFIG)
     found = [

@@ -230,20 +230,6 @@ def _measured_before(setting: Mapping[str, Any]) -> dict[str, Any]:
     return before["decodings"] if before["setting"] == setting else {}
 
 
-def _said(name: str, one: Mapping[str, Any]) -> str:
-    levels = []
-    for level in ("prompt", "instruction"):
-        score = one[f"{level}_level"]
-        levels.append(
-            f"{level} level {score['this']:.1f}% ({score['points']:+.1f} points, 95% "
-            f"{score['low']:+.1f} to {score['high']:+.1f})"
-        )
-    return (
-        f"{name}: {', '.join(levels)}; {len(one['gained'])} prompts gained and {len(one['lost'])} "
-        f"lost of {one['prompts']}; {one['mean_accepted_tokens']:.2f} mean accepted tokens"
-    )
-
-
 def main() -> None:
     target = _TARGET.value
     if target is None or _IFEVAL.value is None or _ANSWERS.value is None:
@@ -264,7 +250,8 @@ def main() -> None:
         _answer(name, one, opened, target, found[name], examples)
         judged[name] = _judged(found[name], examples, checks, opened.target.tokenizer)
         compared[name] = _compared(judged, name) | _counted(found[TARGET_ALONE], found[name])
-        print(_said(name, compared[name]), flush=True)
+        shown = {key: one for key, one in compared[name].items() if key != "followed"}
+        print(name, shown, flush=True)
         write(_NAME, {"setting": setting, "decodings": compared})
 
 

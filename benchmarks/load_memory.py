@@ -44,11 +44,7 @@ from fly_jax.sharding.rules import RULES, Layout
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", None, "where checkpoints are kept; a temporary folder if not given")
 flags.DEFINE_multi_integer("num_layers", [12, 24], "layers of each checkpoint")
-flags.DEFINE_boolean("save", True, "write the result file")
-flags.DEFINE_string("load", None, "what a process is to load; given by the script itself")
-flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "int8"], "and as what; given by the script")
-flags.DEFINE_integer("process_id", 0, "which process it is; given by the script itself")
-flags.DEFINE_string("coordinator_address", None, "where process 0 listens; given by the script")
+flags.DEFINE_string("job", None, "what one process loads; given by the script itself")
 
 NUM_PROCESSES = 2
 SECONDS_PER_SAMPLE = 0.005
@@ -101,50 +97,34 @@ def memory(field: str) -> int:
     raise ValueError(f"/proc/self/status has no {field}.")
 
 
-class Peak:
-    """The largest RssAnon while the block runs."""
-
-    def __enter__(self) -> Peak:
-        self.bytes = 0
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.is_set():
-            self.bytes = max(self.bytes, memory("RssAnon"))
-            time.sleep(SECONDS_PER_SAMPLE)
-
-
-def load(folder: Path) -> dict[str, Any]:
+def load(folder: str, dtype: str, coordinator: str, process_id: int) -> dict[str, Any]:
     """One process's part: loads its shards and says what that took."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(FLAGS.coordinator_address, NUM_PROCESSES, FLAGS.process_id)
+    jax.distributed.initialize(coordinator, NUM_PROCESSES, process_id)
     layout = Layout(create_mesh(parse_mesh(str(NUM_PROCESSES))), RULES["tensor"])
-    before = memory("RssAnon")
-    start = time.perf_counter()
-    with Peak() as peak:
-        model = load_llama(folder, layout=layout, dtype=jnp.bfloat16, int8=FLAGS.dtype == "int8")
-        jax.block_until_ready(model.parameters())
-    seconds = time.perf_counter() - start
+    before, start, done, seen = memory("RssAnon"), time.perf_counter(), threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.wait(SECONDS_PER_SAMPLE):
+            seen.append(memory("RssAnon"))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load_llama(Path(folder), layout=layout, dtype=jnp.bfloat16, int8=dtype == "int8")
+    arrays = jax.block_until_ready(model.parameters())
+    done.set()
+    watcher.join()
     shards = sum(
-        shard.data.nbytes
-        for array in model.parameters().values()
-        for shard in array.addressable_shards
+        shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards
     )
     return {
         "shard_bytes": shards,
         "anonymous_before_bytes": before,
-        "anonymous_peak_bytes": peak.bytes,
-        "beyond_shards_bytes": peak.bytes - before - shards,
+        "anonymous_peak_bytes": max(seen),
+        "beyond_shards_bytes": max(seen) - before - shards,
         "resident_peak_bytes": memory("VmHWM"),
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
     }
 
 
@@ -152,47 +132,39 @@ def measure(folder: Path, dtype: str) -> list[dict[str, Any]]:
     """What each process says."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, f"--load={folder}", f"--dtype={dtype}"]
-    command.append(f"--coordinator_address=localhost:{port}")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [*command, f"--process_id={index}"], stdout=subprocess.PIPE, env=environment
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = []
+    for index in range(NUM_PROCESSES):
+        job = json.dumps([str(folder), dtype, address, index])
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, __file__, f"--job={job}"],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
         )
-        for index in range(NUM_PROCESSES)
-    ]
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise RuntimeError("A process failed; its message is above.")
+        raise SystemExit("A process failed; its message is above.")
     return [json.loads(output.splitlines()[-1]) for output in outputs]  # Gloo writes lines too
 
 
 def main() -> None:
-    if FLAGS.load:
-        print(json.dumps(load(Path(FLAGS.load))))
+    if FLAGS.job:
+        print(json.dumps(load(*json.loads(FLAGS.job))))
         return
     loads = []
     with tempfile.TemporaryDirectory() as temporary:
         for num_layers in FLAGS.num_layers:
-            model = config(num_layers)
             folder = Path(FLAGS.folder or temporary) / f"{num_layers}_layers"
-            write_checkpoint(folder, model)
+            write_checkpoint(folder, config(num_layers))
             stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             for dtype in ("bfloat16", "int8"):
-                processes = measure(folder, dtype)
-                loads.append(
-                    {
-                        "num_layers": num_layers,
-                        "checkpoint_bytes": stored,
-                        "dtype": dtype,
-                        "processes": processes,
-                    }
-                )
+                one = {"num_layers": num_layers, "checkpoint_bytes": stored, "dtype": dtype}
+                loads.append(one | {"processes": measure(folder, dtype)})
                 print(json.dumps(loads[-1], indent=2), flush=True)
     result = {"command": "python benchmarks/load_memory.py", "loads": loads}
-    if FLAGS.save:
-        print(machine.write("load_memory", result))
+    print(machine.write("load_memory", result))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ flags.DEFINE_string("target", None, "folder of a target; the embedded one if not
 flags.DEFINE_string("draft", None, "folder of a draft; the embedded one if not given")
 flags.DEFINE_integer("num_problems", 600, "held-out problems")
 flags.DEFINE_integer("num_documents", 100, "held-out chunks of library text")
-flags.DEFINE_boolean("save", True, "write the result file")
 
 BATCH = 16
 
@@ -137,7 +136,7 @@ def main() -> None:
         },
     }
     print(result)
-    if FLAGS.save:
+    if pair.is_embedded:
         print(machine.write("pair_quality", result))
 
 

@@ -1,12 +1,41 @@
-"""Two decoders on the same problems: how much of one's score the other keeps, with an interval."""
+"""Decoders on the same texts: side by side, and how much of one's score another keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from texts import MAX_NEW_TOKENS
 
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.pair import Pair
+from fly_jax.evaluation.compare import Comparison, compare
 from fly_jax.training.problems import Problem, is_correct
+
+
+def side_by_side(
+    pair: Pair, texts: Sequence[Any], configs: Mapping[str, DecodingConfig], **given: Any
+) -> Comparison:
+    """Word problems, or prompts as text or token ids, in turns; prints the table.
+
+    Args:
+      pair: that decodes.
+      texts: problems or prompts.
+      configs: by name, the baseline first.
+      **given: see `compare`.
+    """
+    worded = [one for one in texts if isinstance(one, Problem)]
+    compared = compare(
+        pair,
+        [one.prompt for one in worded] or texts,
+        configs,
+        max_new_tokens=MAX_NEW_TOKENS,
+        check=(lambda index, text: is_correct(worded[index], text)) if worded else None,
+        **given,
+    )
+    print(compared.table(), flush=True)
+    return compared
 
 
 def paired_interval(

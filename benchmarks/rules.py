@@ -19,15 +19,14 @@ from typing import Any
 
 import machine
 from absl import flags
-from paired import paired_interval
+from paired import paired_interval, side_by_side
 from texts import MAX_NEW_TOKENS, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.calibration import fill_memory
-from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.training.problems import is_correct
+from fly_jax.evaluation.compare import Comparison
 from fly_jax.verification.correction_memory import CorrectionMemory
 
 FLAGS = flags.FLAGS
@@ -36,7 +35,6 @@ flags.DEFINE_integer("num_documents", 60, "held-out chunks of library text")
 flags.DEFINE_integer("batch_size", 8, "rows decoded together")
 flags.DEFINE_list("k", ["4", "6", "8", "15", "25"], "draft tokens of a round")
 flags.DEFINE_list("rules", None, "those to run, separated by commas; all if not given")
-flags.DEFINE_string("name", "rules", "of the result file")
 
 BEST_EXACT = "exact with its best K"
 _NO_DIGITS = (r"\d",)
@@ -82,19 +80,11 @@ def _configs(k: int) -> dict[str, DecodingConfig]:
 
 
 def _run(
-    pair: Pair, prompts: dict[str, Sequence[Any]], memory: CorrectionMemory | None,
+    pair: Pair, texts: dict[str, Sequence[Any]], memory: CorrectionMemory | None,
     on: str, configs: dict[str, DecodingConfig],
 ) -> Comparison:  # fmt: skip
-    compared = compare(
-        pair,
-        prompts[on],
-        {name: config.replace(csd_online=False) for name, config in configs.items()},
-        max_new_tokens=MAX_NEW_TOKENS,
-        batch_size=FLAGS.batch_size,
-        memory=memory,
-    )
-    print(on, compared.table(), sep="\n", flush=True)
-    return compared
+    fixed = {name: config.replace(csd_online=False) for name, config in configs.items()}
+    return side_by_side(pair, texts[on], fixed, batch_size=FLAGS.batch_size, memory=memory)
 
 
 def _best_exact(run: Run) -> dict[str, int]:
@@ -109,7 +99,7 @@ def _best_exact(run: Run) -> dict[str, int]:
 
 def _texts(pair: Pair, number: dict[str, int], split: Any) -> dict[str, Sequence[Any]]:
     return {
-        "problems": [problem.prompt for problem in word_problems(split, number["problems"])],
+        "problems": word_problems(split, number["problems"]),
         "library": library_beginnings(pair, split, number["library"]),
     }
 
@@ -117,7 +107,7 @@ def _texts(pair: Pair, number: dict[str, int], split: Any) -> dict[str, Sequence
 def _memory(pair: Pair) -> CorrectionMemory:
     """What csd begins with: the corrections of development texts of both kinds."""
     texts = _texts(pair, {"problems": 300, "library": 60}, "development")
-    prompts = [pair.tokenizer.encode(text) for text in texts["problems"]]
+    prompts = [pair.tokenizer.encode(problem.prompt) for problem in texts["problems"]]
     with tempfile.TemporaryDirectory() as folder:
         return fill_memory(
             pair,
@@ -139,14 +129,14 @@ def _figures(compared: Comparison, on: str) -> dict[str, Any]:
         found[one.name]["same_text"] = sum(same) / len(same)
         if on == "problems":
             found[one.name] |= paired_interval(worded, base.texts, one.texts)
-            found[one.name]["accuracy"] = sum(map(is_correct, worded, one.texts)) / len(worded)
+            found[one.name]["accuracy"] = one.accuracy
     return found
 
 
 def main() -> None:
     pair = load_pair()
     memory = _memory(pair)
-    path = machine.RESULTS / f"{FLAGS.name}.json"
+    path = machine.RESULTS / "rules.json"
     result = json.loads(path.read_text()) if path.exists() else {}
     result.pop("machine", None)
     result |= {"command": "python benchmarks/rules.py --batch_size=B", "rules": RULES}
@@ -162,7 +152,7 @@ def main() -> None:
         for on, best_k in best.items():
             tuned = DecodingConfig(rule="exact", num_speculative_tokens=best_k)
             found[on] = _figures(held_out(on, {BEST_EXACT: tuned, **_configs(int(k))}), on)
-        machine.write(FLAGS.name, result)
+        machine.write("rules", result)
 
 
 if __name__ == "__main__":

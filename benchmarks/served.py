@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -10,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import httpx
 
+_Job = TypeVar("_Job")
 READY = re.compile(r"^Ready on (http://\S+):")
 
 
@@ -60,6 +62,21 @@ def server(*flags: str) -> Iterator[Server]:
             rest = process.stderr.read()
     if process.returncode:
         raise SystemExit(f"The server has ended with status {process.returncode}:\n{rest}")
+
+
+async def work_off(
+    at: Server, clients: int, jobs: Iterable[_Job],
+    one: Callable[[httpx.AsyncClient, _Job], Awaitable[None]],
+) -> None:  # fmt: skip
+    """Has so many clients take the jobs one after another."""
+    left, limits = iter(jobs), httpx.Limits(max_connections=clients)
+
+    async def client(session: httpx.AsyncClient) -> None:
+        for job in left:
+            await one(session, job)
+
+    async with httpx.AsyncClient(base_url=at.url, limits=limits, timeout=600) as session:
+        await asyncio.gather(*(client(session) for _ in range(clients)))
 
 
 @dataclasses.dataclass

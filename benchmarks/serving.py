@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 from absl import flags
 from machine import run, write
-from served import Answer, Server, ask, server
+from served import Answer, Server, ask, server, work_off
 from texts import MAX_NEW_TOKENS, word_problems
 
 from fly_jax.training.problems import Problem, is_correct
@@ -37,17 +37,13 @@ _KINDS = ("autoregressive", "exact", "fly", "recommended")
 async def _asked(at: Server, kind: str, worded: Sequence[Problem], clients: int) -> list[Answer]:
     """The answers to all problems, by so many clients."""
     fly = {} if kind in ("recommended", "autoregressive") else {"rule": kind}
-    left = iter(enumerate(worded))
     answers = [Answer()] * len(worded)
 
-    async def one(session: httpx.AsyncClient) -> None:
-        for index, problem in left:
-            body = {"prompt": problem.prompt, "max_tokens": MAX_NEW_TOKENS, "fly": fly}
-            answers[index] = await ask(session, body)
+    async def one(session: httpx.AsyncClient, index: int) -> None:
+        body = {"prompt": worded[index].prompt, "max_tokens": MAX_NEW_TOKENS, "fly": fly}
+        answers[index] = await ask(session, body)
 
-    limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=at.url, limits=limits, timeout=600) as session:
-        await asyncio.gather(*(one(session) for _ in range(clients)))
+    await work_off(at, clients, range(len(worded)), one)
     return answers
 
 

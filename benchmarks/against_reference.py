@@ -18,6 +18,7 @@ import collections
 import json
 import statistics
 from collections.abc import Sequence
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,10 @@ def compare(our_paths: str, their_paths: str) -> None:
     }
     same = {}
     for mode in ("fly", "fly-nongram", "strict-nongram", "greedy"):
-        pairs = [
-            (our_runs[0][mode][index]["token_ids"], record["token_ids"])
-            for index, record in their_runs[0][mode].items()
-        ]
-        same[mode] = {"prompts": len(pairs), "same_tokens": sum(a == b for a, b in pairs)}
+        theirs = their_runs[0][mode]
+        mine = our_runs[0][mode]
+        alike = [mine[index]["token_ids"] == one["token_ids"] for index, one in theirs.items()]
+        same[mode] = {"prompts": len(alike), "same_tokens": sum(alike)}
     result = {
         "command": "python benchmarks/against_reference.py (see its docstring)",
         "reference": "AMD-AGI/FLy at 6667ae8, torch 2.13.0 CPU, transformers 4.57.6, 2 threads",
@@ -135,12 +135,7 @@ def compare(our_paths: str, their_paths: str) -> None:
         "same_tokens": same,
         "smallest_ratio_of_a_turn": {
             f"{ours} / {theirs}": min(
-                mine / other
-                for mine, other in zip(
-                    speeds["fly_jax"][ours]["runs"],
-                    speeds["reference"][theirs]["runs"],
-                    strict=True,
-                )
+                map(truediv, speeds["fly_jax"][ours]["runs"], speeds["reference"][theirs]["runs"])
             )
             for ours, theirs in _COMPARED
         },

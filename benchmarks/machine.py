@@ -35,25 +35,22 @@ def describe() -> dict[str, Any]:
     packages = ("jax", "jaxlib", "flax", "numpy")
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "cpu": _cpu_model(),
+        **_processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
-        "simd": _simd(),
         "devices": sorted({device.device_kind for device in jax.devices()}),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
     }
 
 
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _simd() -> str:
-    """The widest vectors that the processor knows; empty where Linux does not say."""
-    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return next((one for one in ("avx512f", "avx2", "asimd") if f" {one} " in known), "")
+def _processor() -> dict[str, str]:
+    """Its name and its widest vectors, which is empty where Linux does not say."""
+    path = Path("/proc/cpuinfo")
+    known = path.read_text() if path.exists() else ""
+    lines = [line for line in known.splitlines() if line.startswith("model name")]
+    name = lines[0].split(":", 1)[1].strip() if lines else platform.processor()
+    simd = next((one for one in ("avx512f", "avx2", "asimd") if f" {one} " in known), "")
+    return {"cpu": name, "simd": simd}
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

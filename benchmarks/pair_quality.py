@@ -50,26 +50,18 @@ def _agreement(draft: Llama, accounts: list[Generation]) -> float:
     @jax.jit
     def choices(parameters: dict[str, Any], tokens: jax.Array) -> jax.Array:
         model = Llama(draft.config, parameters)
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        visible = jnp.broadcast_to(
-            jnp.tril(jnp.ones((length, length), bool)), (BATCH, *2 * (length,))
-        )
-        hidden = model.hidden_uncached(tokens, positions, visible)
+        visible = jnp.tril(jnp.ones((1, length, length), bool))
+        hidden = model.hidden_uncached(tokens, jnp.arange(length)[None], visible)
         return jnp.argmax(model.logits(hidden), axis=-1)
 
     same = total = 0
-    for first in range(0, len(accounts), BATCH):
-        batch = accounts[first : first + BATCH]
-        tokens = np.zeros((BATCH, length), np.int32)
-        for row, one in enumerate(batch):
-            text = [*one.prompt_token_ids, *one.token_ids]
-            tokens[row, : len(text)] = text
-        chosen = np.asarray(choices(parameters, tokens))
-        for row, one in enumerate(batch):
-            start = len(one.prompt_token_ids)
-            end = start + len(one.token_ids)
-            same += int((chosen[row, start - 1 : end - 1] == tokens[row, start:end]).sum())
-            total += end - start
+    for one in accounts:
+        start, end = len(one.prompt_token_ids), len(one.prompt_token_ids) + len(one.token_ids)
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, :end] = [*one.prompt_token_ids, *one.token_ids]
+        chosen = np.asarray(choices(parameters, tokens))[0]
+        same += int((chosen[start - 1 : end - 1] == tokens[0, start:end]).sum())
+        total += end - start
     return same / total
 
 

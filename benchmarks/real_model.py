@@ -56,7 +56,6 @@ _EACH = flags.DEFINE_integer("each", 4, "prompts of each category", lower_bound=
 _MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "of an answer", lower_bound=1)
 _TURNS = flags.DEFINE_integer("turns", 3, "measurements of each", lower_bound=1)
 _BATCHES = flags.DEFINE_multi_integer("batch", [1, 4], "prompts decoded together", lower_bound=1)
-_WAYS = flags.DEFINE_multi_string("way", None, "only these ways, as they are named; all if none")
 _NAME = "real_model"
 # 80 of the 480 are MT-bench's, in its own eight categories.
 _CATEGORIES = {"translation", "summarization", "qa", "math_reasoning", "rag"}
@@ -169,33 +168,25 @@ class Ways:
         return HuggingFace(_PYTHON.value, *(str(self._folder / name) for name in models))
 
 
-@dataclasses.dataclass(frozen=True)
-class Question:
-    """One prompt of Spec-Bench."""
-
-    category: str
-    text: str
-
-
-def questions(path: Path, each: int) -> list[Question]:
-    """The first of each category, one category after the other; MT-bench's are one."""
-    found: dict[str, list[Question]] = collections.defaultdict(list)
+def questions(path: Path, each: int) -> list[tuple[str, str]]:
+    """The first of each category, with its name, one category after the other; MT-bench is one."""
+    found: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         name = record["category"] if record["category"] in _CATEGORIES else "mt_bench"
-        found[name].append(Question(name, record["turns"][0]))
+        found[name].append((name, record["turns"][0]))
     return [one for name in sorted(found) for one in found[name][:each]]
 
 
 def _summary(
-    turns: Sequence[Job], batch: int, asked: Sequence[Question], reference: Sequence[list[int]]
+    turns: Sequence[Job], batch: int, names: Sequence[str], reference: Sequence[list[int]]
 ) -> dict[str, Any]:
     """Speed and mean accepted tokens, in all and by category; how far the text is the reference's.
 
     Args:
       turns: of one way.
       batch: prompts in a group.
-      asked: the prompts, in an order in which no group has two categories.
+      names: the prompts' categories, in an order in which no group has two.
       reference: each prompt's answer that others are compared with.
     """
     job = turns[0]
@@ -211,7 +202,6 @@ def _summary(
             figures["rescued_per_100_tokens"] = 100 * rescued / count
         return figures
 
-    names = [one.category for one in asked]
     pairs = list(zip(job.tokens, reference, strict=True))
     return {
         **of(range(len(names))),
@@ -258,10 +248,7 @@ def _names() -> list[str]:
     with_drafter = _DRAFTER.value is not None
     names = [name for name in _DECODINGS if with_drafter or not name.startswith(DRAFTER)]
     names[1:1] = WAYS if _PYTHON.value is not None else ()  # in a turn, beside the target alone
-    unknown = sorted(set(_WAYS.value or ()) - set(names))
-    if unknown:
-        raise app.UsageError(f"--way '{unknown[0]}' is none of: {'; '.join(names)}.")
-    return [name for name in names if name in (_WAYS.value or names)]
+    return names
 
 
 def _key(turn: int, batch: int, name: str) -> str:
@@ -305,7 +292,7 @@ def main() -> None:
     enable_compilation_cache()
     asked = questions(Path(_PROMPTS.value), _EACH.value)
     opened = open_pair(_TARGET.value)
-    prompts = [opened.encode([{"role": "user", "content": one.text}]) for one in asked]
+    prompts = [opened.encode([{"role": "user", "content": text}]) for _, text in asked]
     setting = {
         "target": Path(_TARGET.value).name,
         "target_identity": identity(Path(_TARGET.value)),
@@ -331,11 +318,11 @@ def main() -> None:
                 new = path.with_suffix(".new")
                 new.write_text(json.dumps({"setting": setting, "jobs": kept}), encoding="utf-8")
                 new.replace(path)
-        _report(setting, asked, prompts, jobs, todo, ways.pair(None).target)
+        _report(setting, [name for name, _ in asked], prompts, jobs, todo, ways.pair(None).target)
 
 
 def _report(
-    setting: Mapping[str, Any], asked: Sequence[Question], prompts: Sequence[Sequence[int]],
+    setting: Mapping[str, Any], categories: Sequence[str], prompts: Sequence[Sequence[int]],
     jobs: Mapping[str, Job], todo: Sequence[tuple[int, int, str]], target: Llama,
 ) -> None:  # fmt: skip
     """Prints and writes what has been measured."""
@@ -347,18 +334,14 @@ def _report(
     reference = by_way[first][0].tokens
     summaries: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     for (batch, name), turns in by_way.items():
-        one = _summary(turns, batch, asked, reference)
+        one = _summary(turns, batch, categories, reference)
         if _is_lossless(name):
             gaps = _gaps(target, prompts, turns[0].tokens, reference)
             one["gaps_where_answers_part"] = gaps
             one["parted_beyond_rounding"] = sum(gap > _TIE for gap in gaps)
         summaries[of_batch(batch)][name] = one
-        mean = one.get("mean_accepted_tokens")
-        print(
-            f"batch {batch}  {name:<46}{one['tokens_per_second']:8.1f} tokens/s"
-            + (f"{mean:8.2f} mean accepted tokens" if mean else f"{'':28}")
-            + f"{one['same_answers']:5} of {len(asked)} answers as {first[1]}"
-        )
+        shown = ("tokens_per_second", "mean_accepted_tokens", "same_answers")
+        print(of_batch(batch), name, {key: one[key] for key in shown if key in one})
     write(_NAME, {"setting": setting, "answers_compared_with": first[1], "summaries": summaries})
 
 

@@ -87,13 +87,7 @@ def main() -> None:
     for name, turns in found.items():
         figures = [key for key in turns[0] if key != "rounds"]
         middle = {key: statistics.median(turn[key] for turn in turns) for key in figures}
-        print(
-            f"{name}: {middle['tokens_per_second']:.0f} tokens/s, first token after "
-            f"{1e3 * middle['first_token_median']:.0f} ms (p95 "
-            f"{1e3 * middle['first_token_p95']:.0f}), whole answers after "
-            f"{middle['latency_median']:.2f} s (p95 {middle['latency_p95']:.2f}), "
-            f"{middle['correct']:.0%} correct"
-        )
+        print(name, middle)
     print(write("serving", {"requests": len(worded), "measured": found}))
 
 

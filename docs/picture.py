@@ -1,20 +1,18 @@
 """Draws docs/fly.svg: one generation of the embedded pair, each token coloured by why it is there.
 
-python benchmarks/picture.py
+python docs/picture.py
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from absl import logging
-from machine import run
-from texts import word_problems
-
 from fly_jax import generate, load_pair
+from fly_jax.training.problems import problems
 from fly_jax.verification.rules import Fly, Why
 
 COLOURS = {
@@ -56,9 +54,9 @@ def _svg(lines: Sequence[Sequence[tuple[str, str]]]) -> str:
 
 
 def main() -> None:
-    logging.set_verbosity(logging.WARNING)  # absl.app would show what every library does
+    """Decodes, and writes the picture of the text with the most rescues."""
     pair = load_pair()
-    prompts = [problem.prompt for problem in word_problems("held_out", 20)]
+    prompts = [problem.prompt for problem in itertools.islice(problems(4, "held_out"), 20)]
     # The one of the first few with the most rescues shows best what FLy does.
     found = generate(pair, prompts, rule=Fly(), protect=(), max_new_tokens=160)
     account, prompt = max(
@@ -84,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()

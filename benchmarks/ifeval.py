@@ -34,12 +34,12 @@ from paired import paired_difference
 from real_decodings import TARGET_ALONE, Decoding, decoding, draft_of
 from tqdm import tqdm
 
-from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import OpenPair, load_pair, open_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.tokenizer import Tokenizer
+from fly_jax.sharding.mesh import enable_compilation_cache
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _IFEVAL = flags.DEFINE_string("ifeval", None, "clone of josejg/instruction_following_eval")

@@ -34,10 +34,9 @@ from absl import flags
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from fly_jax.models.architectures import LlamaConfig, config_fields
+from fly_jax.models.architectures import LlamaConfig, config_fields, groups
 from fly_jax.models.checkpoints.hugging_face import tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama
-from fly_jax.models.specs import groups
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 

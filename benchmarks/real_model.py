@@ -37,13 +37,13 @@ from machine import run, write
 from real_decodings import DRAFTER, TARGET_ALONE, decoding, draft_of, is_exact, of_batch
 from tqdm import tqdm
 
-from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.llama import Llama
+from fly_jax.sharding.mesh import enable_compilation_cache
 
 _TARGET = flags.DEFINE_string("target", None, "an instruct model: folder or GGUF file")
 _PROMPTS = flags.DEFINE_string("prompts", None, "Spec-Bench's question.jsonl")

@@ -21,12 +21,11 @@ import jax.numpy as jnp
 import machine
 from absl import flags
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.llama import Llama, Parameters, in_front
-from fly_jax.models.specs import parameter_specs
 
 _TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")
 CAPACITY = 192

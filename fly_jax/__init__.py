@@ -12,7 +12,6 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fly_jax.compilation_cache import enable_compilation_cache as enable_compilation_cache
     from fly_jax.decoding.config import DecodingConfig as DecodingConfig
     from fly_jax.decoding.config import RoundSpec as RoundSpec
     from fly_jax.decoding.config import load_config as load_config
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from fly_jax.parameters import parameter as parameter
     from fly_jax.serving.async_engine import AsyncEngine as AsyncEngine
     from fly_jax.serving.async_engine import TokenStream as TokenStream
+    from fly_jax.sharding.mesh import enable_compilation_cache as enable_compilation_cache
     from fly_jax.sharding.rules import Layout as Layout
     from fly_jax.sharding.rules import ShardingRules as ShardingRules
     from fly_jax.verification.correction_memory import CorrectionMemory as CorrectionMemory

@@ -31,7 +31,7 @@ import pytest
 
 jaxtyping.install_import_hook("fly_jax", "shape_checks.checked")
 
-from fly_jax.compilation_cache import enable_compilation_cache  # noqa: E402
+from fly_jax.sharding.mesh import enable_compilation_cache  # noqa: E402
 
 # A module in one piece: cutting it into pieces for more cores is work of its own.
 added = ["--xla_cpu_parallel_codegen_split_count=1"]

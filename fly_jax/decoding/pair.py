@@ -23,19 +23,12 @@ from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama
-from fly_jax.models.quantise import self_draft
-from fly_jax.models.specs import (
-    INT8,
-    SELF,
-    check_self_draft,
-    parameter_specs,
-    self_draft_type,
-)
+from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, cast
 import jax
 from absl.flags import FlagValues
 
-from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import crash_handler
-from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
+from fly_jax.sharding.mesh import (
+    MeshSpec,
+    create_mesh,
+    describe,
+    enable_compilation_cache,
+    parse_mesh,
+    prepare_devices,
+)
 from fly_jax.sharding.processes import (
     HEARTBEAT_SECONDS,
     broadcast,

@@ -109,7 +109,7 @@ def _flags() -> Flags:
 
 
 def _plan_spec(values: FlagValues) -> PlanSpec:
-    from fly_jax.models.specs import SELF, self_draft_type
+    from fly_jax.models.quantise import SELF, self_draft_type
     from fly_jax.planning.plan_spec import PlanSpec
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh

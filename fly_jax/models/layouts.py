@@ -10,10 +10,9 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, MatrixType, ParameterSpec, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.specs import MatrixType, ParameterSpec, parameter_specs
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 

@@ -14,10 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs, scale_name
 from fly_jax.models.attention import Part, attend_cached, attention, rotate, rotation
 from fly_jax.models.cache import KVCache, NewEntries
-from fly_jax.models.specs import INT8, parameter_specs, scale_name
 from fly_jax.sharding.rules import Layout
 
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.

@@ -6,21 +6,59 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 from jaxtyping import Array, Float
 
-from fly_jax.models.llama import Llama
-from fly_jax.models.specs import (
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import (
     MatrixType,
     ParameterSpec,
     parameter_specs,
     scale_groups,
     scale_name,
 )
+from fly_jax.models.llama import Llama
 
 try:
     from qwix import QArray, dequantize, quantize
 except ImportError:  # older ones have them only here; tpu-inference asks for one of them
     from qwix.pallas import QArray, dequantize, quantize
+
+SELF = "self:"
+# A target's own matrices, rounded to draft for it; embedding, norms and unembedding are shared.
+SELF_DRAFTS = {
+    "int8": MatrixType(np.dtype(np.int8), outer=False),
+    "int4": MatrixType(np.dtype(ml_dtypes.int4), group=64, outer=False),
+}
+
+
+def check_self_draft(matrices: MatrixType | None, *, int8: bool) -> None:
+    """Checks that a target's own draft is another model than the target, which may be int8.
+
+    Raises:
+      FlyJaxError: it would be the same.
+    """
+    if matrices == SELF_DRAFTS["int8"] and int8:
+        raise FlyJaxError(
+            "self:int8 was given as the draft, and the target's matrices are int8 themselves, so "
+            "that it would save nothing; give self:int4, or the target in another type."
+        )
+
+
+def self_draft_type(name: str) -> MatrixType:
+    """The type that a draft such as "self:int4" names.
+
+    Raises:
+      FlyJaxError: there is none.
+    """
+    kind = name.removeprefix(SELF)
+    if kind not in SELF_DRAFTS:
+        raise FlyJaxError(
+            f"There is no draft '{name}'; a target's own matrices are rounded by "
+            f"{' or '.join(SELF + one for one in SELF_DRAFTS)}: give one of them."
+        )
+    return SELF_DRAFTS[kind]
 
 
 def quantised(

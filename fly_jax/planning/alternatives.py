@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
 from fly_jax.models.layouts import Layouts, Workload, cache_exchanges, resident_bytes
 from fly_jax.models.presets import PRESETS
-from fly_jax.models.specs import INT8, SELF, SELF_DRAFTS, MatrixType, self_draft_type
+from fly_jax.models.quantise import SELF, SELF_DRAFTS, self_draft_type
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
 from fly_jax.planning.plan_steps import counted_peak
 from fly_jax.planning.roofline import model_exchanges, pass_work, roofline_seconds

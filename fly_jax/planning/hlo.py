@@ -8,9 +8,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
-from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.rules import Layout
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -15,9 +15,9 @@ from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
+from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.specs import INT8, MatrixType, check_self_draft
+from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec

@@ -25,7 +25,7 @@ from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Chunk
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, MatrixType, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, KVCache
 from fly_jax.models.layouts import (
     Layouts,
@@ -36,7 +36,6 @@ from fly_jax.models.layouts import (
     parameter_bytes,
 )
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.models.specs import MatrixType, parameter_specs
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec
 from fly_jax.planning.roofline import Work, draft_work, model_exchanges, pass_work, roofline_seconds

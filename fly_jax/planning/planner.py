@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from fly_jax.models.architectures import parameter_specs
 from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
-from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
 from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
 from fly_jax.planning.plan_steps import Step, compiled_steps, counted_steps, prefill_cache_bytes

@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterable
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
-from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in

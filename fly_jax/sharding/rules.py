@@ -69,7 +69,7 @@ RULES: dict[str, ShardingRules] = {
 
 
 class NamedShape(Protocol):
-    """A shape whose axes have logical names, such as `fly_jax.models.specs.ParameterSpec`."""
+    """A shape whose axes have logical names, such as a `ParameterSpec` of the models."""
 
     @property
     def shape(self) -> tuple[int, ...]:

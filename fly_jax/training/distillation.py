@@ -22,9 +22,8 @@ from jaxtyping import Array, Bool, Float, Float16, Float32, Int, Int32
 from tqdm import tqdm
 
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, scale_name
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import scale_name
 from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, stacked
 
 HEAD_SIZE = 64

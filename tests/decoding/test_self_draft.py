@@ -16,11 +16,11 @@ import fly_jax
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
+from fly_jax.models.architectures import parameter_specs, scale_groups, scale_name
 from fly_jax.models.checkpoints.load import load_llama, save_hf
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
-from fly_jax.models.quantise import self_draft
-from fly_jax.models.specs import SELF_DRAFTS, parameter_specs, scale_groups, scale_name
+from fly_jax.models.quantise import SELF_DRAFTS, self_draft
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.rules import Exact

@@ -13,10 +13,9 @@ import tokenizers
 from gguf import GGMLQuantizationType
 from tokenizer_makers import CONTROLS, write_sentencepiece
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, groups
 from fly_jax.models.checkpoints.hugging_face import is_transposed, tensor_name, tensor_shape
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import groups
 
 Put = Callable[[gguf.GGUFWriter], None]  # a tokenizer, into a file
 

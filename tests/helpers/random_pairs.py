@@ -20,9 +20,8 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModelState
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import parameter_specs
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling

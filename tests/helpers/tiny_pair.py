@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import sentencepiece
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import parameter_specs
 
 VOCAB_SIZE = 320
 CONFIG = LlamaConfig(

@@ -11,10 +11,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from fly_jax import compilation_cache
-from fly_jax.compilation_cache import enable_compilation_cache
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
+from fly_jax.sharding.mesh import enable_compilation_cache
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 # Runs a command and writes how many programs it compiled, and how many it found.

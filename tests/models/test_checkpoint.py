@@ -22,13 +22,12 @@ from golden import assert_same, layout_on
 from safetensors.numpy import load_file, save_file
 from tiny_pair import write_pair
 
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import Group, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.checkpoints.source import identity
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import Group, parameter_specs
 
 
 def tiny(*, tied: bool) -> LlamaConfig:

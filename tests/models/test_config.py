@@ -17,10 +17,10 @@ from fly_jax.models.architectures import (
     YarnScaling,
     config_fields,
     config_of,
+    parameter_specs,
     read_config,
 )
 from fly_jax.models.presets import PRESETS, PUBLISHED, preset
-from fly_jax.models.specs import parameter_specs
 
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
 LLAMA31_V4 = json.loads((GOLDEN / "llama31" / "config_v4.json").read_text())

@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
+from fly_jax.models.architectures import Group
 from fly_jax.models.checkpoints import load as module
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import carry_tokenizer, convert, load_llama, open_weights
-from fly_jax.models.specs import Group
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ from golden import GOLDEN, layout_on
 from test_golden import KINDS, Golden, cached, uncached
 
 from fly_jax.models import quantise
+from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_name
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
-from fly_jax.models.quantise import quantised
-from fly_jax.models.specs import INT8, SELF_DRAFTS, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.quantise import SELF_DRAFTS, quantised
 
 # Of the golden logits, whose standard deviation is about 1: the models are tiny and their weights
 # random, so that every rounding shows.

@@ -19,12 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, shared_vocabulary
+from fly_jax.models.architectures import LlamaConfig, parameter_specs, shared_vocabulary
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.llama import Llama
-from fly_jax.models.specs import parameter_specs
 
 CONFIG = LlamaConfig(
     vocab_size=16, embed_size=8, ffw_size=12, num_layers=2, num_heads=2, num_kv_heads=1,

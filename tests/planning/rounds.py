@@ -14,9 +14,8 @@ from jax.stages import Traced
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.models.specs import parameter_specs
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.verification.correction_memory import CorrectionMemory

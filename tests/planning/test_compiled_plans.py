@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.layouts import Layouts
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import INT8, parameter_specs
 from fly_jax.planning import planner
 from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
 from fly_jax.planning.plan_steps import STEPS, Step, compiled_steps

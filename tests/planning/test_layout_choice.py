@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fly_jax.models.architectures import INT8, MatrixType
 from fly_jax.models.layouts import (
     Layouts,
     Workload,
@@ -13,7 +14,6 @@ from fly_jax.models.layouts import (
     resident_bytes,
 )
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import INT8, MatrixType
 from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.sharding.chips import CHIPS, Chip
 from fly_jax.sharding.mesh import parse_mesh

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.architectures import INT8, LlamaConfig
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.layouts import Workload, parameter_bytes
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import INT8
 from fly_jax.planning.hlo import Exchange
 from fly_jax.planning.plan_spec import abstract_mesh
 from fly_jax.planning.roofline import (

@@ -8,8 +8,9 @@ import math
 
 import pytest
 
+from fly_jax.models.architectures import parameter_specs
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import SELF_DRAFTS, parameter_specs
+from fly_jax.models.quantise import SELF_DRAFTS
 from fly_jax.planning.plan_spec import PlanSpec, default_round
 from fly_jax.planning.planner import make_plan, table
 from fly_jax.sharding.chips import CHIPS

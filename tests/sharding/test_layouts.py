@@ -11,9 +11,9 @@ import pytest
 from golden import layout_on
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.presets import preset
-from fly_jax.models.specs import ParameterSpec, parameter_specs
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout, ShardingRules
 

@@ -19,9 +19,16 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, config_of, read_config
+from fly_jax.models.architectures import (
+    Group,
+    LlamaConfig,
+    ParameterSpec,
+    config_of,
+    parameter_sharding,
+    parameter_specs,
+    read_config,
+)
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
-from fly_jax.models.specs import Group, ParameterSpec, parameter_sharding, parameter_specs
 from fly_jax.sharding.rules import Layout
 
 StoredType = Literal["bfloat16", "float32", "int8"]

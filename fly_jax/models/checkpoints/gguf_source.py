@@ -19,7 +19,15 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import GGUF_ARCHITECTURES, LlamaConfig, RopeScaling, config_of
+from fly_jax.models.architectures import (
+    GGUF_ARCHITECTURES,
+    Group,
+    LlamaConfig,
+    ParameterSpec,
+    RopeScaling,
+    config_of,
+    groups,
+)
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.hugging_face import (
     arranged,
@@ -27,7 +35,6 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.models.tokenizer import (
     JsonVocabulary,
     SentencePieceVocabulary,

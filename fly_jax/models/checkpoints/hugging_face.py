@@ -21,9 +21,8 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import read_config
+from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
-from fly_jax.models.specs import Group, ParameterSpec, groups
 from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"

@@ -21,7 +21,17 @@ from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, config_fields, shared_vocabulary
+from fly_jax.models.architectures import (
+    INT8,
+    Group,
+    LlamaConfig,
+    ParameterSpec,
+    config_fields,
+    groups,
+    parameter_sharding,
+    parameter_specs,
+    shared_vocabulary,
+)
 from fly_jax.models.checkpoints.converted import (
     RECORD,
     ConvertedSource,
@@ -47,14 +57,6 @@ from fly_jax.models.checkpoints.hugging_face import (
 from fly_jax.models.checkpoints.source import Arranged, Source, is_gguf
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
-from fly_jax.models.specs import (
-    INT8,
-    Group,
-    ParameterSpec,
-    groups,
-    parameter_sharding,
-    parameter_specs,
-)
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.rules import Layout
 

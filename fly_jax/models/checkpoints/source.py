@@ -11,8 +11,7 @@ from typing import Protocol
 from jaxtyping import Array
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.specs import Group, ParameterSpec
+from fly_jax.models.architectures import Group, LlamaConfig, ParameterSpec
 from fly_jax.sharding.rules import Layout
 
 # What a reader may hold beyond the arrays that it fills.

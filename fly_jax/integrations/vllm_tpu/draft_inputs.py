@@ -1,4 +1,9 @@
-"""What a draft model takes in after a step of the target: flat, pure, and free of the engine."""
+"""What a draft model takes in after a step of the target: flat, pure, and free of the engine.
+
+With a lookup, a pass takes in, of each request, its last token and what followed the same n-gram
+earlier in its text. The model's choice after each of them says how many were its own; one more is
+known besides. So the tokens are those that it would have drafted one at a time, in fewer passes.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +44,8 @@ class TakenIn(NamedTuple):
     Attributes:
       tokens: those that the target kept, and then the request's next one.
       positions: theirs.
-      starts: see `TargetStep`.
-      lengths: see `TargetStep`.
+      starts: where each request's tokens begin, and where the last one's end.
+      lengths: tokens of each request with these.
       last: where each request's next token is.
       distribution: the attention kernel's: requests that take in one token, those that take in a
         part of a prompt, and all of them.
@@ -65,10 +70,7 @@ def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
     is_live = jnp.arange(num_rows) < step.num_requests
     kept = step.starts[1:] - step.starts[:-1] - step.num_rejected
     counts = jnp.where(is_live, kept + 1, 0)
-    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
-    flat = jnp.arange(step.tokens.shape[0] + num_rows)
-    row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), num_rows - 1)
-    place = flat - starts[row]
+    starts, row, place = _flat(counts, step.tokens.shape[0] + num_rows)
     source = jnp.minimum(step.starts[row] + place, step.tokens.shape[0] - 1)
     tokens = jnp.where(place == kept[row], step.next_token[row], step.tokens[source])
     positions = step.positions[jnp.minimum(step.starts[row], step.tokens.shape[0] - 1)] + place
@@ -84,6 +86,16 @@ def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
     )
 
 
+def _flat(
+    counts: Int[Array, " requests"], size: int
+) -> tuple[Int32[Array, " requests+1"], Int[Array, " size"], Int[Array, " size"]]:
+    """Where so many tokens of each request begin, and which request and place each token has."""
+    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
+    flat = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), len(counts) - 1)
+    return starts, row, flat - starts[row]
+
+
 def decoding_step(
     hidden: Float[Array, "more size"],
     positions: Int32[Array, " more"],
@@ -95,17 +107,10 @@ def decoding_step(
     Int32[Array, " requests+1"],
     Int32[Array, " 3"],
 ]:
-    """The last token of each request: its hidden state and position; and one token of each.
-
-    Args:
-      hidden: of the tokens taken in.
-      positions: see `TakenIn`.
-      last: see `TakenIn`.
-      distribution: see `TakenIn`.
+    """The last tokens of what was `TakenIn`, and how a pass of one token of each request lies.
 
     Returns:
-      Hidden states and positions of the last tokens, and `starts` and `distribution` of a pass that
-      takes in one token of each request.
+      Hidden states and positions of the last tokens, and `starts` and `distribution` of the pass.
     """
     starts = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
     return hidden[last], positions[last], starts, jnp.repeat(distribution[2:], 3)
@@ -129,7 +134,7 @@ class Progress(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """What a pass takes in, of all requests one after the other.
+    """What a pass with a lookup takes in, of all requests one after the other.
 
     Attributes:
       tokens: the last one of each, and what was looked up; the rest is padding.
@@ -152,15 +157,7 @@ def begin(
     *,
     k: int,
 ) -> Progress:
-    """After the first draft token.
-
-    Args:
-      text: of each request.
-      length: tokens of it.
-      first: the draft token that follows.
-      distribution: see `TakenIn`; what is beyond all requests is padding.
-      k: K.
-    """
+    """After the first draft token of each request; what is beyond all requests is padding."""
     rows = jnp.arange(len(length))
     text = jnp.pad(text, ((0, 0), (0, k))).at[rows, length].set(first)
     return Progress(text, length, jnp.where(rows < distribution[2], 1, k))
@@ -169,11 +166,7 @@ def begin(
 def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
     """What the next pass takes in; no request reaches further than K passes of one token would.
 
-    Args:
-      progress: with at least one draft token of each request.
-      lookup: sizes and preference.
-      k: K.
-      max_length: of a request's text; what would stand beyond stands at its end.
+    What would stand beyond `max_length` of a request's text stands at its end.
     """
     text, length, num_drafted = progress
     num_rows, width = len(length), 1 + lookup.num_tokens
@@ -186,10 +179,8 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
     first = length + jnp.minimum(num_drafted, k - 1) - 1
     last = jnp.take_along_axis(text, first[:, None], axis=1)
     tokens = jnp.concatenate([last, proposed], axis=1)
-    starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
-    flat = jnp.arange(num_rows * width, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), num_rows - 1)
-    place = jnp.minimum(flat - starts[row], width - 1)
+    starts, row, place = _flat(counts, num_rows * width)
+    place = jnp.minimum(place, width - 1)
     return Fed(
         tokens[row, place].astype(jnp.int32),
         jnp.minimum(first[row] + place, max_length - 1).astype(jnp.int32),
@@ -199,14 +190,7 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
 
 
 def extended(progress: Progress, fed: Fed, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
-    """The draft tokens that a pass adds.
-
-    Args:
-      progress: before it.
-      fed: what it took in.
-      chosen: what the model chose after each of these tokens.
-      k: K.
-    """
+    """The draft tokens that a pass adds, whose model chose these after what it was fed."""
     text, length, num_drafted = progress
     num_rows, width = len(length), len(chosen) // len(length)
     steps = jnp.arange(width, dtype=jnp.int32)
@@ -233,12 +217,6 @@ def slots_of_tokens(
     starts: Int32[Array, " requests+1"],
     tokens: Int32[Array, " tokens"],
 ) -> Int32[Array, " tokens"]:
-    """Where each token's request keeps its text; beyond all places for padding.
-
-    Args:
-      slots: of the requests.
-      starts: see `Fed`.
-      tokens: see `Fed`.
-    """
+    """Where each token's request keeps its text; beyond all places for padding."""
     row = jnp.searchsorted(starts[1:], jnp.arange(len(tokens)), side="right")
     return slots.at[row].get(mode="fill", fill_value=_NOWHERE)

@@ -34,6 +34,9 @@ from fly_jax.integrations.vllm_tpu.draft_inputs import (
 )
 from fly_jax.integrations.vllm_tpu.row_rules import RequestPlaces
 
+SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
+Caches = list[jax.Array]
+
 
 class Texts:
     """What the draft model has taken in of each request; its prompt as soon as it is known.
@@ -49,16 +52,10 @@ class Texts:
     slots: Int32[Array, " requests"]
 
     def __init__(self, mesh: jax.sharding.Mesh, num_requests: int, capacity: int) -> None:
-        """Empty.
-
-        Args:
-          mesh: the engine's.
-          num_requests: those that may run at a time.
-          capacity: most tokens of a text.
-        """
+        """Empty, for requests that may run at a time, each of so many tokens at most."""
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._split = NamedSharding(mesh, PartitionSpec(ShardingAxisName.ATTN_DATA))
+        self._split = NamedSharding(mesh, SPLIT)
         self._slots = RequestPlaces(num_requests)
         empty = np.zeros((num_requests, capacity), np.int32)
         self.tokens = jax.device_put(empty, self._everywhere)
@@ -95,10 +92,6 @@ def _put(
     tokens: Int32[Array, "slots capacity"], slot: Int32[Array, ""], text: Int32[Array, " capacity"]
 ) -> Int32[Array, "slots capacity"]:
     return tokens.at[slot].set(text)
-
-
-SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
-Caches = list[jax.Array]
 
 
 class Drafted(NamedTuple):
@@ -153,12 +146,12 @@ class Drafting:
 
         Args:
           caches: the model's layers.
-          texts: see `Texts`; None without a lookup.
-          slots: see `Texts`; None without a lookup.
+          texts: the tokens of `Texts`; None without a lookup.
+          slots: those of `Texts`; None without a lookup.
           leaves: the model's parameters.
-          tokens: see `TakenIn`.
+          tokens: what is `TakenIn`.
           metadata: of these tokens.
-          last: see `TakenIn`.
+          last: where each request's next token is.
         """
         # 1) What is new of each request; its last token gives the first draft token.
         caches, hidden = self._passed(caches, leaves, tokens, metadata)

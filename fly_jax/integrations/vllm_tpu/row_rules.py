@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
@@ -18,6 +16,8 @@ from fly_jax.integrations.vllm_tpu.startup import KEY, request_rule
 from fly_jax.verification.rules import Exact, Rule, RuleState, per_row
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify_flat
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class RequestPlaces:
@@ -56,9 +56,6 @@ class RequestPlaces:
                 is_new[index] = True
             slots[index] = self._of[name]
         return slots, is_new
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class StepRows(NamedTuple):
@@ -111,8 +108,7 @@ class RowRules:
           parameters: the `SamplingParams` of a request.
         """
         slots, is_new = self._slots.step(rows, live)
-        for gone in [name for name in self._rules if name not in live]:
-            del self._rules[gone]
+        self._rules = {name: rule for name, rule in self._rules.items() if name in live}
         for name in rows:
             if name is not None and name not in self._rules:
                 self._rules[name] = self._rule_of(name, parameters(name))
@@ -153,9 +149,7 @@ class Requests(NamedTuple):
     top_p: Float[Array, " requests"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeptDrafts:
+class KeptDrafts(NamedTuple):
     """What `keep` decides.
 
     Attributes:
@@ -197,8 +191,8 @@ def keep(
       requests: how each is sampled; None if all are greedy.
       draft_probs: what the drafts were drawn with; None if they were not drawn.
       key: for the draws, with `requests`.
-      protected: see `accept`.
-      memory: see `accept`.
+      protected: tokens that are never rescued, nor anything in their place.
+      memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
       budget: left to each request, for a rule with one.
     """
     sampling = None

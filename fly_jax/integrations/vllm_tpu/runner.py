@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +28,7 @@ from tpu_inference.worker import tpu_worker
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer, draft_cache_shape
-from fly_jax.integrations.vllm_tpu.row_rules import Requests, RowRules, StepRows, keep
+from fly_jax.integrations.vllm_tpu.row_rules import KeptDrafts, Requests, RowRules, StepRows, keep
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule
@@ -106,8 +107,8 @@ class LoosenedSampler(RejectionSampler):
           mesh: the engine's.
           rows: the rules of the engine's requests.
           max_drafted: K.
-          protected: see `accept`.
-          memory: see `accept`.
+          protected: see `keep`.
+          memory: see `keep`.
         """
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -182,62 +183,38 @@ def kept_on(
     Returns:
       The tokens, in the engine's layout, how many of them are rescues, and the budgets.
     """
-    rule = step.rule
-    requests: Requests | None = None
-    budget: Array | None = None
+    rows: dict[str, Any] = {
+        "draft_tokens": draft_tokens,
+        "num_drafted": num_drafted,
+        "target_logits": logits,
+        "bonus_tokens": bonus_tokens,
+        "draft_probs": draft_probs,
+    }
     if metadata.do_sampling:
-        requests = Requests(metadata.temperature, metadata.top_k, metadata.top_p)
-    if rule.budget is not None:
+        rows["requests"] = Requests(metadata.temperature, metadata.top_k, metadata.top_p)
+    if step.rule.budget is not None:
         # A row without a slot has a budget of 0.
         before = budgets.at[step.slots].get(mode="fill", fill_value=0)
         is_new = step.is_new & (step.slots < budgets.shape[0])
-        budget = jnp.where(is_new, rule.budget, before)
+        rows["budget"] = jnp.where(is_new, step.rule.budget, before)
 
-    def of_a_device(
-        rule: Rule,
-        draft_tokens: Array,
-        num_drafted: Array,
-        logits: Array,
-        bonus_tokens: Array,
-        requests: Requests | None,
-        draft_probs: Array | None,
-        budget: Array | None,
-        key: Array | None,
-        protected: Array,
-        memory: Array | None,
-    ) -> tuple[Array, Array, Array | None]:
-        if key is not None:
-            key = jax.random.fold_in(key, jax.lax.axis_index(ShardingAxisName.ATTN_DATA))
-        found = keep(
-            rule,
-            draft_tokens,
-            num_drafted,
-            logits,
-            bonus_tokens,
-            max_drafted=max_drafted,
-            requests=requests,
-            draft_probs=draft_probs,
-            key=key,
-            protected=protected,
-            memory=memory,
-            budget=budget,
-        )
-        return found.tokens, found.num_rescued, found.budget
+    def of_a_device(rule: Rule, rows: dict[str, Any], whole: dict[str, Any]) -> KeptDrafts:
+        if whole["key"] is not None:
+            rank = jax.lax.axis_index(ShardingAxisName.ATTN_DATA)
+            whole = whole | {"key": jax.random.fold_in(whole["key"], rank)}
+        return keep(rule, **rows, **whole, max_drafted=max_drafted)
 
     split, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
-    tokens, rescued, left = jax.shard_map(
+    found = jax.shard_map(
         of_a_device,
         mesh=mesh,
-        in_specs=(*[split] * 8, *[whole] * 3),
+        in_specs=(split, split, whole),
         out_specs=split,
         check_vma=False,
-    )(
-        rule, draft_tokens, num_drafted, logits, bonus_tokens, requests, draft_probs, budget,
-        key, protected, memory,
-    )  # fmt: skip
-    if rule.budget is not None:
-        budgets = budgets.at[step.slots].set(left, mode="drop")
-    return tokens, jnp.sum(rescued), budgets
+    )(step.rule, rows, {"key": key, "protected": protected, "memory": memory})
+    if found.budget is not None:
+        budgets = budgets.at[step.slots].set(found.budget, mode="drop")
+    return found.tokens, jnp.sum(found.num_rescued), budgets
 
 
 class Runner(TPUModelRunner):  # type: ignore[misc]
@@ -308,6 +285,9 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
             self.drafter.warm_up()
 
 
+_PROPOSE = inspect.signature(SpeculativeDecodingManager.propose_draft_token_ids)
+
+
 class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
     """tpu-inference's, which tells the sampler whose rows are next, and drafts with a model."""
 
@@ -325,47 +305,36 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
             )
         return metadata
 
-    def propose_draft_token_ids(
-        self,
-        sampled_output: Any,
-        logits_indices_selector: Any,
-        last_sampled_token_id: Any,
-        num_rejected_tokens: Any,
-        discard_sampled_tokens_req_indices: list[int],
-        aux_hidden_states: Any,
-        attn_metadata: Any,
-        async_scheduling: bool,
-        spec_decode_metadata: Any,
-        scheduler_output: Any = None,
-        input_ids: Any = None,
-        hidden_states: Any = None,
-    ) -> None:
+    def propose_draft_token_ids(self, *given: Any, **named: Any) -> None:
         """As its base: the last of a step."""
         runner, batch = self.runner, self.runner.input_batch
+        bound = _PROPOSE.bind(self, *given, **named)
+        bound.apply_defaults()
+        of = bound.arguments
         if runner.rescues is not None:
             runner.rescues.wait_for(runner.rejection_sampler.num_rescued)
         if isinstance(runner.drafter, DraftModelProposer):
             # It has the interface of the EAGLE-3 head, so that the engine drives it as that.
             self._draft_token_ids = self.propose_eagle3_draft_token_ids(
-                spec_decode_metadata,
-                last_sampled_token_id,
-                num_rejected_tokens,
-                discard_sampled_tokens_req_indices,
-                aux_hidden_states,
-                attn_metadata,
-                scheduler_output,
-                input_ids,
-                async_scheduling,
-                hidden_states,
+                of["spec_decode_metadata"],
+                of["last_sampled_token_id"],
+                of["num_rejected_tokens"],
+                of["discard_sampled_tokens_req_indices"],
+                of["aux_hidden_states"],
+                of["attn_metadata"],
+                of["scheduler_output"],
+                of["input_ids"],
+                of["async_scheduling"],
+                of["hidden_states"],
             )
-            self._req_indices_dp = spec_decode_metadata.req_indices_dp
-            return
-        if runner.speculative_config.method == "ngram":
+            self._req_indices_dp = of["spec_decode_metadata"].req_indices_dp
+        elif runner.speculative_config.method == "ngram":
             # The engine looks up before the step's tokens stand in its text, and so drafts what
             # would have followed one step ago. Here they do; it then writes them once more.
             sampled = host_extract_sampled_tokens(
-                runner, spec_decode_metadata, sampled_output, logits_indices_selector,
-                discard_sampled_tokens_req_indices, batch.num_reqs,
+                runner, of["spec_decode_metadata"], of["sampled_output"],
+                of["logits_indices_selector"], of["discard_sampled_tokens_req_indices"],
+                batch.num_reqs,
             )  # fmt: skip
             lengths = batch.num_tokens_no_spec.copy()
             for row, tokens in enumerate(sampled):
@@ -373,21 +342,8 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
                 lengths[row] += len(tokens)
             k = runner.speculative_config.num_speculative_tokens
             self._draft_token_ids = runner.drafter.propose(k, sampled, lengths, batch.token_ids_cpu)
-            return
-        super().propose_draft_token_ids(
-            sampled_output,
-            logits_indices_selector,
-            last_sampled_token_id,
-            num_rejected_tokens,
-            discard_sampled_tokens_req_indices,
-            aux_hidden_states,
-            attn_metadata,
-            async_scheduling,
-            spec_decode_metadata,
-            scheduler_output,
-            input_ids,
-            hidden_states,
-        )
+        else:
+            super().propose_draft_token_ids(*given, **named)
 
     def take_draft_token_ids(self) -> Any:
         """As its base, once the step's tokens have been read."""

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,15 @@ _OWN = ("rule", "protect", "memory", "csd_min_count")
 # What no request can have otherwise.
 _OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
 _OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
+
+TRIED = {"vllm-tpu": ("0.32.0",), "tpu-inference": ("0.32.0",)}
+# The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
+DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_WORKER = "fly_jax.integrations.vllm_tpu.runner.Worker"
+_LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
+# What this process has prepared last; requests are checked against it.
+_prepared: list[DecodingConfig] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +86,12 @@ def asked_for(
         for name, one in known().items()
         if (variable := _VARIABLE + name.upper()) in environment
     }
-    try:
+    with _in_additional_config():
         asked = found | from_vllm_names(given or {})
-        check_keys(asked, known())
-        for name, one in known().items():
-            if name in asked:
-                one.check_given(_tuple(asked[name]))
-    except FlyJaxError as error:
-        raise FlyJaxError(f"In additional_config[{KEY!r}]: {error}") from error
+        parameters = known()
+        check_keys(asked, parameters)
+        for name, value in asked.items():
+            parameters[name].check_given(tuple(value) if isinstance(value, list) else value)
     return asked
 
 
@@ -96,14 +103,21 @@ def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> De
         nothing can be made.
     """
     own = {one.name for one in parameters_of(_Plugin)}
-    values = {name: _tuple(value) for name, value in asked.items() if name not in own}
-    try:
+    values = {name: value for name, value in asked.items() if name not in own}
+    with _in_additional_config():
         config = DecodingConfig(**values, num_speculative_tokens=num_speculative_tokens)
         config.to_rule()
         config.to_lookup()
+    return config
+
+
+@contextlib.contextmanager
+def _in_additional_config() -> Iterator[None]:
+    """Says in errors where the settings stand."""
+    try:
+        yield
     except FlyJaxError as error:
         raise FlyJaxError(f"In additional_config[{KEY!r}]: {error}") from error
-    return config
 
 
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
@@ -136,22 +150,14 @@ def request_rule(config: DecodingConfig, override: Any, temperature: float) -> R
     if isinstance(rule, Exact) or ("csd" in rule_names(made.rule) and temperature > 0):
         return Exact()
     engines = config.to_rule()
-    if _structure(per_row([rule], like=[engines])) != _structure(per_row([engines])):
+    mine: Any = jax.tree.structure(per_row([rule], like=[engines]))
+    if mine != jax.tree.structure(per_row([engines])):
         raise FlyJaxError(
             f"The request asks for the rule {made.rule} with other conditions than the engine's, "
             f"{config.rule}; a request may ask for the rule exact and for other numbers: ask for "
             "that, or start the engine with the rule."
         )
     return rule
-
-
-def _structure(rule: Rule) -> Any:
-    return jax.tree.structure(rule)
-
-
-def _tuple(value: Any) -> Any:
-    """As JSON has it."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _parsed(text: str, one: Parameter) -> Any:
@@ -162,16 +168,6 @@ def _parsed(text: str, one: Parameter) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-TRIED = {"vllm-tpu": ("0.32.0",), "tpu-inference": ("0.32.0",)}
-# The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
-DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-_WORKER = "fly_jax.integrations.vllm_tpu.runner.Worker"
-_LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
-# What this process has prepared last; requests are checked against it.
-_prepared: list[DecodingConfig] = []
 
 
 class StartRefusedError(RuntimeError):
@@ -244,7 +240,7 @@ def check_request(params: Any) -> None:
 
 
 def target_tokenizer(model_config: Any) -> Tokenizer:
-    """That of the engine's target, read as fly_jax reads it."""
+    """The tokenizer of the engine's target, read as fly_jax reads it."""
     revision = model_config.tokenizer_revision or model_config.revision
     name = model_config.tokenizer
     return load_tokenizer(resolve(name, None if os.path.isdir(name) else revision))

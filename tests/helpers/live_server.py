@@ -67,6 +67,12 @@ class Live:
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
+    def completion(self, prompt: Any = None, **given: Any) -> Any:
+        return self.client().completions.create(model=NAME, prompt=prompt or PROMPT, **given)
+
+    def chat(self, messages: Any, **given: Any) -> Any:
+        return self.client().chat.completions.create(model=NAME, messages=messages, **given)
+
     def post(self, body: object, path: str = "/v1/completions", **given: Any) -> httpx.Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return httpx.post(self.url + path, content=data, headers=HEADERS, **{"timeout": 60} | given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Awaitable, Callable
 
 import pytest
 from random_pairs import CONFIG, random_target
@@ -51,6 +52,22 @@ async def tokens_of(stream: TokenStream) -> list[int]:
     return found
 
 
+def within(test: Callable[[AsyncEngine], Awaitable[None]]) -> Callable[[Engine], None]:
+    """A test that runs in an engine that runs; no slot is taken after it."""
+
+    def run(engine: Engine) -> None:
+        async def entered() -> None:
+            async with AsyncEngine(engine) as running:
+                await test(running)
+            await running.ended()
+
+        asyncio.run(entered())
+        assert engine.is_idle
+        assert engine.slots.num_free == 3
+
+    return run
+
+
 def test_all_get_their_tokens(engine: Engine) -> None:
     given = requests(40)
 
@@ -87,34 +104,27 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
             await waiting
         return stream.state
 
-    async def run() -> tuple[list[list[int]], list[RequestState]]:
-        async with AsyncEngine(engine) as running:
-            going = [asyncio.create_task(tokens(running, one)) for one in given]
-            left = [await leave(running, Request([index], 90), index % 3) for index in range(9)]
-            found = await asyncio.gather(*going)
-            await running.drain()
-            return found, left
+    @within
+    async def run(running: AsyncEngine) -> None:
+        going = [asyncio.create_task(tokens(running, one)) for one in given]
+        left = [await leave(running, Request([index], 90), index % 3) for index in range(9)]
+        assert await asyncio.gather(*going) == wanted
+        await running.drain()
+        assert all(one.is_finished for one in left)
+        assert all(len(one.generation.token_ids) < 90 for one in left)
 
-    found, left = asyncio.run(run())
-    assert found == wanted
-    assert all(one.is_finished for one in left)
-    assert all(len(one.generation.token_ids) < 90 for one in left)
-    assert engine.is_idle
-    assert engine.slots.num_free == 3
+    run(engine)
 
 
-def test_draining_waits_and_refuses(engine: Engine) -> None:
-    async def run() -> list[int]:
-        async with AsyncEngine(engine) as running:
-            going = asyncio.create_task(tokens(running, Request([1], 40)))
-            await asyncio.sleep(0.01)
-            await running.drain()
-            assert engine.is_idle
-            with pytest.raises(FlyJaxError, match="takes no more"):
-                await running.submit(Request([1]))
-            return await going
-
-    assert len(asyncio.run(run())) == 40
+@within
+async def test_draining_waits_and_refuses(running: AsyncEngine) -> None:
+    going = asyncio.create_task(tokens(running, Request([1], 40)))
+    await asyncio.sleep(0.01)
+    await running.drain()
+    assert running.engine.is_idle
+    with pytest.raises(FlyJaxError, match="takes no more"):
+        await running.submit(Request([1]))
+    assert len(await going) == 40
 
 
 def test_what_is_refused_is_refused_at_once(engine: Engine) -> None:
@@ -141,71 +151,58 @@ def test_leaving_cancels_what_is_going(engine: Engine) -> None:
         for stream in streams:
             assert stream.state.is_finished
             with pytest.raises(FlyJaxError, match="does not run"):
-                async for _ in stream:
-                    pass
+                await tokens_of(stream)
             await stream.aclose()
 
     asyncio.run(run())
     assert engine.slots.num_free == 3
 
 
-def test_who_stops_waiting_for_the_end_stops_nobody(engine: Engine) -> None:
-    async def run() -> list[int]:
-        async with AsyncEngine(engine) as running:
-            going = asyncio.create_task(tokens(running, Request([1], 80)))
-            await asyncio.sleep(0.01)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(running.drain(), 0.001)
-            return await going
-
-    assert len(asyncio.run(run())) == 80
+@within
+async def test_who_stops_waiting_for_the_end_stops_nobody(running: AsyncEngine) -> None:
+    going = asyncio.create_task(tokens(running, Request([1], 80)))
+    await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(running.drain(), 0.001)
+    assert len(await going) == 80
 
 
-def test_a_submit_that_is_cancelled_leaves_nothing_behind(engine: Engine) -> None:
+@within
+async def test_a_submit_that_is_cancelled_leaves_nothing_behind(running: AsyncEngine) -> None:
+    for index in range(20):
+        task = asyncio.create_task(running.submit(Request([index], 90)))
+        await asyncio.sleep(0)
+        task.cancel()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await (await task).aclose()
+    await running.drain()
+    with pytest.raises(FlyJaxError, match="in use already"):
+        await running.__aenter__()
+
+
+def test_it_can_be_entered_again(engine: Engine) -> None:
     async def run() -> None:
-        async with AsyncEngine(engine) as running:
-            for index in range(20):
-                task = asyncio.create_task(running.submit(Request([index], 90)))
-                await asyncio.sleep(0)
-                task.cancel()
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await (await task).aclose()
+        running = AsyncEngine(engine)
+        with pytest.raises(FlyJaxError, match="does not run"):
             await running.drain()
-            with pytest.raises(FlyJaxError, match="in use already"):
-                await running.__aenter__()
+        for _ in range(2):
+            async with running:
+                assert len(await tokens(running, Request([1], 5))) == 5
 
     asyncio.run(run())
-    assert engine.slots.num_free == 3
-    # It can be entered again.
-    assert asyncio.run(_again(engine)) == 5
 
 
-async def _again(engine: Engine) -> int:
-    running = AsyncEngine(engine)
-    with pytest.raises(FlyJaxError, match="does not run"):
-        await running.drain()
-    for _ in range(2):
-        async with running:
-            found = await tokens(running, Request([1], 5))
-    return len(found)
-
-
-def test_who_reads_too_slowly_is_stopped(engine: Engine) -> None:
-    async def run() -> None:
-        async with AsyncEngine(engine) as running:
-            stream = await running.submit(Request([1], 90), max_unread=3)
-            going = await running.submit(Request([2], 90))
-            assert len(await tokens_of(going)) == 90
-            await running.drain()
-            assert stream.state.generation.finish_reason == "cancelled"
-            with pytest.raises(FlyJaxError, match="not read as they came"):
-                await tokens_of(stream)
-            assert 0 < len(stream.state.generation.token_ids) < 90
-        await running.ended()
-
-    asyncio.run(run())
-    assert engine.slots.num_free == 3
+@within
+async def test_who_reads_too_slowly_is_stopped(running: AsyncEngine) -> None:
+    stream = await running.submit(Request([1], 90), max_unread=3)
+    going = await running.submit(Request([2], 90))
+    assert len(await tokens_of(going)) == 90
+    await running.drain()
+    assert stream.state.generation.finish_reason == "cancelled"
+    with pytest.raises(FlyJaxError, match="not read as they came"):
+        await tokens_of(stream)
+    assert 0 < len(stream.state.generation.token_ids) < 90
 
 
 def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,13 +211,11 @@ def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         async with AsyncEngine(engine) as running:
-            stream = await running.submit(Request([1], 90))
-            waiting = await running.submit(Request([2], 90))
+            streams = [await running.submit(Request([index], 90)) for index in (1, 2)]
             monkeypatch.setattr(engine, "step", fail)
-            for one in (stream, waiting):
+            for one in streams:
                 with pytest.raises(FlyJaxError, match=r"has failed.*the chip is gone"):
-                    async for _ in one:
-                        pass
+                    await tokens_of(one)
             with pytest.raises(FlyJaxError, match="the chip is gone"):
                 await running.submit(Request([3]))
             with pytest.raises(FlyJaxError, match="the chip is gone") as caught:

@@ -56,18 +56,14 @@ def _nothing_is_left_behind(live: Live) -> Iterator[None]:
 
 @pytest.mark.parametrize("rule", ["exact", "margin", "fly", "fly | margin"])
 def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
-    fly = {"rule": rule, "audit": True}
-    reply = live.client().completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=40, extra_body={"fly": fly}
-    )
+    reply = live.completion(max_tokens=40, extra_body={"fly": {"rule": rule, "audit": True}})
     alone, text = live.alone(PROMPT, 40, rule=rule)
     (choice,) = reply.choices
     assert choice.text == text
     assert choice.finish_reason == alone.finish_reason
-    assert reply.usage is not None
     assert reply.usage.completion_tokens == len(alone.token_ids)
     assert reply.usage.prompt_tokens == len(live.pair.tokenizer.encode(PROMPT))
-    found = reply.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    found = reply.model_extra["metrics"]["speculative_decoding"]
     assert found["num_spec_steps"] == alone.num_rounds
     assert found["num_draft_tokens"] == alone.num_draft_tokens
     assert found["num_accepted_draft_tokens"] == alone.num_accepted_tokens
@@ -77,7 +73,7 @@ def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
     assert sum(found["acceptance_histogram"]) == alone.num_rounds
     kept = sum(number * rounds for number, rounds in enumerate(found["acceptance_histogram"]))
     assert kept == alone.num_accepted_tokens
-    audit = choice.model_extra["fly"]["audit"]  # type: ignore[index]
+    audit = choice.model_extra["fly"]["audit"]
     letters = [one.letter for one in alone.why]
     assert [one["position"] for one in audit["rescues"]] == [
         at for at, letter in enumerate(letters) if letter == "r"
@@ -116,41 +112,27 @@ def test_rules_and_numbers_side_by_side(live: Live) -> None:
 
 
 def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
-    client = live.client()
-    messages: list[Any] = [
-        {"role": "system", "content": "Hi."},
-        {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
-    ]
-    rendered = live.pair.tokenizer.apply_chat_template(
-        [{"role": "system", "content": "Hi."}, {"role": "user", "content": PROMPT}]
-    )
-    _, text = live.alone(rendered, 10)
-    reply = client.chat.completions.create(model=NAME, messages=messages, max_tokens=10)
+    first = {"role": "system", "content": "Hi."}
+    messages = [first, {"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    rendered = live.pair.tokenizer.apply_chat_template([first, {"role": "user", "content": PROMPT}])
+    alone, text = live.alone(rendered, 10)
+    reply = live.chat(messages, max_tokens=10)
     assert reply.choices[0].message.content == text
     assert reply.choices[0].message.role == "assistant"
-    chunks = list(
-        client.chat.completions.create(
-            model=NAME, messages=messages, max_completion_tokens=10, stream=True,
-            stream_options={"include_usage": True}, extra_body={"fly": {"stream_why": True}},
-        )
+    *pieces, last = live.chat(
+        messages, max_completion_tokens=10, stream=True,
+        stream_options={"include_usage": True}, extra_body={"fly": {"stream_why": True}},
     )  # fmt: skip
-    *pieces, last = chunks
+    nothing = [None] * (len(pieces) - 1)
     assert "".join(one.choices[0].delta.content or "" for one in pieces) == text
-    assert [one.choices[0].delta.role for one in pieces] == [
-        "assistant",
-        *[None] * (len(pieces) - 1),
-    ]
-    assert len({one.id for one in chunks}) == 1
-    assert [one.choices[0].finish_reason for one in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert [one.choices[0].delta.role for one in pieces] == ["assistant", *nothing]
+    assert {one.id for one in pieces} == {last.id}
+    assert [one.choices[0].finish_reason for one in pieces[:-1]] == nothing
     assert pieces[-1].choices[0].finish_reason == reply.choices[0].finish_reason
     assert last.choices == []
-    assert last.usage is not None
-    assert reply.usage is not None
     assert last.usage.completion_tokens == reply.usage.completion_tokens
-    assert last.usage.prompt_tokens_details is not None
     assert last.usage.prompt_tokens_details.cached_tokens  # of the request before
-    tokens = [one for piece in pieces for one in piece.choices[0].model_extra["fly"]["tokens"]]  # type: ignore[index]
-    alone, _ = live.alone(rendered, 10)
+    tokens = [one for piece in pieces for one in piece.choices[0].model_extra["fly"]["tokens"]]
     assert [one["id"] for one in tokens] == alone.token_ids
     assert [one["why"] for one in tokens] == [why.name.lower() for why in alone.why]
     assert "".join(one["text"] for one in tokens) == text
@@ -159,13 +141,12 @@ def test_a_conversation_streamed_and_in_one_piece(live: Live) -> None:
 
 def test_logprobs(live: Live) -> None:
     """Of every token, why ever it stands there, as a pass over the whole text has them."""
-    client, tokenizer = live.client(), live.pair.tokenizer
-    given: dict[str, Any] = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "logprobs": 3}
+    tokenizer = live.pair.tokenizer
     for more in ({"stop": [live.alone(PROMPT, 24)[1][-2:]]}, {"temperature": 1.3, "seed": 3}):
-        (choice,) = client.completions.create(**given | more).choices
-        assert choice.logprobs is not None
+        given: dict[str, Any] = {"max_tokens": 24, "logprobs": 3} | more
+        (choice,) = live.completion(**given).choices
         found = choice.logprobs.model_dump()
-        pieces = [one.choices[0] for one in client.completions.create(**given | more, stream=True)]
+        pieces = [one.choices[0] for one in live.completion(**given, stream=True)]
         streamed = [one.logprobs.model_dump() for one in pieces if one.logprobs]
         assert len(streamed) > 1
         assert {name: [one for part in streamed for one in part[name]] for name in found} == found
@@ -174,13 +155,12 @@ def test_logprobs(live: Live) -> None:
             added = choice.text[begin:end].lstrip("\ufffd")  # that is of tokens before it
             assert token.startswith((added, "bytes:"))
 
-    chat = {"model": NAME, "messages": HELLO, "max_tokens": 24, "logprobs": True, "top_logprobs": 2}
+    asked = {"max_tokens": 24, "logprobs": True, "top_logprobs": 2}
     # The first one runs what the two after it share: passes of other widths round otherwise.
-    client.chat.completions.create(**chat)  # type: ignore[call-overload]
-    reply = client.chat.completions.create(**chat)  # type: ignore[call-overload]
-    pieces = list(client.chat.completions.create(**chat, stream=True))  # type: ignore[call-overload]
+    live.chat(HELLO, **asked)
+    reply = live.chat(HELLO, **asked)
     content = reply.choices[0].logprobs.content
-    parts = [piece.choices[0].logprobs for piece in pieces]
+    parts = [piece.choices[0].logprobs for piece in live.chat(HELLO, **asked, stream=True)]
     assert content == [one for part in parts if part is not None for one in part.content]
     prompt = tokenizer.apply_chat_template(HELLO)
     alone, text = live.alone(prompt, 24)
@@ -201,44 +181,31 @@ def test_logprobs(live: Live) -> None:
 
 
 def test_stop_strings(live: Live) -> None:
-    client = live.client()
     _, text = live.alone(PROMPT, 40)
     stop = text[17:21]
-    given: dict[str, Any] = {
-        "model": NAME,
-        "prompt": PROMPT,
-        "max_tokens": 60,
-        "stop": ["?!", stop],
-    }
-    reply = client.completions.create(**given)
-    assert reply.choices[0].text == text[: text.index(stop)]
-    assert reply.choices[0].finish_reason == "stop"
-    pieces = [one.choices[0].text for one in client.completions.create(**given, stream=True)]
-    assert "".join(pieces) == reply.choices[0].text
+    given: dict[str, Any] = {"max_tokens": 60, "stop": ["?!", stop]}
+    (choice,) = live.completion(**given).choices
+    assert choice.text == text[: text.index(stop)]
+    assert choice.finish_reason == "stop"
+    pieces = [one.choices[0].text for one in live.completion(**given, stream=True)]
+    assert "".join(pieces) == choice.text
 
 
 def test_prompts_of_every_kind_and_several_answers(live: Live) -> None:
-    client, ids = live.client(), live.pair.tokenizer.encode(PROMPT)
-    other = live.pair.tokenizer.encode("Boris buys 7")
-    texts = [live.alone(one, 9)[1] for one in (PROMPT, "Boris buys 7")]
-    for prompt in ([PROMPT, "Boris buys 7"], [ids, other]):
-        reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=9, n=2)
-        assert [one.text for one in reply.choices] == [texts[0]] * 2 + [texts[1]] * 2
+    prompts = [PROMPT, "Boris buys 7"]
+    ids = [live.pair.tokenizer.encode(one) for one in prompts]
+    first, second = (live.alone(one, 9)[1] for one in prompts)
+    for prompt in (prompts, ids):
+        reply = live.completion(prompt, max_tokens=9, n=2)
+        assert [one.text for one in reply.choices] == [first, first, second, second]
         assert [one.index for one in reply.choices] == [0, 1, 2, 3]
-        assert reply.usage is not None
-        assert reply.usage.prompt_tokens == len(ids) + len(other)
-    assert (
-        client.completions.create(model=NAME, prompt=ids, max_tokens=9).choices[0].text == texts[0]
-    )
+        assert reply.usage.prompt_tokens == sum(map(len, ids))
+    assert live.completion(ids[0], max_tokens=9).choices[0].text == first
 
 
 def test_draws(live: Live) -> None:
-    client = live.client()
-
     def drawn(**given: Any) -> list[str]:
-        reply = client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=12, **{"temperature": 1.0} | given
-        )
+        reply = live.completion(max_tokens=12, **{"temperature": 1.0} | given)
         return [one.text for one in reply.choices]
 
     first = drawn(n=3, seed=5, top_p=0.95)
@@ -338,7 +305,7 @@ def test_the_queue_is_full(live: Live) -> None:
     with live.held(), live.streaming(n=SLOTS + QUEUE, max_tokens=3) as events:
         until(lambda: live.service.num_open == SLOTS + QUEUE)
         with pytest.raises(openai.RateLimitError) as caught:
-            live.client().completions.create(model=NAME, prompt="a")
+            live.completion()
         assert caught.value.response.headers["Retry-After"] == "1"
         live.engine.gate.set()
         *chunks, end = events
@@ -377,7 +344,7 @@ def test_draining(live: Live) -> None:
         draining = asyncio.run_coroutine_threadsafe(live.service.drain(0.5), live.loop)
         until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
         with pytest.raises(openai.InternalServerError, match="about to stop"):
-            live.client().completions.create(model=NAME, prompt="a")
+            live.completion()
         assert draining.result(30) == 1  # which nothing could be decoded of
         assert "stopped before it was done" in next(events)
     live.service.state = "ready"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -36,33 +37,29 @@ class ServerMetrics:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """All counts are zero.
-
-        Args:
-          engine: is measured.
-        """
+        """All counts of the engine's requests are zero."""
         self._engine, self._registry = engine, CollectorRegistry()
         self._counted = collections.Counter[int]()  # rounds that `text` has been told of
         k = engine.spec.num_speculative_tokens
-        self._gauge("num_requests_running", "Requests in a slot").set_function(
-            lambda: len(engine.slots.live)
-        )
-        self._gauge("num_requests_waiting", "Requests without a slot").set_function(
-            lambda: engine.num_waiting
-        )
-        self._gauge("num_slots", "Requests that can be decoded together").set(
-            len(engine.slots.occupants)
-        )
-        self._gauge("slot_usage_perc", "Slots in use; 1 is all").set_function(
-            lambda: len(engine.slots.live) / len(engine.slots.occupants)
-        )
-        self._gauge("num_spec_tokens", "Draft tokens of a round (K), or the most").set(k)
-        self._gauge("spec_decode_depth", "K of the last round").set_function(
-            lambda: k if engine.costs is None else engine.costs.current
-        )
-        self._gauge("compilations", "Programs compiled since the process began").set_function(
-            lambda: _num_compilations
-        )
+        slots = engine.slots
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "num_requests_running": ("Requests in a slot", lambda: len(slots.live)),
+            "num_requests_waiting": ("Requests without a slot", lambda: engine.num_waiting),
+            "num_slots": ("Requests that can be decoded together", lambda: len(slots.occupants)),
+            "slot_usage_perc": (
+                "Slots in use; 1 is all", lambda: len(slots.live) / len(slots.occupants)
+            ),
+            "num_spec_tokens": ("Draft tokens of a round (K), or the most", lambda: k),
+            "spec_decode_depth": (
+                "K of the last round",
+                lambda: k if engine.costs is None else engine.costs.current,
+            ),
+            "compilations": (
+                "Programs compiled since the process began", lambda: _num_compilations
+            ),
+        }  # fmt: skip
+        for name, (text, value) in gauges.items():
+            Gauge(PREFIX + name, text, registry=self._registry).set_function(value)
         counter, histogram = self._counter, self._histogram
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that got a slot")
         self._reused = counter(
@@ -87,9 +84,6 @@ class ServerMetrics:
         self._whole = histogram("e2e_request_latency_seconds", "From arrival to the last token")
         for position in range(k):
             self._per_position.labels(str(position))
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, text, labels, registry=self._registry)

@@ -111,8 +111,7 @@ async def serve(
             ending = asyncio.create_task(service.engine.ended())
             service.state = "ready"
             say(f"Ready on {address(listening)}: {service.described}.")
-            tasks = (stopping, ending, serving)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopping, ending, serving), return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 say(f"Stopping: {service.num_open} under way may go on for {grace_period:g} s.")
                 left = await service.drain(grace_period)
@@ -121,7 +120,10 @@ async def serve(
             else:
                 service.state = "draining"
                 _check_answers(serving)
-                await _failed(ending)
+                try:
+                    await ending
+                except FlyJaxError as error:
+                    raise ServerFailed(str(error)) from (error.__cause__ or error)
             ending.cancel()
     finally:
         service.state = "draining"
@@ -161,14 +163,6 @@ def _check_answers(serving: asyncio.Task[None]) -> None:
     if serving.done():
         error = serving.exception()
         raise ServerFailed(f"The HTTP server has failed: {error}") from error
-
-
-async def _failed(ending: asyncio.Task[None]) -> None:
-    """Raises ServerFailed for the end of an engine."""
-    try:
-        await ending
-    except FlyJaxError as error:
-        raise ServerFailed(str(error)) from (error.__cause__ or error)
 
 
 def run(

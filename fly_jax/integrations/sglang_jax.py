@@ -41,7 +41,7 @@ def predictions(
         the last one that was verified.
       target_logits: at the same places, so that each predicts the next draft token.
       num_draft_tokens: of each request, the verified one included.
-      protected: see `accept`.
+      protected: tokens that are never rescued, nor anything in their place.
 
     Raises:
       FlyJaxError: a rule with a budget.
@@ -64,11 +64,11 @@ def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> No
     """Has sglang-jax's DFlash worker verify with a rule; in the process that runs the model.
 
     Args:
-      rule: see `predictions`.
-      protected: see `accept`; say, the tokens that end a text.
+      rule: without a budget.
+      protected: as of `predictions`; say, the tokens that end a text.
 
     Raises:
-      FlyJaxError: see `predictions`, or an sglang-jax without that function.
+      FlyJaxError: a rule with a budget, or an sglang-jax without that function.
     """
     worker: Any = importlib.import_module("sgl_jax.srt.speculative.dflash_worker")
     stock: Callable[..., Any] | None = getattr(worker, "dflash_greedy_verify", None)

@@ -26,7 +26,7 @@ _DRAINED = "The engine takes no more requests: it is about to stop."
 
 
 class TokenStream(AsyncIterator[Settled]):
-    """What settles of one request, as it settles.
+    """The tokens of one request, as they settle.
 
     Where it may be left before its end, `contextlib.aclosing` around it cancels the request then;
     a task that is cancelled while it waits for tokens does so by itself.
@@ -42,7 +42,7 @@ class TokenStream(AsyncIterator[Settled]):
 
         Args:
           owner: runs the engine.
-          max_unread: see `AsyncEngine.submit`.
+          max_unread: portions of tokens that may wait for their reader.
         """
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Settled | FlyJaxError | None] = asyncio.Queue()

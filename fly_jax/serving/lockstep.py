@@ -118,7 +118,7 @@ def encoded(value: Any) -> Json:
 
 
 def decoded(message: Json) -> Any:
-    """What `encoded` made a message of."""
+    """The request that `encoded` made a message of."""
     if not isinstance(message, dict):
         return message
     ((kind, parts),) = message.items()

@@ -1,4 +1,4 @@
-"""What a draft model takes in after a step of the target: flat, pure, and free of the engine.
+"""The inputs of a draft model after a step of the target: flat, pure, and free of the engine.
 
 With a lookup, a pass takes in, of each request, its last token and what followed the same n-gram
 earlier in its text. The model's choice after each of them says how many were its own; one more is
@@ -39,7 +39,7 @@ class TargetStep(NamedTuple):
 
 
 class TakenIn(NamedTuple):
-    """What the draft model takes in, in the same layout.
+    """The draft model's inputs after it, in the same layout.
 
     Attributes:
       tokens: those that the target kept, and then the request's next one.
@@ -89,7 +89,7 @@ def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
 def _flat(
     counts: Int[Array, " requests"], size: int
 ) -> tuple[Int32[Array, " requests+1"], Int[Array, " size"], Int[Array, " size"]]:
-    """Where so many tokens of each request begin, and which request and place each token has."""
+    """Begins of so many tokens of each request, and the request and place of each token."""
     starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
     flat = jnp.arange(size, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), len(counts) - 1)
@@ -120,7 +120,7 @@ _NOWHERE = np.iinfo(np.int32).max
 
 
 class Progress(NamedTuple):
-    """How far drafting has come.
+    """The state of drafting with a lookup.
 
     Attributes:
       text: of each request, and behind it what has been drafted.
@@ -134,7 +134,7 @@ class Progress(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """What a pass with a lookup takes in, of all requests one after the other.
+    """The inputs of a pass with a lookup, of all requests one after the other.
 
     Attributes:
       tokens: the last one of each, and what was looked up; the rest is padding.
@@ -164,7 +164,7 @@ def begin(
 
 
 def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
-    """What the next pass takes in; no request reaches further than K passes of one token would.
+    """The inputs of the next pass; no request reaches further than K passes of one token would.
 
     What would stand beyond `max_length` of a request's text stands at its end.
     """
@@ -217,6 +217,6 @@ def slots_of_tokens(
     starts: Int32[Array, " requests+1"],
     tokens: Int32[Array, " tokens"],
 ) -> Int32[Array, " tokens"]:
-    """Where each token's request keeps its text; beyond all places for padding."""
+    """The place of the text of each token's request; beyond all places for padding."""
     row = jnp.searchsorted(starts[1:], jnp.arange(len(tokens)), side="right")
     return slots.at[row].get(mode="fill", fill_value=_NOWHERE)

@@ -39,7 +39,7 @@ Caches = list[jax.Array]
 
 
 class Texts:
-    """What the draft model has taken in of each request; its prompt as soon as it is known.
+    """Tokens that the draft model has taken in of each request; its prompt as soon as it is known.
 
     A request that finds no place here is drafted without a lookup, with the same tokens.
 
@@ -95,7 +95,7 @@ def _put(
 
 
 class Drafted(NamedTuple):
-    """What a step of the draft model gives.
+    """The results of a step of the draft model.
 
     Attributes:
       caches: the model's layers.

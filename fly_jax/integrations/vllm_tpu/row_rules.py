@@ -1,4 +1,4 @@
-"""Which rule each row of a step has, and what it keeps of the drafts; free of the engine."""
+"""The rule and budget of each row of a step, and what it keeps of drafts; free of the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestPlaces:
     def step(
         self, rows: Sequence[str | None], live: Collection[str]
     ) -> tuple[Int32[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-        """Where each row's request is, and whether it is new.
+        """The place of each row's request, and whether it is new.
 
         Args:
           rows: the requests' ids in the order of the rows; None for padding, which is at `num`.
@@ -100,7 +100,7 @@ class RowRules:
         live: Collection[str],
         parameters: Callable[[str], Any],
     ) -> StepRows:
-        """What the program needs to know of a step's rows.
+        """The rules and places of a step's rows.
 
         Args:
           rows: the requests' ids in the order of the rows; None for padding.
@@ -150,7 +150,7 @@ class Requests(NamedTuple):
 
 
 class KeptDrafts(NamedTuple):
-    """What `keep` decides.
+    """The decisions of `keep`.
 
     Attributes:
       tokens: at the draft positions of all requests, one after the other, what is emitted there, -1
@@ -179,7 +179,7 @@ def keep(
     memory: Int32[Array, "pairs 2"] | None = None,
     budget: Float32[Array, " requests"] | None = None,
 ) -> KeptDrafts:
-    """What a rule keeps of the drafts of a step.
+    """Applies a rule to the drafts of a step.
 
     Args:
       rule: its numbers are scalars or one for each request.

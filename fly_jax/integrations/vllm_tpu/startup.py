@@ -45,7 +45,7 @@ _prepared: list[DecodingConfig] = []
 
 @dataclasses.dataclass(frozen=True)
 class _Plugin:
-    """What only the plugin knows."""
+    """Settings that only the plugin knows."""
 
     any_version: bool = parameter(False, "run with versions of vLLM that were never tried")
 
@@ -64,7 +64,7 @@ def known() -> dict[str, Parameter]:
 def asked_for(
     given: Mapping[str, Any] | None, environment: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """What was asked for; None if nothing was.
+    """The settings that are asked for; None if nothing is.
 
     Args:
       given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published.
@@ -96,7 +96,7 @@ def asked_for(
 
 
 def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> DecodingConfig:
-    """How to decode, with the engine's K.
+    """The config of decoding with the engine's K.
 
     Raises:
       FlyJaxError: an unknown rule, a window that does not fit into K, or other values of which

@@ -69,7 +69,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _answers(service: Service) -> APIRouter:
-    """Where text is asked for."""
+    """The routes that answer with text."""
     router = APIRouter(responses=_ERRORS)
 
     async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
@@ -93,7 +93,7 @@ def _answers(service: Service) -> APIRouter:
 
 
 def _about(service: Service) -> APIRouter:
-    """What the server says of itself."""
+    """The routes that say what the server is and how it does."""
     router = APIRouter()
     engine = service.engine.engine
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: vLLM's names under a prefix of our own, and FLy's counts."""
+"""Metrics for Prometheus: vLLM's names under a prefix of our own, and FLy's counts."""
 
 from __future__ import annotations
 

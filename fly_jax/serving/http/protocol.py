@@ -1,4 +1,4 @@
-"""What clients may ask for: OpenAI's fields and FLy's own under `fly`; and what a refusal says."""
+"""Requests, with OpenAI's fields and FLy's own under `fly`, and the bodies of refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _Fields(BaseModel):
 
 
 class _FlyFields(BaseModel):
-    """How FLy is to decode a request; numbers not given are the server's. No others are taken.
+    """Settings of FLy for one request; numbers not given are the server's. No others are taken.
 
     `VLLM_NAMES` has other names of some fields.
 
@@ -133,7 +133,7 @@ FlyFields: Any = create_model(
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text.
+    """Parts of a stream besides the text.
 
     Attributes:
       include_usage: ends with a chunk of the usage and the metrics.
@@ -143,7 +143,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(_Fields):
-    """What both endpoints take.
+    """Fields that both endpoints take.
 
     Attributes:
       model: as /v1/models names it; the only one there is if not given.
@@ -176,7 +176,7 @@ class GenerationRequest(_Fields):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """What is to be continued, each by n answers."""
+        """Texts, tokens or conversations, each to be continued by n answers."""
         raise NotImplementedError
 
     @property
@@ -303,7 +303,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong.
+    """An error, for people and for programs.
 
     Attributes:
       message: a sentence.
@@ -361,7 +361,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error."""
+    """The reply to an error of any kind."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestValidationError):

@@ -20,7 +20,7 @@ _LEAST = -9999.0
 
 
 class CachedTokens(BaseModel):
-    """How much of a prompt did not have to be run.
+    """The part of a prompt that did not have to be run.
 
     Attributes:
       cached_tokens: tokens that another request had brought into the caches.
@@ -58,7 +58,7 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """What speculation did for a request, over all its answers: vLLM's figures, and FLy's own.
+    """Figures of speculation, over all answers to a request: vLLM's, and FLy's own.
 
     Attributes:
       mean_acceptance_length: 1 + accepted draft tokens per step, as vLLM has it.
@@ -121,7 +121,7 @@ class SpeculativeDecoding(BaseModel):
 
 
 class RequestMetrics(BaseModel):
-    """What a request took, by vLLM's names; times of several answers are those of the slowest.
+    """Times of a request, by vLLM's names; of several answers those of the slowest.
 
     Attributes:
       time_to_first_token_ms: from the arrival.
@@ -246,7 +246,7 @@ class Token(BaseModel):
 
 
 class ChoiceExtras(BaseModel):
-    """What FLy adds to an answer, as far as it was asked for.
+    """FLy's part of an answer, as far as it was asked for.
 
     Attributes:
       audit: with `fly.audit`.
@@ -308,7 +308,7 @@ class ChatLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """What all answers and their pieces have.
+    """The fields of all answers and their pieces.
 
     Attributes:
       index: prompts in their order, the n answers of each together.
@@ -328,7 +328,7 @@ class TextChoice(Choice):
 
 
 class ChatMessage(BaseModel):
-    """What the assistant says, or a piece of it."""
+    """A message of the assistant, or a piece of one."""
 
     role: Literal["assistant"] | None = None
     content: str
@@ -349,7 +349,7 @@ class ChatPiece(Choice):
 
 
 class Reply(BaseModel):
-    """What all replies have.
+    """The fields of all replies.
 
     Attributes:
       id: of the request.
@@ -387,7 +387,7 @@ class ChatChunk(Reply):
 
 
 class TextStyle:
-    """How /v1/completions puts an answer."""
+    """The form of the replies of /v1/completions."""
 
     prefix: ClassVar[str] = "cmpl"
     whole: Callable[..., Reply] = staticmethod(
@@ -432,7 +432,7 @@ class TextStyle:
 
 
 class ChatStyle:
-    """How /v1/chat/completions puts an answer."""
+    """The form of the replies of /v1/chat/completions."""
 
     prefix: ClassVar[str] = "chatcmpl"
     whole: Callable[..., Reply] = staticmethod(

@@ -80,7 +80,7 @@ class RequestBuilder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may give as its rule."""
+        """Rules that a request may give."""
         return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
 
     def requests(

@@ -156,7 +156,7 @@ class ResponseStream:
             )
 
     async def _settled(self) -> AsyncGenerator[tuple[int, Settled]]:
-        """What settles of all answers, as it comes."""
+        """Waits for the next tokens of any answer, and counts them."""
         streams = [answer.stream for answer in self._answers]
         try:
             async with contextlib.aclosing(merged(streams)) as found:
@@ -200,7 +200,7 @@ class ResponseStream:
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Settled]]:
-    """What several streams give, as it comes, with the index of the stream.
+    """Yields from several streams as tokens come, each with the index of its stream.
 
     Raises:
       FlyJaxError: one of them ended before its last token.

@@ -139,7 +139,7 @@ class _Stopped(Exception):
 async def _is_warm(
     service: Service, stop: asyncio.Event, on_progress: Callable[[int, int], None]
 ) -> bool:
-    """Whether it has warmed up before it was told to stop.
+    """Warms up; False if it was told to stop meanwhile.
 
     A program that is being compiled is waited for: the process cannot end under its feet.
     """

@@ -33,7 +33,7 @@ _MAX_UNREAD = 1024  # dispatches
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What clients may do.
+    """Bounds on what clients may do.
 
     Attributes:
       max_queue: requests that may wait for a slot.
@@ -95,7 +95,7 @@ class Service:
 
     @property
     def described(self) -> str:
-        """What is served, in a line."""
+        """The model, its rules and its slots, in a line."""
         engine = self.engine.engine
         return (
             f"{self.name}, rule {self.builder.config.rule} (requests may ask for "

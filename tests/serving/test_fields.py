@@ -35,55 +35,42 @@ def test_what_changes_nothing_is_passed_over() -> None:
     assert given.messages[0].as_template == HELLO[0]
 
 
+BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (ChatRequest,)
+
+
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("kinds", "fields", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": ""}, "stop"),
-        ({"temprature": 1}, "no field 'temprature'; write 'temperature'"),
-        ({"presence_penalty": 0.5}, "presence_penalty is 0.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"logit_bias": {"3": 1}}, "logit_bias"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is False"),
-        ({"guided_regex": "a+"}, "guided_regex is 'a+'"),
-        ({"response_format": {"type": "json_object"}}, "json_object"),
-        ({"tools": [{}]}, "tools"),
-        ({"echo": True}, "echo is True"),
-        ({"fly_window_size": 3}, "give it within"),
+        (BOTH, {"max_tokens": 0}, "max_tokens"),
+        (BOTH, {"stop": ""}, "stop"),
+        (BOTH, {"temprature": 1}, "no field 'temprature'; write 'temperature'"),
+        (BOTH, {"presence_penalty": 0.5}, "presence_penalty is 0.5"),
+        (BOTH, {"repetition_penalty": 0}, "repetition_penalty is 0"),
+        (BOTH, {"logit_bias": {"3": 1}}, "logit_bias"),
+        (BOTH, {"skip_special_tokens": False}, "skip_special_tokens is False"),
+        (BOTH, {"guided_regex": "a+"}, "guided_regex is 'a+'"),
+        (BOTH, {"response_format": {"type": "json_object"}}, "json_object"),
+        (BOTH, {"tools": [{}]}, "tools"),
+        (BOTH, {"echo": True}, "echo is True"),
+        (BOTH, {"fly_window_size": 3}, "give it within"),
+        (TEXT, {"logprobs": 6}, "less than or equal to 5"),
+        (TEXT, {"logprobs": True}, "valid integer"),
+        (TEXT, {"best_of": 3}, "best_of is 3"),
+        (TEXT, {"max_completion_tokens": 3}, "max_completion_tokens is 3"),
+        (TEXT, {"top_logprobs": 3}, "top_logprobs is 3"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
+        (CHAT, {"top_logprobs": 2}, "give logprobs=true"),
+        (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),
+        (CHAT, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]}, "tool_calls"),
     ],
 )
-def test_what_would_change_the_answer_is_refused(fields: dict[str, Any], words: str) -> None:
-    bodies: list[tuple[type[GenerationRequest], dict[str, Any]]] = [
-        (CompletionRequest, {"prompt": "a"}),
-        (ChatRequest, {"messages": HELLO}),
-    ]
-    for kind, body in bodies:
-        with pytest.raises(ValidationError) as caught:
-            kind.model_validate(body | fields)
-        assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "words"),
-    [
-        (CompletionRequest, {"logprobs": 6}, "less than or equal to 5"),
-        (CompletionRequest, {"logprobs": True}, "valid integer"),
-        (CompletionRequest, {"best_of": 3}, "best_of is 3"),
-        (CompletionRequest, {"max_completion_tokens": 3}, "max_completion_tokens is 3"),
-        (CompletionRequest, {"top_logprobs": 3}, "top_logprobs is 3"),
-        (ChatRequest, {"logprobs": True, "top_logprobs": 21}, "less than or equal to 20"),
-        (ChatRequest, {"top_logprobs": 2}, "give logprobs=true"),
-        (ChatRequest, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),
-        (ChatRequest, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]},
-         "tool_calls"),
-    ],
-)  # fmt: skip
-def test_what_one_endpoint_refuses(
-    kind: type[GenerationRequest], fields: dict[str, Any], words: str
+def test_what_would_change_the_answer_is_refused(
+    kinds: tuple[type[GenerationRequest], ...], fields: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValidationError) as caught:
-        kind.model_validate({"prompt": "a", "messages": HELLO} | fields)
-    assert words in str(caught.value)
+    for kind in kinds:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({"prompt": "a", "messages": HELLO} | fields)
+        assert words in str(caught.value)
 
 
 def test_vllms_names_of_flys_numbers_are_ours() -> None:

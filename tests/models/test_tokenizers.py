@@ -282,23 +282,24 @@ def test_json_goes_before_sentencepiece(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).vocab_size == llama2_json().get_vocab_size()
 
 
-def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(FlyJaxError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-def test_broken_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("{")
-    with pytest.raises(FlyJaxError, match=name):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_broken_settings(tmp_path: Path, content: str) -> None:
-    fill(tmp_path, "llama3")
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(FlyJaxError, match=r"tokenizer_config\.json"):
+@pytest.mark.parametrize(
+    ("kind", "files", "words"),
+    [
+        (None, {}, r"neither tokenizer\.json nor tokenizer\.model"),
+        (None, {"tokenizer.json": "{"}, r"tokenizer\.json"),
+        (None, {"tokenizer.model": "{"}, r"tokenizer\.model"),
+        ("llama3", {"tokenizer_config.json": "{"}, r"tokenizer_config\.json"),
+        ("llama3", {"tokenizer_config.json": "[]"}, r"tokenizer_config\.json"),
+    ],
+)
+def test_what_is_missing_or_broken_is_named(
+    tmp_path: Path, kind: str | None, files: dict[str, str], words: str
+) -> None:
+    if kind is not None:
+        fill(tmp_path, kind)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(FlyJaxError, match=words):
         load_tokenizer(tmp_path)
 
 

@@ -237,11 +237,6 @@ class DecodingConfig:
         return declaring(**values | other)
 
     @property
-    def round_boundary(self) -> Boundary:
-        """`boundary` as `RoundSpec` takes it: nothing is deferred by a lossless rule."""
-        return self.boundary if self.is_loosened else "reject"
-
-    @property
     def largest_k(self) -> int:
         """The largest K of a loosened rule's rounds."""
         given = self.num_speculative_tokens
@@ -479,21 +474,18 @@ _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundSpec:
-    """What a decoder does in each of its rounds.
-
-    All but the numbers of `rule` and `sampling` is static: change it and the round compiles anew.
+class RoundStatic:
+    """What a round is compiled for, beside the models and what kind of rule it has.
 
     Attributes:
-      rule: which draft tokens are kept.
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
-      depths: what K is chosen from, round by round, in ascending order and ending with
-        `num_speculative_tokens`; with 0, rounds without a draft. Empty for the same K in all
-        rounds.
       lookup: what proposes to the last draft model, or to the target where there is none; None
         for nothing.
       eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
+      depths: what K is chosen from, round by round, in ascending order and ending with
+        `num_speculative_tokens`; with 0, rounds without a draft. Empty for the same K in all
+        rounds.
       reports_mismatches: fills `RoundOutput.reports`, which a memory of corrections learns from.
       audits: fills it too, with an entropy even where the rule asks for none, and with it
         `Generation.reports`.
@@ -501,14 +493,12 @@ class RoundSpec:
         position, from which `Generation.logprobs` can be had; 0 for none.
       reports_evidence: fills `RoundOutput.draft_tokens` and `RoundOutput.evidence`, from which
         other settings of the rule can be judged.
-      boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
-        published rule, or "defer", which may complete the window in the next rounds.
+      deferred_window: the rule's window, where one that does not fit into its block may be
+        completed in the next rounds; 0 where it is refused, as published.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
         the one before it, at most.
-      sampling: how target and draft are drawn from; None for greedy decoding.
     """
 
-    rule: Rule
     num_speculative_tokens: int
     lookup: Lookup | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -518,51 +508,8 @@ class RoundSpec:
     audits: bool = False
     max_logprobs: int = 0
     reports_evidence: bool = False
-    boundary: Boundary = "reject"
+    deferred_window: int = 0
     level_speculative_tokens: tuple[int, ...] = ()
-    sampling: Sampling | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: DecodingConfig,
-        *,
-        num_drafts: int,
-        eos_token_ids: tuple[int, ...] = (),
-        rounds_per_dispatch: int = 1,
-        audits: bool = False,
-    ) -> RoundSpec:
-        """The rounds that a config describes.
-
-        Args:
-          config: how to decode.
-          num_drafts: draft models.
-          eos_token_ids: see the class.
-          rounds_per_dispatch: see the class.
-          audits: see the class.
-
-        Raises:
-          FlyJaxError: values of which no round can be made.
-        """
-        k, depths = config.num_drafted, tuple[int, ...]()
-        if k == "auto":
-            k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
-        rule = config.to_rule()
-        return cls(
-            rule=rule,
-            num_speculative_tokens=k,
-            depths=depths,
-            lookup=config.to_lookup(),
-            eos_token_ids=eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch,
-            reports_mismatches=config.csd_online and rule.uses_memory,
-            audits=audits,
-            boundary=config.round_boundary,
-            level_speculative_tokens=(config.level_speculative_tokens,) * (num_drafts - 1)
-            if k
-            else (),
-            sampling=config.to_sampling(),
-        )
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -585,13 +532,6 @@ class RoundSpec:
                 f"level_speculative_tokens is {self.level_speculative_tokens}; a draft model "
                 "proposes at least 1 token at a time: give larger numbers."
             )
-        if self.boundary == "defer":
-            check_deferral(self.rule, self.sampling)
-
-    @property
-    def deferred_window(self) -> int:
-        """Size of the windows that may stay open after a round; 0 if none may."""
-        return self.rule.longest_window if self.boundary == "defer" else 0
 
     @property
     def room(self) -> int:
@@ -605,64 +545,87 @@ class RoundSpec:
         return self.reports_mismatches or self.audits or self.max_logprobs > 0
 
     @property
-    def needs(self) -> Needs:
+    def learns_pace(self) -> bool:
+        """A row that joins others begins with their rates: where no token depends on them."""
+        return bool(self.depths) and not self.deferred_window
+
+    def needs(self, rule: Rule) -> Needs:
         """What the evidence carries: what the rule reads, what is asked for, an audit's entropy.
 
         That is the one over the whole vocabulary where the rule asks for that anyhow, and
         otherwise the one that FLy's gate is published with.
         """
-        needs = self.rule.needs | Needs(top=self.max_logprobs)
+        needs = rule.needs | Needs(top=self.max_logprobs)
         if needs.entropy is not None or not self.audits:
             return needs
         return needs | Needs(entropy=Entropy("full") if needs.full_entropy else Entropy())
 
-    def structure(self, drafter: Drafter | None) -> RoundStructure:
-        """What is static about the rounds, with this drafter."""
+    def widths(self, drafter: Drafter | None) -> tuple[int, ...]:
+        """Draft tokens that the target's pass may be made for, in ascending order."""
         k = self.num_speculative_tokens
-        widths = self.depths or (k,)
-        if not self.depths and drafter is not None and drafter.may_fall_short:
-            shorter = AUTO_DEPTHS if isinstance(drafter, Lookup) else AUTO_DEPTHS[1:]
-            widths = (*(depth for depth in shorter if depth < k), k)
-        return RoundStructure(
-            num_speculative_tokens=k,
-            depths=self.depths,
-            widths=widths,
-            eos_token_ids=self.eos_token_ids,
-            rounds_per_dispatch=self.rounds_per_dispatch,
-            needs=self.needs,
-            reports=self.reports,
-            reports_evidence=self.reports_evidence,
-            deferred_window=self.deferred_window,
-        )
+        if self.depths or drafter is None or not drafter.may_fall_short:
+            return self.depths or (k,)
+        shorter = AUTO_DEPTHS if isinstance(drafter, Lookup) else AUTO_DEPTHS[1:]
+        return (*(depth for depth in shorter if depth < k), k)
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundStructure:
-    """What is static about a round, without the rule; see `RoundSpec`, whose fields most are.
+class RoundSpec:
+    """What is done in each round. The numbers of `rule` and `sampling` are data.
 
     Attributes:
-      num_speculative_tokens: K.
-      depths: what K is chosen from, if it is.
-      widths: draft tokens that the target's pass may be made for, in ascending order.
-      eos_token_ids: tokens that end a row.
-      rounds_per_dispatch: rounds before tokens leave the device.
-      needs: what the evidence carries.
-      reports: fills `RoundOutput.reports`.
-      reports_evidence: fills `RoundOutput.evidence`.
-      deferred_window: size of the windows that may stay open; 0 if none may.
+      rule: which draft tokens are kept.
+      static: all that a round compiles anew for.
+      sampling: how target and draft are drawn from; None for greedy decoding.
     """
 
-    num_speculative_tokens: int
-    depths: tuple[int, ...]
-    widths: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
-    rounds_per_dispatch: int
-    needs: Needs
-    reports: bool
-    reports_evidence: bool
-    deferred_window: int
+    rule: Rule
+    static: RoundStatic
+    sampling: Sampling | None = None
 
-    @property
-    def learns_pace(self) -> bool:
-        """A row that joins others begins with their rates: where no token depends on them."""
-        return bool(self.depths) and not self.deferred_window
+    def __post_init__(self) -> None:
+        if self.static.deferred_window:
+            check_deferral(self.rule, self.sampling)
+
+    def with_static(self, **given: Any) -> RoundSpec:
+        """The same rounds, with other values of `RoundStatic`."""
+        return dataclasses.replace(self, static=dataclasses.replace(self.static, **given))
+
+    @classmethod
+    def of(
+        cls,
+        config: DecodingConfig,
+        *,
+        num_drafts: int,
+        eos_token_ids: tuple[int, ...] = (),
+        rounds_per_dispatch: int = 1,
+        audits: bool = False,
+    ) -> RoundSpec:
+        """The rounds that a config describes.
+
+        Args:
+          config: how to decode.
+          num_drafts: draft models.
+          eos_token_ids, rounds_per_dispatch, audits: see `RoundStatic`.
+
+        Raises:
+          FlyJaxError: values of which no round can be made.
+        """
+        k, depths = config.num_drafted, tuple[int, ...]()
+        if k == "auto":
+            k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
+        rule = config.to_rule()
+        static = RoundStatic(
+            num_speculative_tokens=k,
+            lookup=config.to_lookup(),
+            eos_token_ids=eos_token_ids,
+            rounds_per_dispatch=rounds_per_dispatch,
+            depths=depths,
+            reports_mismatches=config.csd_online and rule.uses_memory,
+            audits=audits,
+            deferred_window=rule.longest_window if config.boundary == "defer" else 0,
+            level_speculative_tokens=(config.level_speculative_tokens,) * (num_drafts - 1)
+            if k
+            else (),
+        )
+        return cls(rule, static, config.to_sampling())

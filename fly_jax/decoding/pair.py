@@ -130,7 +130,7 @@ class Pair:
           config: see `config`.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
-          audits: see `RoundSpec`.
+          audits: see `RoundStatic`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -148,8 +148,8 @@ class Pair:
     def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
         """What proposes in rounds of this kind: the draft models, or what stands in their place."""
         drafter = self.drafter
-        if isinstance(drafter, str) and spec.num_speculative_tokens:
-            drafter = build_drafter(drafter, self.target, spec)
+        if isinstance(drafter, str) and spec.static.num_speculative_tokens:
+            drafter = build_drafter(drafter, self.target, spec.static)
         return drafter if isinstance(drafter, Drafter) else self.drafts
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
-from fly_jax.decoding.config import RoundSpec, RoundStructure
+from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_pace, rows_begun
 from fly_jax.decoding.drafters.chain import for_backend
@@ -65,20 +65,18 @@ class AttentionBuckets:
       steps: numbers of positions, in ascending order; the last is all.
     """
 
-    def __init__(
-        self, structure: RoundStructure, capacity: int, room: int, *, is_whole: bool
-    ) -> None:
+    def __init__(self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool) -> None:
         """For rows of any length.
 
         Args:
-          structure: of the rounds.
+          static: of the rounds.
           capacity: cache positions of a row.
           room: positions beyond a row's last token that a round may write to.
           is_whole: all positions are always read.
         """
         self.steps = attention_steps(capacity, is_whole=is_whole)
-        window = structure.deferred_window
-        most_a_dispatch = structure.rounds_per_dispatch * (structure.num_speculative_tokens + 1)
+        window = static.deferred_window
+        most_a_dispatch = static.rounds_per_dispatch * (static.num_speculative_tokens + 1)
         # One dispatch is on its way when the next one is made.
         self._growth = 2 * most_a_dispatch + (most_provisional(window) if window else 0)
         self._room = room
@@ -125,7 +123,7 @@ class Programs:
     """Target and drafter as the jitted programs take them: plain arrays and static shapes.
 
     Attributes:
-      structure: what is static about the rounds.
+      static: what the rounds are compiled for.
       room: positions beyond a row's last token that a round may write to.
     """
 
@@ -133,17 +131,17 @@ class Programs:
         self,
         target: Llama,
         drafter: Drafter | None,
-        spec: RoundSpec,
+        static: RoundStatic,
         cache_dtype: jnp.dtype | None,
     ) -> None:
-        self.structure = spec.structure(drafter)
-        k = spec.num_speculative_tokens
+        self.static = static
+        k = static.num_speculative_tokens
         self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
         self._parameters, self._drafter = target.parameters(), drafter
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         dtype = jnp.dtype(cache_dtype or target.dtype)
-        self._shapes = _Shapes(target.config, target.layout, dtype, self.structure)
+        self._shapes = _Shapes(target.config, target.layout, dtype, self.static)
 
     @property
     def config(self) -> LlamaConfig:
@@ -154,7 +152,7 @@ class Programs:
         """For caches of so many positions; a mesh that splits the positions attends to all."""
         layout = self._shapes.layout
         is_whole = layout is not None and bool(layout.rules.cache_length)
-        return AttentionBuckets(self.structure, capacity, self.room, is_whole=is_whole)
+        return AttentionBuckets(self.static, capacity, self.room, is_whole=is_whole)
 
     def row_steps(self, rows: int) -> tuple[int, ...]:
         """How many of a state's rows `run` may be asked for; on a mesh all, which it splits."""
@@ -326,7 +324,7 @@ class _Shapes:
     config: LlamaConfig
     layout: Layout | None
     cache_dtype: jnp.dtype
-    structure: RoundStructure
+    static: RoundStatic
 
     def target(self, parameters: Parameters) -> Llama:
         return Llama(self.config, parameters, self.layout)
@@ -337,7 +335,7 @@ def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows)
     number, dtype = len(rows.text), shapes.cache_dtype
     cache = empty_cache(shapes.config, number, positions, dtype, shapes.layout)
     drafting = None if drafter is None else drafter.init(number, positions, dtype)
-    state = _before_rounds(shapes.structure, rows, cache, drafting)
+    state = _before_rounds(shapes.static, rows, cache, drafting)
     return _whole_numbers(shapes.layout, state)
 
 
@@ -368,11 +366,9 @@ def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
     return cast(DecodeState, dataclasses.replace(numbers, drafter=drafting))
 
 
-def _before_rounds(
-    structure: RoundStructure, rows: Rows, target: KVCache, drafting: Any
-) -> DecodeState:
+def _before_rounds(static: RoundStatic, rows: Rows, target: KVCache, drafting: Any) -> DecodeState:
     """Rows before the first round, with what the models hold of them."""
-    number, window = len(rows.lengths), structure.deferred_window
+    number, window = len(rows.lengths), static.deferred_window
     return DecodeState(
         tokens=rows.text,
         length=rows.lengths,
@@ -383,9 +379,7 @@ def _before_rounds(
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
         pace=None if rows.seconds is None else initial_pace(number, rows.seconds),
-        window=no_windows(number, window, structure.reports, structure.needs.top)
-        if window
-        else None,
+        window=no_windows(number, window, static.reports, static.max_logprobs) if window else None,
     )
 
 
@@ -464,7 +458,7 @@ def _insert(
     leaves, structure = jax.tree.flatten(state)
     both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
     found = cast(DecodeState, jax.tree.unflatten(structure, [inserted(*one) for one in both]))
-    if shapes.structure.learns_pace and state.pace is not None:
+    if shapes.static.learns_pace and state.pace is not None:
         found = dataclasses.replace(found, pace=rows_begun(state.pace, slots))
     return _whole_numbers(shapes.layout, found), found.length[slots]
 
@@ -511,11 +505,11 @@ def _run(
 ) -> tuple[DecodeState, RoundOutput]:
     target, layout = shapes.target(parameters), shapes.layout
     if num_rows in (None, len(state.length)):
-        state, output = decode_rounds(shapes.structure, target, drafter, state, inputs)
+        state, output = decode_rounds(shapes.static, target, drafter, state, inputs)
     else:
         few = jax.eval_shape(lambda: _like(shapes, drafter, state, num_rows))
         part, inputs = taken(state, few), inputs_of(inputs, num_rows)
-        part, output = decode_rounds(shapes.structure, target, drafter, part, inputs)
+        part, output = decode_rounds(shapes.static, target, drafter, part, inputs)
         state = put_back(state, part)
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from fly_jax.decoding.config import RoundStructure
+from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import close, defer, is_broken
 from fly_jax.decoding.depth import choose_depth, observe
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
@@ -36,7 +36,7 @@ class Emitted:
 
 
 def settle_all(
-    structure: RoundStructure,
+    static: RoundStatic,
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
@@ -47,14 +47,14 @@ def settle_all(
     if state.pace is not None:
         pace = observe(state.pace, verdict, ~state.finished)
         state = dataclasses.replace(state, pace=pace)
-    state, tokens, why, count = append(structure, state, proposal.tokens, verdict, ends)
+    state, tokens, why, count = append(static, state, proposal.tokens, verdict, ends)
     state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
-    reports = report(proposal.tokens, seen, verdict.why, why) if structure.reports else None
+    reports = report(proposal.tokens, seen, verdict.why, why) if static.reports else None
     return state, Emitted(tokens, why, count, reports)
 
 
 def settle_deferring(
-    structure: RoundStructure,
+    static: RoundStatic,
     state: DecodeState,
     proposal: Draft,
     seen: TargetEvidence,
@@ -67,13 +67,13 @@ def settle_deferring(
     assert state.window is not None
     live, before, window = ~state.finished, state.length, state.window
     room = state.limit - state.length
-    whole, new = defer(verdict, seen, state.pace, room, drafted, structure.deferred_window)
+    whole, new = defer(verdict, seen, state.pace, room, drafted, static.deferred_window)
     pace = observe(state.pace, whole, live)
-    state, _, why, count = append(structure, state, proposal.tokens, whole, ends)
+    state, _, why, count = append(static, state, proposal.tokens, whole, ends)
     ended = state.finished & live
     broken = is_broken(window, seen, drafted, count)
     reports = None
-    if structure.reports:
+    if static.reports:
         deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
         decided = jnp.where(deferred, verdict.why, whole.why)
         reports = report(proposal.tokens, seen, decided, why, deferred)
@@ -92,7 +92,7 @@ def settle_deferring(
     rule = state.rule.after(whole, left.charged)
     if rule.budget is not None:
         rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_end(left.window.replacement, structure.eos_token_ids, ends)
+    ends_anew = _is_end(left.window.replacement, static.eos_token_ids, ends)
     ends_anew |= left.length >= state.limit
     state = dataclasses.replace(
         state,
@@ -107,7 +107,7 @@ def settle_deferring(
 
 
 def append(
-    structure: RoundStructure,
+    static: RoundStatic,
     state: DecodeState,
     draft_tokens: Int[Array, "rows draft"],
     verdict: Verdict,
@@ -128,7 +128,7 @@ def append(
     why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
         jnp.int8
     )
-    is_end = _is_end(tokens, structure.eos_token_ids, ends) & (steps <= kept)
+    is_end = _is_end(tokens, static.eos_token_ids, ends) & (steps <= kept)
     until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
     room = state.limit - state.length
     count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_end), room)
@@ -181,7 +181,7 @@ def verify_step(
 
 
 def decode_round(
-    structure: RoundStructure,
+    static: RoundStatic,
     target: Llama,
     drafter: Drafter | None,
     state: DecodeState,
@@ -190,7 +190,7 @@ def decode_round(
     """Drafts up to K tokens, verifies them and keeps a prefix.
 
     Args:
-      structure: the static part.
+      static: what the round is compiled for.
       target: the target.
       drafter: what proposes; None where K is 0.
       state: the rows; rows that are finished stay as they are.
@@ -204,11 +204,11 @@ def decode_round(
     state = dataclasses.replace(state, keys=keys)
 
     # 1) Propose.
-    depth, expected = _depth(structure, state, inputs, live)
-    draft, drafter_state = _propose(structure, drafter, state, inputs, draft_keys, depth)
+    depth, expected = _depth(static, state, inputs, live)
+    draft, drafter_state = _propose(static, drafter, state, inputs, draft_keys, depth)
 
     # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
-    seen, new, hidden = _verify(structure, target, drafter, state, inputs, draft, verify_keys)
+    seen, new, hidden = _verify(static, target, drafter, state, inputs, draft, verify_keys)
     cache = state.target.with_length(state.length - 1).written(new, target.layout)
     state = dataclasses.replace(state, target=cache, drafter=drafter_state)
     verdict = accept(
@@ -218,12 +218,12 @@ def decode_round(
         protected=inputs.protected,
         memory=inputs.memory,
         state=state.rule,
-        num_drafted=draft.num_drafted if _may_be_short(structure, drafter) else None,
+        num_drafted=draft.num_drafted if _may_be_short(static, drafter) else None,
     )
 
     # 3) Commit: what is kept is appended, and what is certain settles.
-    settle = settle_deferring if structure.deferred_window else settle_all
-    state, settled = settle(structure, state, draft, seen, verdict, inputs.ends)
+    settle = settle_deferring if static.deferred_window else settle_all
+    state, settled = settle(static, state, draft, seen, verdict, inputs.ends)
 
     # 4) Observe.
     if drafter is not None:
@@ -248,28 +248,28 @@ def decode_round(
         rolled_back=settled.rolled_back,
         depth=depth,
         expected=expected,
-        draft_tokens=draft.tokens if structure.reports_evidence else None,
-        evidence=seen if structure.reports_evidence else None,
+        draft_tokens=draft.tokens if static.reports_evidence else None,
+        evidence=seen if static.reports_evidence else None,
     )
     return state, jax.tree.map(lambda leaf: leaf[None], output)
 
 
 def _depth(
-    structure: RoundStructure, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
+    static: RoundStatic, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
 ) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
     """K of this round, where it is chosen, and the tokens that are expected of it."""
-    if not structure.depths or state.pace is None:
+    if not static.depths or state.pace is None:
         return None, None
-    strict_tail = 0 if structure.deferred_window else inputs.rule.strict_tail
-    chosen, expected = choose_depth(state.pace, live, structure.depths, strict_tail)
+    strict_tail = 0 if static.deferred_window else inputs.rule.strict_tail
+    chosen, expected = choose_depth(state.pace, live, static.depths, strict_tail)
     if state.window is not None:  # which only draft tokens can complete
         is_open = jnp.any(state.window.is_open & live)
-        chosen = jnp.where(is_open & (structure.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
-    return jnp.asarray(structure.depths, jnp.int32)[chosen], expected[chosen]
+        chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
+    return jnp.asarray(static.depths, jnp.int32)[chosen], expected[chosen]
 
 
 def _propose(
-    structure: RoundStructure,
+    static: RoundStatic,
     drafter: Drafter | None,
     state: DecodeState,
     inputs: RuleInputs,
@@ -281,13 +281,13 @@ def _propose(
         return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
     wanted = None if depth is None else jnp.full_like(state.length, depth)
     if drafter.adapts:  # for a finished row nobody is to wait
-        all_wanted = structure.num_speculative_tokens if wanted is None else wanted
+        all_wanted = static.num_speculative_tokens if wanted is None else wanted
         wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
     draft, drafter_state = drafter.propose(
         state.drafter,
         state.tokens,
         state.length,
-        structure.num_speculative_tokens,
+        static.num_speculative_tokens,
         wanted=wanted,
         sampling=inputs.sampling,
         keys=keys,
@@ -296,7 +296,7 @@ def _propose(
 
 
 def _verify(
-    structure: RoundStructure,
+    static: RoundStatic,
     target: Llama,
     drafter: Drafter | None,
     state: DecodeState,
@@ -310,7 +310,7 @@ def _verify(
     """
     cache = state.target.with_length(state.length - 1)
     most = draft.tokens.shape[1]
-    is_short = _may_be_short(structure, drafter)
+    is_short = _may_be_short(static, drafter)
 
     def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
         def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
@@ -319,7 +319,7 @@ def _verify(
             seen = evidence(
                 target.logits(hidden),
                 tokens,
-                needs=structure.needs,
+                needs=static.needs(inputs.rule),
                 sampling=inputs.sampling,
                 draft_logits=None if draft.logits is None else draft.logits[:, :width],
                 key=keys,
@@ -336,16 +336,17 @@ def _verify(
 
         return run
 
-    if len(structure.widths) == 1:
+    widths = static.widths(drafter)
+    if len(widths) == 1:
         return at(most)()
     longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
-    index = jnp.searchsorted(jnp.asarray(structure.widths), longest)
-    return jax.lax.switch(index, [at(width) for width in structure.widths])
+    index = jnp.searchsorted(jnp.asarray(widths), longest)
+    return jax.lax.switch(index, [at(width) for width in widths])
 
 
-def _may_be_short(structure: RoundStructure, drafter: Drafter | None) -> bool:
+def _may_be_short(static: RoundStatic, drafter: Drafter | None) -> bool:
     """Rows may have fewer than K draft tokens."""
-    return len(structure.widths) > 1 or (drafter is not None and drafter.may_fall_short)
+    return len(static.widths(drafter)) > 1 or (drafter is not None and drafter.may_fall_short)
 
 
 def _block(
@@ -366,7 +367,7 @@ def _split(
 
 
 def decode_rounds(
-    structure: RoundStructure,
+    static: RoundStatic,
     target: Llama,
     drafter: Drafter | None,
     state: DecodeState,
@@ -383,13 +384,13 @@ def decode_rounds(
     """
     # Jitted to be traced once, for its shapes and for the loop.
     one_round = jax.jit(
-        functools.partial(decode_round, structure, target, drafter, inputs=inputs), inline=True
+        functools.partial(decode_round, static, target, drafter, inputs=inputs), inline=True
     )
-    if structure.rounds_per_dispatch == 1:
+    if static.rounds_per_dispatch == 1:
         return one_round(state)
     shapes = jax.eval_shape(one_round, state)[1]
     empty = jax.tree.map(
-        lambda leaf: jnp.zeros((structure.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
+        lambda leaf: jnp.zeros((static.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
     )
 
     def run(
@@ -406,7 +407,7 @@ def decode_rounds(
 
     def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
         index, state, _ = carry
-        goes_on = (index < structure.rounds_per_dispatch) & ~jnp.all(state.finished)
+        goes_on = (index < static.rounds_per_dispatch) & ~jnp.all(state.finished)
         if inputs.seated is not None:
             goes_on &= jnp.all(state.finished == ~inputs.seated)
         return goes_on

@@ -130,8 +130,8 @@ class Engine:
           load_may_change_text: K is chosen for loosened and for drawn requests too. What they give
             then depends on K, and so on what else is decoded: no rule keeps what it would not keep
             alone, and draws stay the target's.
-          memory: what rules with `uses_memory` look up; with `spec.reports_mismatches` it learns
-            while decoding.
+          memory: what rules with `uses_memory` look up; with `RoundStatic.reports_mismatches` it
+            learns while decoding.
           offline: nobody waits for a reply, and all requests have the rule and the sampling of
             `spec`: free slots are filled between two rounds, however long that takes, and rounds
             are made for all slots, however few are in use.
@@ -152,9 +152,9 @@ class Engine:
         self.spec = dataclasses.replace(spec, rule=self._numbers.united)
         check_memory(self.spec, memory)
         self.memory, self.listener = memory, listener
-        self.drafter = checked_drafter(target, draft, spec)
+        self.drafter = checked_drafter(target, draft, spec.static)
         self._resumes = self.drafter is None or self.drafter.resumes
-        self._programs = Programs(target, self.drafter, self.spec, cache_dtype)
+        self._programs = Programs(target, self.drafter, spec.static, cache_dtype)
         self._keys = MemoryKeys(self._programs)
         self.max_length = length
         self._capacity = cache_capacity(length, self._programs.room)
@@ -163,14 +163,14 @@ class Engine:
         plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=length)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._protection = Protection(
-            self._programs, protected_token_ids, spec.eos_token_ids, num_slots
+            self._programs, protected_token_ids, spec.static.eos_token_ids, num_slots
         )
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0
-        self.costs = DepthCosts(spec.depths) if spec.depths else None
+        self.costs = DepthCosts(spec.static.depths) if spec.static.depths else None
         self._load_may_change_text = load_may_change_text
         self._last_read = 0.0
         self._seated: list[Seated] = []  # since the last dispatch
@@ -215,8 +215,8 @@ class Engine:
           prefill_chunk: see the class.
           rules: see the class.
           audits: fills `Generation.reports`.
-          max_logprobs: see `RoundSpec`.
-          reports_evidence: see `RoundSpec`.
+          max_logprobs: see `RoundStatic`.
+          reports_evidence: see `RoundStatic`.
           reports_mismatches: the memory learns, whatever the rule.
           load_may_change_text: see the class.
           memory: see the class; None for an empty one, if the rule uses one.
@@ -230,16 +230,15 @@ class Engine:
         """
         config = pair.config(config, **given)
         spec = pair.spec(config, audits=audits)
-        spec = dataclasses.replace(
-            spec,
+        spec = spec.with_static(
             max_logprobs=max_logprobs,
             reports_evidence=reports_evidence,
-            reports_mismatches=spec.reports_mismatches or reports_mismatches,
+            reports_mismatches=spec.static.reports_mismatches or reports_mismatches,
         )
         offline = offline or prompts is not None
         if memory is not None:
             memory.check_vocabulary(pair.tokenizer.digest, "The memory")
-        elif offline and (spec.rule.uses_memory or spec.reports_mismatches):
+        elif offline and (spec.rule.uses_memory or spec.static.reports_mismatches):
             memory = CorrectionMemory(pair.tokenizer.digest, min_count=config.csd_min_count)
         if prompts is not None:
             num_slots = min(num_slots, max(len(prompts), 1))
@@ -313,13 +312,13 @@ class Engine:
         prompt = check_prompt(request.prompt, self._programs.config)
         check_room(len(prompt), request.max_new_tokens, self.max_length)
         check_stop(request.stop, self._tokenizer is not None)
-        check_logprobs(request.logprobs, self.spec.max_logprobs)
+        check_logprobs(request.logprobs, self.spec.static.max_logprobs)
         rule = self._own if request.rule is None else request.rule
         check_drawn(request, rule)
-        if self.spec.boundary == "defer":
-            check_deferred(request, rule, self.spec.deferred_window)
-        elif self.spec.num_speculative_tokens:
-            rule.check(self.spec.num_speculative_tokens)
+        if self.spec.static.deferred_window:
+            check_deferred(request, rule, self.spec.static.deferred_window)
+        elif self.spec.static.num_speculative_tokens:
+            rule.check(self.spec.static.num_speculative_tokens)
         if not self.takes(rule):
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
@@ -628,7 +627,7 @@ class Engine:
 
     def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
         """The numbers of all slots; None where nothing is ever drawn."""
-        if sampled and self.spec.boundary == "defer":
+        if sampled and self.spec.static.deferred_window:
             return None
         programs, occupants = self._programs, self.slots.occupants
         inputs = self._numbers.inputs(programs, occupants, self._protection, sampled=sampled)
@@ -642,7 +641,7 @@ class Engine:
         output: RoundOutput = jax.device_get(dispatch.output)
         now = time.perf_counter()
         taken, self._last_read = now - self._last_read, now
-        if self.memory is not None and self.spec.reports_mismatches:
+        if self.memory is not None and self.spec.static.reports_mismatches:
             self.memory.add(corrections(output, dispatch.teaching))
         if self.listener is not None:
             self.listener(output, dispatch.occupants)

@@ -276,7 +276,7 @@ def begun(
       seeds: of each row's draws.
       budgets: risk budget of each row, in nats; of no meaning without a rule that has one.
     """
-    static = programs.structure
+    static = programs.static
     needs_stats = static.depths or static.deferred_window
     rows = programs.put_rows(
         text,

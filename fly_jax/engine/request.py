@@ -56,7 +56,7 @@ class Generation:
       seconds: from when its prompt had been run to the arrival of its last token; other prompts
         that are run meanwhile count.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
-      reports: what is known of each token, if `RoundSpec.audits`.
+      reports: what is known of each token, if `RoundStatic.audits`.
       logprobs: of each token, if they are asked for.
     """
 
@@ -107,7 +107,7 @@ class Generation:
         why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
         self.token_ids.extend(tokens)
         self.why.extend(why)
-        if output.reports is not None and spec.audits:
+        if output.reports is not None and spec.static.audits:
             self.reports += token_reports(tokens, why, output.reports, at)
         if output.reports is not None and num_logprobs is not None:
             self.logprobs += token_logprobs(tokens, output.reports, at, num_logprobs)
@@ -127,7 +127,7 @@ class Generation:
             return None  # all of it is provisional
         reason = None
         if output.finished[at]:
-            is_end = tokens[-1] in spec.eos_token_ids and not ignores_eos
+            is_end = tokens[-1] in spec.static.eos_token_ids and not ignores_eos
             reason = "stop" if is_end else "length"
             self.finish_reason = reason
         return Settled(row, tokens, why, reason)
@@ -301,9 +301,9 @@ def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
             "A temperature was given for the whole engine, and each request has its own; leave it "
             "out, and give Request(..., sampling=Sampling(temperature))."
         )
-    if spec.boundary == "defer":
+    if spec.static.deferred_window:
         for rule in rules:
-            check_window(rule, spec.deferred_window)
+            check_window(rule, spec.static.deferred_window)
 
 
 def check_window(rule: Rule, size: int) -> None:

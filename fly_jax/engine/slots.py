@@ -336,7 +336,7 @@ class MemoryKeys:
 
 def check_memory(spec: RoundSpec, memory: CorrectionMemory | None) -> None:
     """Raises FlyJaxError for rounds that need a memory, without one."""
-    if memory is None and (spec.rule.uses_memory or spec.reports_mismatches):
+    if memory is None and (spec.rule.uses_memory or spec.static.reports_mismatches):
         raise FlyJaxError(
             "This rule looks mismatches up in a memory, or is to teach one, and none was "
             "given; pass memory=CorrectionMemory(…), empty or filled."

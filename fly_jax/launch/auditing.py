@@ -85,7 +85,7 @@ def auditing(
 
     Before the engine begins, since it would stand still meanwhile, and prompts seem slow.
     """
-    measure = spec.needs.entropy
+    measure = spec.static.needs(spec.rule).entropy
     assert measure is not None
     limits = {"max_new_tokens": values.max_new_tokens, "num_prompts": len(ids)}
     settings = {**config.to_dict(), **limits}

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
@@ -86,7 +86,7 @@ def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
 def default_round(num_speculative_tokens: int) -> RoundSpec:
     """FLy's round, or a lossless one where K is too small for its window."""
     rule = Fly() if num_speculative_tokens > Fly().window_size else Exact()
-    return RoundSpec(rule, num_speculative_tokens)
+    return RoundSpec(rule, RoundStatic(num_speculative_tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,14 +124,14 @@ class PlanSpec:
     @property
     def num_speculative_tokens(self) -> int:
         """K."""
-        return self.rounds.num_speculative_tokens
+        return self.rounds.static.num_speculative_tokens
 
     @property
     def workload(self) -> Workload:
         """The engine's slots, with cache positions for this context."""
         return Workload(
             rows=self.rows,
-            capacity=cache_capacity(self.context, self.rounds.room),
+            capacity=cache_capacity(self.context, self.rounds.static.room),
             num_speculative_tokens=self.num_speculative_tokens,
             matrices=INT8 if self.int8 else None,
         )

@@ -19,7 +19,7 @@ from jax.stages import Traced
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.state import DecodeState
@@ -124,11 +124,13 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """
     models = _models(spec, layouts)
     target, draft = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
-    rounds = dataclasses.replace(spec.rounds, eos_token_ids=spec.target.eos_token_ids)
-    memory = CorrectionMemory("") if rounds.rule.uses_memory or rounds.reports_mismatches else None
+    eos_token_ids = spec.target.eos_token_ids
+    rounds = spec.rounds.with_static(eos_token_ids=eos_token_ids)
+    learns = rounds.rule.uses_memory or rounds.static.reports_mismatches
+    memory = CorrectionMemory("") if learns else None
     make = functools.partial(Engine, num_slots=spec.rows, max_length=spec.context, offline=True)
     engine = make(target, [draft], rounds, memory=memory)
-    alone = make(target, None, RoundSpec(Exact(), 0, None, rounds.eos_token_ids))
+    alone = make(target, None, RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
     # What takes most: the widest chunk, which attends to all before it.
     chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
@@ -454,7 +456,7 @@ def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
             drafter_state,
             text,
             length,
-            spec.num_speculative_tokens,
+            spec.static.num_speculative_tokens,
             sampling=sampling,
             keys=keys if is_drawn else None,
         )
@@ -473,10 +475,12 @@ def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
     ) -> tuple[TargetEvidence, KVCache]:
         model = Llama(target.config, parameters, target.layout)
         logits, cache = verify_step(model, cache, text, length, drafted)
-        return evidence(logits, drafted, needs=spec.needs, layout=target.layout), cache
+        return evidence(
+            logits, drafted, needs=spec.static.needs(spec.rule), layout=target.layout
+        ), cache
 
     assert target.layout is not None
-    shape = (state.length.shape[0], spec.num_speculative_tokens)
+    shape = (state.length.shape[0], spec.static.num_speculative_tokens)
     drafted = jax.ShapeDtypeStruct(
         shape, np.int32, sharding=target.layout.sharding((None, None), shape)
     )

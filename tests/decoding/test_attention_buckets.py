@@ -18,7 +18,7 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
 from fly_jax.verification.rules import Exact, Fly
@@ -28,13 +28,13 @@ RARE = (7,)  # rows end far apart
 
 @given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
 def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
-    structure = RoundSpec(Exact(), 3).structure(None)
-    steps = AttentionBuckets(structure, capacity, 4, is_whole=False).steps
+    static = RoundStatic(3)
+    steps = AttentionBuckets(static, capacity, 4, is_whole=False).steps
     assert steps[-1] == capacity
     assert list(steps) == sorted(set(steps))
     assert all(large <= 2 * small for small, large in itertools.pairwise(steps))
     assert steps[0] < 2 * LEAST_ATTENDED
-    assert AttentionBuckets(structure, capacity, 4, is_whole=True).steps == (capacity,)
+    assert AttentionBuckets(static, capacity, 4, is_whole=True).steps == (capacity,)
 
 
 def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
@@ -42,7 +42,7 @@ def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
 ) -> None:
     """While rows of all lengths grow through the steps."""
     prompts = [[5, 9], [2] * 3, [token % 48 for token in range(3, 43)], [1, 2, 3, 4, 5]]
-    spec = RoundSpec(Exact(), 3, None, RARE)
+    spec = RoundSpec(Exact(), RoundStatic(3, None, RARE))
     target, draft = random_target(1), random_draft(1, 0.2)
     attended = []
     run = programs._run
@@ -84,13 +84,15 @@ def test_a_dispatch_attends_to_what_its_rows_need(
     k: int, rounds: int, window: int | None, room: int, lengths: list[int], limit: int, seed: int
 ) -> None:
     """Rows advance by up to K + 1 a round, some of it provisional; the host knows it late."""
-    spec = RoundSpec(Exact(), k, rounds_per_dispatch=rounds)
+    spec = RoundSpec(Exact(), RoundStatic(k, rounds_per_dispatch=rounds))
     if window is not None:
-        spec = RoundSpec(Fly(0.3, window), k, rounds_per_dispatch=rounds, boundary="defer")
+        spec = RoundSpec(
+            Fly(0.3, window), RoundStatic(k, rounds_per_dispatch=rounds, deferred_window=window)
+        )
     chance = random.Random(seed)
     limits = [length + limit for length in lengths]
     capacity = max(limits) + room
-    buckets = AttentionBuckets(spec.structure(None), capacity, room, is_whole=False)
+    buckets = AttentionBuckets(spec.static, capacity, room, is_whole=False)
     buckets.steps = tuple(range(1, capacity + 1))
     known = list(lengths)
     actual, settled, pending = list(lengths), list(lengths), list(lengths)

@@ -27,7 +27,7 @@ from random_pairs import (
 )
 
 from fly_jax.decoding import deferral
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
@@ -137,8 +137,9 @@ def decode(
     rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
     lookup: Lookup | None = None, rows: int = ROWS,
 ) -> list[Generation]:  # fmt: skip
-    given = {"rule": rule, "num_speculative_tokens": k, "lookup": lookup}
-    spec = dataclasses.replace(SPECS["deferred"], **given)
+    window = rule.longest_window
+    given = {"num_speculative_tokens": k, "lookup": lookup, "deferred_window": window}
+    spec = dataclasses.replace(SPECS["deferred"].with_static(**given), rule=rule)
     engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
     return engine.generate(prompts, limit)
 
@@ -210,7 +211,9 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
 @pytest.mark.usefixtures("always_deferring")
 def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
     """A lookup finds nothing for many rounds: windows do not outgrow the state."""
-    spec = RoundSpec(Fly(0.0, 2), 4, Lookup(3, 3, num_tokens=4), EOS, boundary="defer")
+    spec = RoundSpec(
+        Fly(0.0, 2), RoundStatic(4, Lookup(3, 3, num_tokens=4), EOS, deferred_window=2)
+    )
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
     rows = batch_engine(random_target(1), None, spec, 8).generate(prompts, 40)
     assert sum(row.num_rollbacks for row in rows) > 3
@@ -257,4 +260,4 @@ def test_the_budget_pays_for_what_stands() -> None:
 )
 def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
     with pytest.raises(FlyJaxError, match="boundary is 'defer'"):
-        RoundSpec(rule, 4, boundary="defer", sampling=sampling)
+        RoundSpec(rule, RoundStatic(4, deferred_window=2), sampling)

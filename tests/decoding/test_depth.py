@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import CAPACITY, ROWS, SPECS, batch_engine, random_draft, random_target
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.errors import FlyJaxError
@@ -107,8 +105,8 @@ def test_a_forced_depth_is_that_fixed_k(
         rows = batch_engine(target, draft, spec).generate(prompts, 20, seed=3)
         return [(row.token_ids, row.why, row.num_draft_tokens) for row in rows]
 
-    chosen = decode(dataclasses.replace(SPECS[name], depths=depths))
-    fixed = decode(dataclasses.replace(SPECS[name], num_speculative_tokens=depths[index]))
+    chosen = decode(SPECS[name].with_static(depths=depths))
+    fixed = decode(SPECS[name].with_static(num_speculative_tokens=depths[index]))
     assert chosen == fixed
     assert chosen[0][2] % depths[index] == 0
 
@@ -127,4 +125,4 @@ def test_every_depth_is_measured() -> None:
 @pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (-1, 6), (2, 4)])
 def test_wrong_depths(depths: tuple[int, ...]) -> None:
     with pytest.raises(FlyJaxError, match="depths"):
-        RoundSpec(Exact(), 6, depths=depths)
+        RoundSpec(Exact(), RoundStatic(6, depths=depths))

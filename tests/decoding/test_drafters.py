@@ -24,7 +24,7 @@ from random_pairs import (
 
 from fly_jax import Draft, Drafter, Verdict
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.engine import engine
@@ -38,9 +38,12 @@ K = 5
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
 SPECS = {
     "fixed": random_pairs.SPECS["lookup"],
-    "depths": RoundSpec(Exact(), K, Lookup(), EOS, depths=(2, K), rounds_per_dispatch=2),
+    "depths": RoundSpec(
+        Exact(), RoundStatic(K, Lookup(), EOS, depths=(2, K), rounds_per_dispatch=2)
+    ),
     "defer": RoundSpec(
-        Budget(Fly(0.0, 2), 0.0), K, Lookup(), EOS, boundary="defer", rounds_per_dispatch=2
+        Budget(Fly(0.0, 2), 0.0),
+        RoundStatic(K, Lookup(), EOS, deferred_window=2, rounds_per_dispatch=2),
     ),
 }
 
@@ -74,7 +77,7 @@ def test_where_nothing_is_found_nothing_is_drafted() -> None:
 
 def test_nothing_that_proposes_is_refused() -> None:
     with pytest.raises(FlyJaxError, match="without a draft model or a lookup"):
-        batch_engine(random_target(PAIR), None, RoundSpec(Exact(), K), 1)
+        batch_engine(random_target(PAIR), None, RoundSpec(Exact(), RoundStatic(K)), 1)
 
 
 class Memory(NamedTuple):
@@ -130,7 +133,8 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
         draft = random_draft(PAIR, 0.2)
         given = dataclasses.replace(drafter, table=_next_tokens(PROMPTS))  # type: ignore[call-arg]
         drafter = DraftModel(draft.parameters(), given, config=CONFIG, size=K)
-    rows = decode(RoundSpec(Exact(), K, eos_token_ids=EOS), drafter, PROMPTS, MOST_TOKENS)
+    spec = RoundSpec(Exact(), RoundStatic(K, None, EOS))
+    rows = decode(spec, drafter, PROMPTS, MOST_TOKENS)
     expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
     assert [row.token_ids for row in rows] == expected
     assert sum(row.num_accepted_tokens for row in rows) > 0
@@ -218,7 +222,8 @@ def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.Monkey
     target = random_target(PAIR)
     drafter = Echo(target.parameters()["unembedding"])
     prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3]
-    rows = decode(RoundSpec(Exact(), 3, eos_token_ids=EOS), drafter, prompts, MOST_TOKENS)
+    spec = RoundSpec(Exact(), RoundStatic(3, None, EOS))
+    rows = decode(spec, drafter, prompts, MOST_TOKENS)
     assert [row.token_ids for row in rows] == autoregressive(target, prompts, MOST_TOKENS)
     assert len(states) > 5
     assert all(not np.any(state.wrong) for state in states)

@@ -9,7 +9,7 @@ import jax
 import pytest
 from random_pairs import batch_engine, greedy
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
@@ -21,7 +21,7 @@ FAMILIES = ("mistral", "qwen2_windows", "qwen3", "smollm3")
 # Longer than the windows, and of different lengths.
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [9, 2, 6], [5, 3, 5, 8, 9, 7, 9] * 2, [3, 2]]
 MAX_NEW_TOKENS = 16
-SPEC = RoundSpec(Exact(), 3, eos_token_ids=(2,))
+SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
 
 
 def loaded(family: str, layout: Layout | None = None) -> Llama:

@@ -26,7 +26,7 @@ from random_pairs import (
     until_end,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
@@ -84,7 +84,7 @@ def foreign_engine(
     length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         text[row, : len(prompt)] = prompt
-    drafter = DraftModel(draft.parameters(), spec.lookup, config=CONFIG, size=DRAFTED)
+    drafter = DraftModel(draft.parameters(), spec.static.lookup, config=CONFIG, size=DRAFTED)
     target_cache, drafter_state = prefilled(target, drafter, text)
     keys = draft_keys = verify_keys = keys_from(seed, len(PROMPTS))
     emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
@@ -216,10 +216,10 @@ def test_the_running_account_is_that_of_what_has_settled() -> None:
 
 def test_a_round_needs_no_more_room_than_it_says() -> None:
     """The last position of the text and of the cache may be the last that a round writes."""
-    spec = RoundSpec(Exact(), 12, Lookup(num_tokens=3))
+    spec = RoundSpec(Exact(), RoundStatic(12, Lookup(num_tokens=3)))
     prompts = [[1] * 24, [6, 3], [7, 3]]
     length = 24 + MAX_NEW_TOKENS
     engine = batch_engine(random_target(2), random_draft(2, 0.2), spec, max_length=length)
-    assert engine._capacity == length + spec.room
+    assert engine._capacity == length + spec.static.room
     rows = engine.generate(prompts, MAX_NEW_TOKENS)
     assert [row.token_ids for row in rows] == greedy(random_target(2), prompts)

@@ -28,7 +28,7 @@ from random_pairs import (
     state_after,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -64,7 +64,7 @@ def decode(
     rows: int = ROWS,
     limit: int = MOST_TOKENS,
 ) -> list[Generation]:
-    spec = dataclasses.replace(spec, level_speculative_tokens=sizes)
+    spec = spec.with_static(level_speculative_tokens=sizes)
     engine = batch_engine(random_target(pair), drafts, spec, rows)
     return engine.generate(prompts, limit, seed=pair)
 
@@ -77,7 +77,7 @@ def without_cost(row: Generation) -> Generation:
 def test_levels_change_no_token(name: str) -> None:
     """Nor why it stands there: whether the lower levels are good or useless."""
     spec, sizes, lookup, rows = CASES[name]
-    with_lookup = dataclasses.replace(spec, lookup=lookup)
+    with_lookup = spec.with_static(lookup=lookup)
     for pair, below in ((1, (0.25, 0.2)), (2, (10.0, 0.3))):
         drafts = chain(pair, 0.2, below[: len(sizes)])
         expected = decode(spec, (), drafts[:1], PROMPTS, pair=pair, rows=rows)
@@ -118,7 +118,7 @@ def test_three_levels_equal_one_token_at_a_time(
     limit: int,
 ) -> None:
     drafts = chain(pair, noise, (below,))
-    spec = dataclasses.replace(ROUND, lookup=lookup)
+    spec = ROUND.with_static(lookup=lookup)
     rows = decode(spec, (2,), drafts, prompts, pair=pair, limit=limit)
     assert [row.token_ids for row in rows] == autoregressive(random_target(pair), prompts, limit)
 
@@ -134,7 +134,7 @@ def drafted(
     sampling: Sampling | None = None,
 ) -> Draft:
     """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
-    drafter = drafter_of(models, RoundSpec(Exact(), count, level_speculative_tokens=sizes))
+    drafter = drafter_of(models, RoundStatic(count, level_speculative_tokens=sizes))
     assert drafter is not None
     known = [length] + [valid] * (len(models) - 1)
     state = state_after(drafter, text, known, beyond=7.0)
@@ -198,10 +198,10 @@ def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
 def test_a_wrong_number_of_levels_is_refused(sampling: Sampling | None) -> None:
     drafts = chain(1, 0.2, (0.2,))
     with pytest.raises(FlyJaxError, match="2 draft models were given"):
-        batch_engine(random_target(1), drafts, RoundSpec(Exact(), 4, sampling=sampling), 1)
+        batch_engine(random_target(1), drafts, RoundSpec(Exact(), RoundStatic(4), sampling), 1)
     with pytest.raises(FlyJaxError, match="at least 1 token"):
-        RoundSpec(Exact(), 4, level_speculative_tokens=(4, 0), sampling=sampling)
+        RoundSpec(Exact(), RoundStatic(4, level_speculative_tokens=(4, 0)), sampling)
     other = Llama.random(dataclasses.replace(CONFIG, vocab_size=50), jax.random.key(0))
-    spec = RoundSpec(Exact(), 4, level_speculative_tokens=(2,), sampling=sampling)
+    spec = RoundSpec(Exact(), RoundStatic(4, level_speculative_tokens=(2,)), sampling)
     with pytest.raises(FlyJaxError, match="A draft model has 50 tokens"):
         batch_engine(random_target(1), (drafts[0], other), spec, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +17,7 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.request import Generation, RequestState
 from fly_jax.errors import FlyJaxError
@@ -28,12 +26,21 @@ from fly_jax.verification.rules import Exact, Why
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
     "autoregressive": (SPECS["autoregressive"], 3),
-    "one token": (RoundSpec(Exact(), 1, eos_token_ids=EOS), 1),
+    "one token": (RoundSpec(Exact(), RoundStatic(1, None, EOS)), 1),
     "five tokens": (SPECS["exact"], 3),
-    "lookup, three rounds": (RoundSpec(Exact(), 5, Lookup(), EOS, rounds_per_dispatch=3), 3),
-    "lookup, earliest": (RoundSpec(Exact(), 9, Lookup(match="earliest", num_tokens=3), EOS), 2),
+    "lookup, three rounds": (
+        RoundSpec(Exact(), RoundStatic(5, Lookup(), EOS, rounds_per_dispatch=3)),
+        3,
+    ),
+    "lookup, earliest": (
+        RoundSpec(Exact(), RoundStatic(9, Lookup(match="earliest", num_tokens=3), EOS)),
+        2,
+    ),
     "depths": (SPECS["depths"], 3),
-    "depths, lookup": (RoundSpec(Exact(), 6, Lookup(num_tokens=3), EOS, depths=(2, 6)), 2),
+    "depths, lookup": (
+        RoundSpec(Exact(), RoundStatic(6, Lookup(num_tokens=3), EOS, depths=(2, 6))),
+        2,
+    ),
 }
 
 # A small alphabet repeats itself, so that the lookup finds something.
@@ -107,7 +114,7 @@ def test_end_of_text_inside_a_block_ends_the_row() -> None:
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
     prompts = [[5], [9, 9], [1, 2, 3]]
-    endless = dataclasses.replace(SPECS["exact"], eos_token_ids=())
+    endless = SPECS["exact"].with_static(eos_token_ids=())
     engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
     whole = engine.generate(prompts, 16)
     assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
@@ -119,7 +126,7 @@ def test_a_limit_that_cuts_a_block_is_kept() -> None:
 
 def test_a_row_ends_where_the_context_does() -> None:
     context = CONFIG.max_context
-    endless = dataclasses.replace(SPECS["exact"], eos_token_ids=())
+    endless = SPECS["exact"].with_static(eos_token_ids=())
     engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
     prompt = list(range(40)) * 3
     (row,) = engine.generate([prompt[: context - 3]], 10)

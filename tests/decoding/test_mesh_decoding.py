@@ -13,7 +13,7 @@ import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig
@@ -27,25 +27,16 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Typical
 LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
 ROWS = 4
 SPECS = {
-    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
-    "exact": RoundSpec(Exact(), 3, None, EOS),
-    "fly": RoundSpec(Fly(window_size=1), 3, None, EOS),
+    "autoregressive": RoundSpec(Exact(), RoundStatic(0, None, EOS)),
+    "exact": RoundSpec(Exact(), RoundStatic(3, None, EOS)),
+    "fly": RoundSpec(Fly(window_size=1), RoundStatic(3, None, EOS)),
     "all": RoundSpec(
         Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin()), 2.0),
-        3,
-        None,
-        EOS,
-        reports_mismatches=True,
-        audits=True,
+        RoundStatic(3, None, EOS, reports_mismatches=True, audits=True),
     ),
     "levels": RoundSpec(
         Fly(0.0, 2),
-        3,
-        None,
-        EOS,
-        audits=True,
-        boundary="defer",
-        level_speculative_tokens=(2,),
+        RoundStatic(3, None, EOS, audits=True, deferred_window=2, level_speculative_tokens=(2,)),
     ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
@@ -73,7 +64,9 @@ def engine_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
 ) -> Engine:
     target, draft = pair()
-    drafts = [draft, random_draft(2, 0.4, LARGE)][: 1 + len(SPECS[name].level_speculative_tokens)]
+    drafts = [draft, random_draft(2, 0.4, LARGE)][
+        : 1 + len(SPECS[name].static.level_speculative_tokens)
+    ]
     if mesh is not None:
         devices = create_mesh(parse_mesh(mesh))
         target = placed(target, Layout(devices, RULES[target_rules]))
@@ -111,7 +104,7 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
             assert dataclasses.astuple(report) == pytest.approx(
                 dataclasses.astuple(alone), abs=1e-4
             )
-    assert all(bool(row.reports) == SPECS[name].audits for row in found)
+    assert all(bool(row.reports) == SPECS[name].static.audits for row in found)
 
 
 def _compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -144,7 +137,7 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     hlo = programs._run.lower(*given).compile().as_text()
     sent = collectives(hlo)
     assert any(name == "all-reduce" for name, _ in sent), "the program has no collectives"
-    block = SPECS["fly"].num_speculative_tokens + 1
+    block = SPECS["fly"].static.num_speculative_tokens + 1
     for name, shape in sent:
         assert LARGE.vocab_size not in shape, (name, shape)
         assert CAPACITY not in shape, (name, shape)

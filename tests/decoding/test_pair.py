@@ -13,7 +13,7 @@ import pytest
 from tiny_pair import write_pair
 
 import fly_jax
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters import registry
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.pair import Pair, load_pair
@@ -64,7 +64,7 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
     with pytest.raises(FlyJaxError, match=r"protect is '\(', which is no regular expression"):
         Engine.of(pair, rule="exact", protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
-        RoundSpec(Exact(), 0, rounds_per_dispatch=0)
+        RoundSpec(Exact(), RoundStatic(0, rounds_per_dispatch=0))
 
 
 def test_engines_share_the_pairs_weights(pair: Pair) -> None:
@@ -112,7 +112,7 @@ def alone(pair: Pair) -> Pair:
 
 @pytest.fixture
 def toy() -> Iterator[None]:
-    fly_jax.register_drafter("toy", lambda target, spec: Toy())
+    fly_jax.register_drafter("toy", lambda target, static: Toy())
     yield
     del registry._BUILDS["toy"]
 
@@ -134,7 +134,7 @@ def test_a_drafter_from_outside_drafts_losslessly(
     assert one.token_ids == expected[0]
     assert one.num_draft_tokens > 0
     with pytest.raises(FlyJaxError, match="a drafter 'toy' already"):
-        fly_jax.register_drafter("toy", lambda target, spec: Toy())
+        fly_jax.register_drafter("toy", lambda target, static: Toy())
     with pytest.raises(FlyJaxError, match="proposes alone"):
         load_pair(folders[0], ["toy", folders[1]])
 
@@ -148,9 +148,9 @@ def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> Non
     """Named, or because there is no draft model: the same, and the target's own text."""
     given = {"rule": "exact", "num_speculative_tokens": 4}
     named = load_pair(folders[0], "ngram", dtype="float32")
-    assert named.spec(**given).lookup == fly_jax.Lookup()
-    assert named.spec(**given, prompt_lookup_max=2).lookup == fly_jax.Lookup(max_ngram=2)
-    assert named.spec(**given, prompt_lookup_tokens=3).lookup == fly_jax.Lookup(num_tokens=3)
+    assert named.spec(**given).static.lookup == fly_jax.Lookup()
+    assert named.spec(**given, prompt_lookup_max=2).static.lookup == fly_jax.Lookup(max_ngram=2)
+    assert named.spec(**given, prompt_lookup_tokens=3).static.lookup == fly_jax.Lookup(num_tokens=3)
     (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
     (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
     assert one.token_ids == same.token_ids == tokens(alone)[0]

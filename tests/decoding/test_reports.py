@@ -18,21 +18,22 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.request import Generation
 from fly_jax.verification.evidence import Entropy
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Typical, Why
-from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[first, 3, 5] for first in range(8)]
 DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2
 FLY = Fly(entropy_threshold=0.4, window_size=2)
 GAP, TOTAL = 1.5, 2.5
 SPECS = {
-    "exact": dataclasses.replace(random_pairs.SPECS["exact"], audits=True),
-    "fly": RoundSpec(FLY, DRAFTED, None, EOS, audits=True, rounds_per_dispatch=2),
-    "budget": RoundSpec(Budget(Margin(gap=GAP), TOTAL), DRAFTED, None, EOS, audits=True),
-    "typical": RoundSpec(Typical(), DRAFTED, None, EOS, audits=True),
+    "exact": random_pairs.SPECS["exact"].with_static(audits=True),
+    "fly": RoundSpec(FLY, RoundStatic(DRAFTED, None, EOS, audits=True, rounds_per_dispatch=2)),
+    "budget": RoundSpec(
+        Budget(Margin(gap=GAP), TOTAL), RoundStatic(DRAFTED, None, EOS, audits=True)
+    ),
+    "typical": RoundSpec(Typical(), RoundStatic(DRAFTED, None, EOS, audits=True)),
     "deferred": random_pairs.SPECS["deferred"],
 }
 MEASURES = {name: ("full", 0) if name == "typical" else ("top_k", 3) for name in SPECS}
@@ -154,7 +155,7 @@ def test_windows_that_were_deferred_tell_how_they_ended() -> None:
 
 
 def test_reports_change_no_token_and_are_not_there_unasked() -> None:
-    silent = decode(dataclasses.replace(SPECS["deferred"], audits=False))
+    silent = decode(SPECS["deferred"].with_static(audits=False))
     for one, other in zip(silent, audited("deferred"), strict=True):
         assert one.reports == []
         assert dataclasses.replace(other, reports=[], seconds=one.seconds) == one
@@ -162,11 +163,11 @@ def test_reports_change_no_token_and_are_not_there_unasked() -> None:
 
 def test_unasked_reports_are_no_part_of_the_program() -> None:
     for spec in SPECS.values():
-        plain = dataclasses.replace(spec, audits=False)
+        plain = spec.with_static(audits=False)
         engine = batch_engine(random_target(PAIR), random_draft(PAIR, NOISE), plain)
         state = engine._slots()
         assert state.window is None or state.window.reports is None
-        assert plain.needs == plain.rule.needs
+        assert plain.static.needs(plain.rule) == plain.rule.needs
 
 
 @pytest.mark.parametrize(
@@ -179,12 +180,11 @@ def test_unasked_reports_are_no_part_of_the_program() -> None:
     ],
 )
 def test_the_entropy_that_is_reported(rule: Rule, measure: Entropy) -> None:
-    for sampling in (None, Sampling()):
-        assert RoundSpec(rule, 15, audits=True, sampling=sampling).needs.entropy == measure
+    assert RoundStatic(15, audits=True).needs(rule).entropy == measure
 
 
 def test_sampled_corrections_tell_what_was_drafted() -> None:
-    spec = dataclasses.replace(random_pairs.SPECS["sampled"], audits=True)
+    spec = random_pairs.SPECS["sampled"].with_static(audits=True)
     refused = [
         report
         for row in decode(spec)

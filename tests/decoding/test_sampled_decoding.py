@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 from random_pairs import CONFIG, EOS, batch_engine, logits_after, random_draft, random_target
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation, Request
@@ -35,7 +35,7 @@ def decode(
     rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0
 ) -> list[Generation]:  # fmt: skip
     pair = random_target(5, SMALL, SHARPNESS), random_draft(5, noise, SMALL, SHARPNESS)
-    engine = batch_engine(*pair, RoundSpec(rule, 3, lookup, sampling=SAMPLING), ROWS)
+    engine = batch_engine(*pair, RoundSpec(rule, RoundStatic(3, lookup), SAMPLING), ROWS)
     return engine.generate([PROMPT] * draws, count, seed=seed)
 
 
@@ -108,7 +108,7 @@ SEEDS = [11, 5, 3, 2**40]
 
 
 def sampling_engine() -> Engine:
-    spec = RoundSpec(Exact(), 4, Lookup(), EOS, sampling=Sampling(0.9, top_p=0.95))
+    spec = RoundSpec(Exact(), RoundStatic(4, Lookup(), EOS), Sampling(0.9, top_p=0.95))
     return batch_engine(random_target(2), random_draft(2, 0.2), spec, len(PROMPTS))
 
 

@@ -13,7 +13,7 @@ from random_pairs import batch_engine, greedy
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import parameter_specs, scale_groups, scale_name
@@ -27,7 +27,7 @@ from fly_jax.verification.rules import Exact
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
-SPEC = RoundSpec(Exact(), 3, eos_token_ids=(2,))
+SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen2"])

@@ -14,7 +14,7 @@ import random_pairs
 from random_pairs import EOS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.state import DecodeState, RuleInputs
 from fly_jax.engine.engine import Engine
@@ -27,11 +27,14 @@ from fly_jax.verification.sampling import Sampling
 SPECS = {
     **random_pairs.SPECS,
     "levels": RoundSpec(
-        Fly(window_size=2), 5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)
+        Fly(window_size=2),
+        RoundStatic(5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)),
     ),
-    "csd, depths": RoundSpec(Csd(1e-6), 5, None, EOS, depths=(2, 5), reports_mismatches=True),
+    "csd, depths": RoundSpec(
+        Csd(1e-6), RoundStatic(5, None, EOS, depths=(2, 5), reports_mismatches=True)
+    ),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
-    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), 5, None, EOS, reports_mismatches=True),
+    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), RoundStatic(5, None, EOS, reports_mismatches=True)),
 }
 BATCHES = [
     ([[1, 2, 3], [4]], 12, 0),
@@ -57,7 +60,9 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list
 def num_drafts(spec: RoundSpec) -> int:
     if spec is SPECS["lookup"]:
         return 0
-    return 1 + len(spec.level_speculative_tokens) if spec.num_speculative_tokens else 0
+    return (
+        1 + len(spec.static.level_speculative_tokens) if spec.static.num_speculative_tokens else 0
+    )
 
 
 def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
@@ -102,11 +107,13 @@ def test_other_numbers_compile_nothing(
         rule = Budget(Fly(threshold, int(window)) | Margin(gap=threshold), total)
         sampling = Sampling(temperature, top_p=top_p)
         if offline:
-            engine = engine_for(RoundSpec(rule, 5, None, EOS, sampling=sampling))
+            engine = engine_for(RoundSpec(rule, RoundStatic(5, None, EOS), sampling))
             return engine.generate([prompt], max_new_tokens, seed=seed)[0].token_ids
         if not online:
             pair = random_target(1), random_draft(1, 0.2)
-            online.append(Engine(*pair, RoundSpec(Exact(), 5, None, EOS), rules=[rule]))
+            online.append(
+                Engine(*pair, RoundSpec(Exact(), RoundStatic(5, None, EOS)), rules=[rule])
+            )
         state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
         list(online[0].run(()))
         return state.generation.token_ids
@@ -171,7 +178,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
 
     A single round, which is not in a loop, runs all the same, and leaves the rows as they are.
     """
-    engine = engine_for(dataclasses.replace(SPECS["exact"], rounds_per_dispatch=rounds))
+    engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=rounds))
     state, inputs = begun(engine, [12, 12])
     inputs = dataclasses.replace(inputs, seated=None)
     run = engine._programs.run
@@ -195,7 +202,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
 
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     """Another request has its place; one that begins after that runs no round."""
-    spec = RoundSpec(Exact(), 4, rounds_per_dispatch=3)
+    spec = RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=3))
     engine = engine_for(spec)
     state, inputs = begun(engine, [1, 40])
     state, output = engine._programs.run(state, inputs)

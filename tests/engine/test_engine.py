@@ -25,7 +25,7 @@ from random_pairs import (
     logits_after,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState
@@ -109,7 +109,7 @@ def test_requests_of_all_lengths_equal_those_alone(
     engines: dict[object, Engine] = {}
     expected = [alone(kind, request, engines) for request in given]
     assert [account(one) for one in found] == [account(one) for one in expected]
-    if kind.spec.max_logprobs:
+    if kind.spec.static.max_logprobs:
         check_logprobs(found)
     if kind.memory is not None:
         assert any(
@@ -197,7 +197,7 @@ def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
 
 def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     memory, usual = CorrectionMemory("v"), KINDS["rules and sampling"]
-    learns = dataclasses.replace(usual.spec, reports_mismatches=True)
+    learns = usual.spec.with_static(reports_mismatches=True)
     engine = engine_for(dataclasses.replace(usual, spec=learns, memory=memory))
     one, other = (Request([number] * 4, 24, rule=Exact()) for number in (1, 2))
     finished(engine, [dataclasses.replace(one, sampling=Sampling(1.0, top_k=5))])
@@ -212,7 +212,7 @@ def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
 
 
 TURNS = {
-    "draft and lookup": Kind(dataclasses.replace(ROUND, lookup=Lookup())),
+    "draft and lookup": Kind(ROUND.with_static(lookup=Lookup())),
     **{name: kind for name, kind in KINDS.items() if name != "levels"},  # which never resume
 }
 
@@ -286,7 +286,7 @@ def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
         return prefill_chunk(self, state, size, *rest)
 
     monkeypatch.setattr(Programs, "prefill_chunk", taking)
-    endless = Kind(RoundSpec(Exact(), 0), num_drafts=0)
+    endless = Kind(RoundSpec(Exact(), RoundStatic(0)), num_drafts=0)
     engine = engine_for(endless, max_length=500)
     short = engine.submit(Request([1, 2], 80))
     engine.step()

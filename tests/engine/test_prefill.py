@@ -12,7 +12,7 @@ import pytest
 from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, autoregressive
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput
 from fly_jax.engine.engine import Engine
@@ -84,7 +84,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-AUTO = Kind(RoundSpec(Exact(), 4, None, EOS, depths=(0, 2, 4)))
+AUTO = Kind(RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=(0, 2, 4))))
 
 
 def engine_of(name: str, rows: int) -> Engine:

@@ -58,7 +58,7 @@ def test_a_window_that_does_not_fit_is_refused() -> None:
         (Kind(ROUND, rules=(Csd(),)), "memory"),
         (Kind(dataclasses.replace(ROUND, sampling=Sampling(0.5))), "each request has its own"),
         (
-            Kind(dataclasses.replace(ROUND, boundary="defer"), rules=(Fly(0.0, 1),)),
+            Kind(ROUND.with_static(deferred_window=2), rules=(Fly(0.0, 1),)),
             "which must be of one size",
         ),
     ],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import Pace, choose_depth
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
@@ -20,7 +20,7 @@ from fly_jax.verification.rules import Exact, Fly
 from fly_jax.verification.sampling import Sampling
 
 DEPTHS = (0, 2, 4)
-SPEC = RoundSpec(Exact(), 4, None, EOS, depths=DEPTHS)
+SPEC = RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=DEPTHS))
 FLY = Fly(0.2, 2)
 LIMIT = 24
 
@@ -108,7 +108,7 @@ def test_a_loosened_request_keeps_its_k() -> None:
     fixed = Engine(
         random_target(2),
         random_draft(2, 0.2),
-        RoundSpec(FLY, 4, None, EOS),
+        RoundSpec(FLY, RoundStatic(4, None, EOS)),
         num_slots=1,
         max_length=CONFIG.max_context,
         offline=True,

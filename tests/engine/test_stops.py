@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from random_pairs import random_draft, random_target
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState, Settled, StopChecker
 from fly_jax.errors import FlyJaxError
@@ -108,7 +108,7 @@ LETTERS = tokenizer(tuple(bytes([97 + one % 26]) for one in range(48)))
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    spec = RoundSpec(Exact(), 4, rounds_per_dispatch=2, audits=True)
+    spec = RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=2, audits=True))
     target, draft = random_target(2), random_draft(2, 0.05)
     return Engine(target, draft, spec, num_slots=2, max_length=90, tokenizer=LETTERS)
 
@@ -157,6 +157,8 @@ def test_stops_that_cannot_be_looked_for(engine: Engine) -> None:
         engine.submit(Request([1], stop=["a", ""]))
     with pytest.raises(FlyJaxError, match="a list of texts"):
         engine.submit(Request([1], stop="abc"))
-    mute = Engine(random_target(2), None, RoundSpec(Exact(), 0), num_slots=1, max_length=90)
+    mute = Engine(
+        random_target(2), None, RoundSpec(Exact(), RoundStatic(0)), num_slots=1, max_length=90
+    )
     with pytest.raises(FlyJaxError, match="has no tokenizer"):
         mute.submit(Request([1], stop=["a"]))

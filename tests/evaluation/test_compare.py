@@ -74,7 +74,7 @@ def test_three_rules(pair: Pair) -> None:
     assert [*configs] == ["autoregressive", "exact", "fly"]
     specs = {name: pair.spec(config) for name, config in configs.items()}
     assert [spec.rule for spec in specs.values()] == [Exact(), Exact(), Fly(window_size=2)]
-    assert [spec.num_speculative_tokens for spec in specs.values()] == [0, 4, 4]
+    assert [spec.static.num_speculative_tokens for spec in specs.values()] == [0, 4, 4]
 
 
 def test_rules_decode_the_same_prompts(pair: Pair) -> None:

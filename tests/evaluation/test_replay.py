@@ -29,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def engine_of(pair: Pair, rule: Rule) -> Engine:
     spec = pair.spec(rule=rule, num_speculative_tokens=6, lookup=None if pair.drafts else Lookup())
-    spec = dataclasses.replace(spec, reports_evidence=True, eos_token_ids=EOS)
+    spec = spec.with_static(reports_evidence=True, eos_token_ids=EOS)
     return Engine(pair.target, pair.proposing(spec), spec, num_slots=3, max_length=50, offline=True)
 
 

@@ -15,7 +15,7 @@ from random_pairs import (
     random_target,
 )
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
@@ -27,7 +27,7 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
 LONG = dataclasses.replace(CONFIG, max_context=600)
-ROUND = RoundSpec(Fly(0.2, 2), 4, None, EOS, rounds_per_dispatch=2, max_logprobs=2)
+ROUND = RoundSpec(Fly(0.2, 2), RoundStatic(4, None, EOS, rounds_per_dispatch=2, max_logprobs=2))
 NUM_SLOTS = 3
 
 
@@ -58,14 +58,17 @@ KINDS = {
         memory=every_other_pair(),
     ),
     "levels": Kind(
-        dataclasses.replace(ROUND, lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2
+        ROUND.with_static(lookup=Lookup(), level_speculative_tokens=(2,)),
+        num_drafts=2,
     ),
     "defer": Kind(
-        dataclasses.replace(ROUND, rule=Fly(0.0, 3), boundary="defer"),
+        dataclasses.replace(ROUND, rule=Fly(0.0, 3)).with_static(deferred_window=3),
         num_slots=4,  # and rounds for one of them
     ),
-    "lookup alone": Kind(RoundSpec(Exact(), 4, Lookup(), EOS, audits=True), num_drafts=0),
-    "autoregressive": Kind(RoundSpec(Exact(), 0, None, EOS), num_drafts=0),
+    "lookup alone": Kind(
+        RoundSpec(Exact(), RoundStatic(4, Lookup(), EOS, audits=True)), num_drafts=0
+    ),
+    "autoregressive": Kind(RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
     "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9))),
 }
 
@@ -114,7 +117,7 @@ def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
             # Each rule with one of them, since for every pair a decoder compiles anew too.
             sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
             seed=index + 1,
-            logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.max_logprobs else None,
+            logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.static.max_logprobs else None,
             protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
         )
         for index in range(number)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModelState
@@ -45,15 +45,16 @@ CAPACITY = 128
 ROWS = 3
 # The rounds that most of them decode with; the numbers of a rule and of a sampling are data.
 SPECS = {
-    "autoregressive": RoundSpec(Exact(), 0, None, EOS),
-    "exact": RoundSpec(Exact(), 5, None, EOS),
-    "fly": RoundSpec(Fly(0.4, 2), 5, None, EOS),
-    "fly, lookup": RoundSpec(Fly(0.4, 2), 5, Lookup(), EOS),
-    "lookup": RoundSpec(Exact(), 5, Lookup(), EOS),
-    "sampled": RoundSpec(Exact(), 5, None, EOS, sampling=Sampling(0.7, top_p=0.9)),
-    "depths": RoundSpec(Exact(), 5, None, EOS, depths=(2, 3, 5)),
+    "autoregressive": RoundSpec(Exact(), RoundStatic(0, None, EOS)),
+    "exact": RoundSpec(Exact(), RoundStatic(5, None, EOS)),
+    "fly": RoundSpec(Fly(0.4, 2), RoundStatic(5, None, EOS)),
+    "fly, lookup": RoundSpec(Fly(0.4, 2), RoundStatic(5, Lookup(), EOS)),
+    "lookup": RoundSpec(Exact(), RoundStatic(5, Lookup(), EOS)),
+    "sampled": RoundSpec(Exact(), RoundStatic(5, None, EOS), Sampling(0.7, top_p=0.9)),
+    "depths": RoundSpec(Exact(), RoundStatic(5, None, EOS, depths=(2, 3, 5))),
     "deferred": RoundSpec(
-        Fly(0.2, 2), 2, None, EOS, boundary="defer", rounds_per_dispatch=2, audits=True
+        Fly(0.2, 2),
+        RoundStatic(2, None, EOS, deferred_window=2, rounds_per_dispatch=2, audits=True),
     ),
 }
 # Noise of the draft's weights, relative to their own: agreement falls from all to chance.

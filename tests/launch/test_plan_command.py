@@ -119,11 +119,11 @@ def test_every_round_is_planned(
     assert planned(capsys, *H200, "--no_compile", *arguments)["fits"]
     (spec,) = made
     given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
-    assert spec.audits == ("audits" in given)
-    assert (spec.lookup is not None) == ("prompt_lookup_max" in given)
-    assert spec.boundary == given.get("boundary", "reject")
+    assert spec.static.audits == ("audits" in given)
+    assert (spec.static.lookup is not None) == ("prompt_lookup_max" in given)
+    assert (spec.static.deferred_window > 0) == ("boundary" in given)
     assert spec.sampling == (Sampling(0.7, 40, 0.9) if "temperature" in given else None)
-    assert spec.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())
+    assert spec.static.depths == (AUTO_DEPTHS if "num_speculative_tokens" in given else ())
     assert spec.rule.uses_memory == (given.get("rule") == "csd")
     assert (spec.rule.budget is not None) == ("risk_budget" in given)
 

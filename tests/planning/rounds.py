@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import jaxlib
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
@@ -44,13 +45,13 @@ class Kind:
     served: tuple[Rule, ...] | None = None
 
 
-def _rule(rule: Rule, **options: object) -> Callable[[int], RoundSpec]:
-    return lambda k: RoundSpec(rule, k, eos_token_ids=EOS, **options)  # type: ignore[arg-type]
+def _rule(rule: Rule, sampling: Sampling | None = None, **given: Any) -> Callable[[int], RoundSpec]:
+    return lambda k: RoundSpec(rule, RoundStatic(k, eos_token_ids=EOS, **given), sampling)
 
 
 _FLY = Fly(window_size=2)
 KINDS = {
-    "autoregressive": Kind(lambda _: RoundSpec(Exact(), 0, eos_token_ids=EOS), num_drafts=0),
+    "autoregressive": Kind(lambda _: RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
     "exact": Kind(_rule(Exact())),
     "fly": Kind(_rule(_FLY)),
     # What a rule may ask for, all of it.
@@ -68,9 +69,9 @@ KINDS = {
         _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
     ),
     "auto": Kind(
-        lambda k: RoundSpec(_FLY, k, eos_token_ids=EOS, depths=(2, k)),
+        lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k))),
     ),
-    "defer": Kind(_rule(_FLY, boundary="defer")),
+    "defer": Kind(_rule(_FLY, deferred_window=2)),
     # Each row has a rule of its own, and some are drawn.
     "served": Kind(_rule(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
 }

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from random_pairs import CONFIG, random_target
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
@@ -21,7 +21,7 @@ from fly_jax.verification.rules import Exact, Margin
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     # Without ends of text: every request has as many tokens as it asks for.
-    spec = RoundSpec(Exact(), 0, rounds_per_dispatch=2)
+    spec = RoundSpec(Exact(), RoundStatic(0, rounds_per_dispatch=2))
     return Engine(random_target(2), None, spec, num_slots=3, max_length=96, prefill_chunk=32)
 
 

@@ -17,7 +17,7 @@ import uvicorn
 from live_server import started, until
 from random_pairs import random_target
 
-from fly_jax.decoding.config import DecodingConfig, RoundSpec
+from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
 from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder
@@ -40,7 +40,9 @@ class Stuck(Engine):
 @pytest.fixture
 def service() -> Service:
     target = random_target(2)
-    engine = Stuck(target, None, RoundSpec(Exact(), 0, audits=True), num_slots=1, max_length=60)
+    engine = Stuck(
+        target, None, RoundSpec(Exact(), RoundStatic(0, audits=True)), num_slots=1, max_length=60
+    )
     tokenizer = types.SimpleNamespace(chat_template=None)
     pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
     builder = RequestBuilder.of(DecodingConfig().without_draft())

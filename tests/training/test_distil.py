@@ -13,7 +13,7 @@ import pytest
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Dtype
 from fly_jax.engine.engine import Engine
 from fly_jax.launch.__main__ import main
@@ -57,7 +57,9 @@ def heard() -> list[Expected]:
 
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
-    engine = Engine(model, None, RoundSpec(fly_jax.Exact(), 0), num_slots=2, offline=True)
+    engine = Engine(
+        model, None, RoundSpec(fly_jax.Exact(), RoundStatic(0)), num_slots=2, offline=True
+    )
     whole = continued(engine, PROMPTS, file, max_new_tokens=5, seed=0)
     alone = engine.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]

@@ -184,7 +184,7 @@ def corrected_by_hand() -> list[tuple[int, int]]:
 
 
 def engine_with(rule: Rule, memory: CorrectionMemory) -> Engine:
-    spec = dataclasses.replace(SPECS["exact"], rule=rule, reports_mismatches=True)
+    spec = dataclasses.replace(SPECS["exact"].with_static(reports_mismatches=True), rule=rule)
     return batch_engine(random_target(1), random_draft(1, 0.2), spec, memory=memory)
 
 

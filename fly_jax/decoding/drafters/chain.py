@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.errors import FlyJaxError
@@ -17,7 +17,7 @@ _MOST_UNSTACKED_LAYERS = 32
 
 
 def checked_drafter(
-    target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, spec: RoundSpec
+    target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, static: RoundStatic
 ) -> Drafter | None:
     """What proposes: what was given, the lookup alone, or nothing where K is 0.
 
@@ -25,21 +25,21 @@ def checked_drafter(
       FlyJaxError: K is asked for and nothing proposes, too few or many draft models, or one of
         another vocabulary.
     """
-    if not spec.num_speculative_tokens:
+    if not static.num_speculative_tokens:
         return None
     if isinstance(draft, Drafter):
         return draft
     models = (draft,) if isinstance(draft, Llama) else tuple(draft or ())
-    if not models and spec.lookup is None:
+    if not models and static.lookup is None:
         raise FlyJaxError(
-            f"{spec.num_speculative_tokens} speculative tokens were asked for without a draft "
+            f"{static.num_speculative_tokens} speculative tokens were asked for without a draft "
             "model or a lookup; speculation needs one of them: give a draft or a lookup, or "
             "num_speculative_tokens=0."
         )
-    if models and len(models) != 1 + len(spec.level_speculative_tokens):
+    if models and len(models) != 1 + len(static.level_speculative_tokens):
         raise FlyJaxError(
             f"{len(models)} draft models were given, and level_speculative_tokens has "
-            f"{len(spec.level_speculative_tokens)} numbers; it needs one for each draft model "
+            f"{len(static.level_speculative_tokens)} numbers; it needs one for each draft model "
             "but the first: correct it."
         )
     for one in models:
@@ -49,19 +49,19 @@ def checked_drafter(
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
                 "model of the target's family."
             )
-    return drafter_of(models, spec)
+    return drafter_of(models, static)
 
 
-def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
-    """The drafter that a spec asks for: a chain of draft models above the lookup, or less.
+def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
+    """The drafter that rounds ask for: a chain of draft models above the lookup, or less.
 
     Args:
       models: the draft models, the first proposing to the target and each other one to the one
         before it.
-      spec: its lookup proposes to the last of them, or to the target.
+      static: its lookup proposes to the last of them, or to the target.
     """
-    drafter: Drafter | None = spec.lookup
-    sizes = (spec.num_speculative_tokens, *spec.level_speculative_tokens)
+    drafter: Drafter | None = static.lookup
+    sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):
         model = for_backend(models[level])
         drafter = DraftModel(
@@ -71,7 +71,7 @@ def drafter_of(models: Sequence[Llama], spec: RoundSpec) -> Drafter | None:
             layout=model.layout,
             size=sizes[level],
             lags=level > 0,
-            rests=level == 0 and 0 in spec.depths,
+            rests=level == 0 and 0 in static.depths,
         )
     return drafter
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
@@ -12,7 +12,7 @@ from fly_jax.models.llama import Llama
 
 NGRAM = "ngram"  # the lookup alone
 
-Build = Callable[[Llama, RoundSpec], Drafter]
+Build = Callable[[Llama, RoundStatic], Drafter]
 
 _BUILDS: dict[str, Build] = {}
 
@@ -22,7 +22,7 @@ def register_drafter(name: str, build: Build) -> None:
 
     Args:
       name: stands before a folder or hub id that is called so.
-      build: the drafter for a target and the rounds that it is to draft for. A target that lies
+      build: makes it for a target and the rounds that it is to draft for. A target that lies
         on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
 
     Raises:
@@ -38,7 +38,7 @@ def is_registered(name: str) -> bool:
     return name in _BUILDS
 
 
-def build_drafter(name: str, target: Llama, spec: RoundSpec) -> Drafter:
+def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
     """The drafter of a name.
 
     Raises:
@@ -49,12 +49,12 @@ def build_drafter(name: str, target: Llama, spec: RoundSpec) -> Drafter:
             f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "
             "register yours with register_drafter."
         )
-    return _BUILDS[name](target, spec)
+    return _BUILDS[name](target, static)
 
 
-def _ngram(target: Llama, spec: RoundSpec) -> Drafter:
+def _ngram(target: Llama, static: RoundStatic) -> Drafter:
     del target
-    return spec.lookup or Lookup()
+    return static.lookup or Lookup()
 
 
 register_drafter(NGRAM, _ngram)

@@ -107,8 +107,8 @@ def _about(service: Service) -> APIRouter:
             "fly": {
                 "rule": service.builder.config.rule,
                 "rules": service.builder.names,
-                "num_speculative_tokens": engine.spec.num_speculative_tokens,
-                "max_logprobs": engine.spec.max_logprobs,
+                "num_speculative_tokens": engine.spec.static.num_speculative_tokens,
+                "max_logprobs": engine.spec.static.max_logprobs,
                 "has_chat_template": service.has_template,
             },
         }

@@ -40,7 +40,7 @@ class ServerMetrics:
         """All counts of the engine's requests are zero."""
         self._engine, self._registry = engine, CollectorRegistry()
         self._counted = collections.Counter[int]()  # rounds that `text` has been told of
-        k = engine.spec.num_speculative_tokens
+        k = engine.spec.static.num_speculative_tokens
         slots = engine.slots
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "num_requests_running": ("Requests in a slot", lambda: len(slots.live)),
@@ -106,7 +106,7 @@ class ServerMetrics:
     def ended(self, state: RequestState) -> None:
         """Counts a request whose last tokens have come, or which was cancelled."""
         one = state.generation
-        found = SpeculativeDecoding.of([one], self._engine.spec.num_speculative_tokens)
+        found = SpeculativeDecoding.of([one], self._engine.spec.static.num_speculative_tokens)
         self._ends.labels(one.finish_reason if state.is_finished else "cancelled").inc()
         self._drafts.inc(found.num_spec_steps)
         self._drafted.inc(found.num_draft_tokens)

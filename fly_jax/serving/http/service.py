@@ -77,7 +77,8 @@ class Service:
         self._open: set[ResponseStream] = set()
         self.num_open = 0
         self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
-        entropy = engine.engine.spec.needs.entropy
+        spec = engine.engine.spec
+        entropy = spec.static.needs(spec.rule).entropy
         assert entropy is not None, "the engine audits"
         self._entropy = entropy.name
 
@@ -138,7 +139,7 @@ class Service:
                 model=self.name,
                 tokenizer=self.pair.tokenizer,
                 run=Run(FORMAT, VERSION, rule, self._entropy, {}),
-                num_speculative_tokens=engine.spec.num_speculative_tokens,
+                num_speculative_tokens=engine.spec.static.num_speculative_tokens,
                 metrics=self.metrics,
                 on_end=self._leave,
             )

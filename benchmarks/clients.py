@@ -52,7 +52,7 @@ def _run(folder: Path, *command: str) -> None:
 
 
 def _evaluated(folder: Path, model: str, path: str) -> dict[str, Any]:
-    """What lm-eval finds at an endpoint."""
+    """Scores by lm-eval at an endpoint."""
     output = folder / _MODELS[path]
     arguments = (
         f"model={model},base_url={_URL.value}{path},tokenizer_backend=None,"
@@ -75,7 +75,7 @@ def _evaluated(folder: Path, model: str, path: str) -> dict[str, Any]:
 
 
 def _loaded(folder: Path) -> dict[str, Any]:
-    """What guidellm measures."""
+    """Load and latencies by guidellm."""
     _run(
         folder, _GUIDELLM.value, "run", "--disable-progress",
         "--backend", f"kind=openai_http,target={_URL.value},request_format=/v1/completions",

@@ -1,4 +1,4 @@
-"""What calibrating a gate finds for the embedded pair, for several bounds, and how long it takes.
+"""Gates that calibration finds for the embedded pair, for several bounds, and how long it takes.
 
     python benchmarks/gate.py
 

@@ -63,7 +63,7 @@ _NAME = "ifeval"
 
 
 class Answers:
-    """What one decoding has answered so far, in a file that grows by a line for each prompt.
+    """Answers of one decoding so far, in a file that grows by a line for each prompt.
 
     The first line holds the settings. A line that was cut off when the program ended is dropped.
     """
@@ -164,7 +164,7 @@ def _judged(
 
 
 def _verdicts(judged: str) -> dict[int, list[bool]]:
-    """What `_judged` says, by prompt."""
+    """The row of `_judged` as verdicts, by prompt."""
     rows = (row.split(":") for row in judged.split())
     return {int(key): [each == "1" for each in followed] for key, followed in rows}
 
@@ -205,7 +205,7 @@ def _counted(base: Answers, other: Answers) -> dict[str, Any]:
 
 
 def _setting(target: str, checks: Checks) -> dict[str, Any]:
-    """What is the same for all decodings of a result file."""
+    """The setting, the same for all decodings of a result file."""
     drafter = _DRAFTER.value
     return {
         "target": Path(target).name,
@@ -219,7 +219,7 @@ def _setting(target: str, checks: Checks) -> dict[str, Any]:
 
 
 def _measured_before(setting: Mapping[str, Any]) -> dict[str, Any]:
-    """What the result file has of this setting: decodings that are not asked for now stay in it.
+    """Decodings that the result file has of this setting: those not asked for now stay in it.
 
     Each has the number of its prompts and the target's score on them in itself.
     """

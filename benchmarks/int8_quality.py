@@ -1,4 +1,4 @@
-"""What int8 matrices cost in answers: the embedded target, alone and under FLy, both ways.
+"""Answers that int8 matrices cost: the embedded target, alone and under FLy, both ways.
 
     python benchmarks/int8_quality.py
 

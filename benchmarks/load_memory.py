@@ -128,7 +128,7 @@ def load(folder: str, dtype: str, coordinator: str, process_id: int) -> dict[str
 
 
 def measure(folder: Path, dtype: str) -> list[dict[str, Any]]:
-    """What each process says."""
+    """Loads in all processes at once: the figures of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""What the scripts share: how they start, and what a result file says of the machine."""
+"""Shared by the scripts: how they start, and what a result file says of the machine."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Decoding:
 
 
 def decoding(name: str) -> Decoding:
-    """What a name stands for, such as "self:int4, fly | margin 0.3, K = 15".
+    """The decoding that a name stands for, such as "self:int4, fly | margin 0.3, K = 15".
 
     Raises:
       SystemExit: no such decoding.
@@ -75,7 +75,7 @@ def of_batch(batch: int) -> str:
 
 
 def draft_of(one: Decoding, drafter: str | None) -> str | None:
-    """What drafts, as `load_pair` takes it.
+    """The draft, as `load_pair` takes it.
 
     Args:
       one: the decoding.

@@ -105,7 +105,7 @@ def _texts(pair: Pair, number: dict[str, int], split: Any) -> dict[str, Sequence
 
 
 def _memory(pair: Pair) -> CorrectionMemory:
-    """What csd begins with: the corrections of development texts of both kinds."""
+    """The memory that csd begins with: corrections of development texts of both kinds."""
     texts = _texts(pair, {"problems": 300, "library": 60}, "development")
     prompts = [pair.tokenizer.encode(problem.prompt) for problem in texts["problems"]]
     with tempfile.TemporaryDirectory() as folder:

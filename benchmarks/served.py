@@ -81,7 +81,7 @@ async def work_off(
 
 @dataclasses.dataclass
 class Answer:
-    """What a client saw.
+    """An answer as a client saw it.
 
     Attributes:
       text: of the answer.

@@ -36,7 +36,7 @@ _MOST_GROWTH = 48 * 2**20  # what an allocator keeps for the next burst
 
 @dataclasses.dataclass
 class Soak:
-    """What has become of the requests so far."""
+    """Outcomes of the requests so far."""
 
     pair: Pair
     prompts: list[list[int]]

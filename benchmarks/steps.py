@@ -1,4 +1,4 @@
-"""What one pass of a model costs, stacked or not, against its floor.
+"""The time of one pass of a model, stacked or not, against its floor.
 
     python benchmarks/steps.py [--target MODEL]
 

@@ -110,7 +110,7 @@ def _rules_rows(measured: dict[str, Any]) -> list[str]:
 
 
 def _in_three_lines(pair: dict[str, Any], rules: dict[str, Any], real: dict[str, Any]) -> list[str]:
-    """What a reader takes with her, the unfavourable too."""
+    """The result in three lines, the unfavourable too."""
     rows, of_k = pair["problems"], rules["batch_size"]["1"]["k"]["15"]
     exact = next(row for name, row in rows.items() if name.startswith("exact"))
     of_fly = (name for name in rows if name.startswith("fly"))

@@ -1,4 +1,4 @@
-"""What the benchmarks decode: word problems, and beginnings of the Python library's files."""
+"""Texts that the benchmarks decode: word problems, and beginnings of the Python library's files."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def _write_models(target: Path, draft: Path, family: str) -> None:
 
 
 def _family(family: str) -> dict[str, Any]:
-    """What is drafted and accepted in each way, and how many answers are plain decoding's."""
+    """Drafted and accepted tokens in each way, and how many answers are plain decoding's."""
     chance = random.Random(0)
     requests = [
         {"prompt": [chance.randrange(3, _VOCAB) for _ in range(chance.randint(5, 40))], "limit": 48}

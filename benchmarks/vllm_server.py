@@ -73,7 +73,7 @@ def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def _asked(port: int) -> dict[str, Any]:
-    """What a client sees: FLy, one request that is exact, and one with a wrong rule."""
+    """Answers that a client gets: FLy, one request that is exact, and one with a wrong rule."""
     import openai
 
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
@@ -99,7 +99,7 @@ def _asked(port: int) -> dict[str, Any]:
 
 
 def _exact_text() -> str:
-    """What fly_jax's own decoder makes of the prompt."""
+    """The continuation of the prompt by fly_jax's own engine."""
     import fly_jax
 
     pair = fly_jax.load_pair(_TARGET)

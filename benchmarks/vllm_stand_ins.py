@@ -1,4 +1,4 @@
-"""What vLLM for TPU (vllm-tpu 0.32.0, tpu-inference 0.32.0) lacks to run where there is no TPU.
+"""Stand-ins for what vLLM (vllm-tpu and tpu-inference 0.32.0) needs of a TPU, on a CPU.
 
 `install()` before `import vllm`. It stands in for chip records, memory figures, copies to a device
 and the attention kernel, in that process alone, and is no part of the package: what is tried out is
@@ -41,7 +41,7 @@ def decoded(
     target: str, requests: Sequence[Mapping[str, Any]], *, fly_jax: Mapping[str, Any] | None = None,
     ranks: int = 1, **arguments: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the engine makes of requests, in a process of its own.
+    """Has the engine answer requests, in a process of its own.
 
     Args:
       target: folder of the model.

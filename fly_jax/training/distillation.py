@@ -113,7 +113,7 @@ def _read(file: Path) -> Iterator[tuple[int, Document]]:
 def expected(
     teacher: Llama, documents: Sequence[Document], folder: Path, *, length: int
 ) -> list[Expected]:
-    """What the teacher expects after each token. Parts that an earlier run has left are read.
+    """Reads along: the teacher's expectations after each token, in parts that are kept on disk.
 
     Args:
       teacher: the model.

@@ -88,7 +88,7 @@ def stacked(rows: Iterator[Row], batch_size: int) -> Iterator[Row]:
 
 
 class TrainingState(NamedTuple):
-    """What a checkpoint holds: parameters by name, the optimiser's state, steps done."""
+    """Contents of a checkpoint: parameters by name, the optimiser's state, steps done."""
 
     parameters: dict[str, Array]
     optimizer: optax.OptState

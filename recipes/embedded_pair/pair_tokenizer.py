@@ -38,7 +38,7 @@ def _take(texts: Iterable[str], characters: float) -> Iterator[str]:
 
 
 def training_texts(seed: int, characters: int = _CORPUS_CHARACTERS) -> Iterator[str]:
-    """What the tokenizer is trained on: problems and library text of the training split."""
+    """Texts that the tokenizer is trained on: problems and library text of the training split."""
     worded = (problem.prompt + problem.solution for problem in problems(seed, "train"))
     library = library_text.documents("train")
     # Evenly spaced chunks, because the first ones are all of the same few modules.

@@ -127,8 +127,8 @@ def test_a_limit_that_cuts_a_block_is_kept() -> None:
 def test_a_row_ends_where_the_context_does() -> None:
     context = CONFIG.max_context
     endless = SPECS["exact"].with_static(eos_token_ids=())
-    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
-    prompt = list(range(40)) * 3
+    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless, max_length=context)
+    prompt = list(range(40)) * 15
     (row,) = engine.generate([prompt[: context - 3]], 10)
     assert len(row.token_ids) == 3
     assert row.finish_reason == "length"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs
-from random_pairs import EOS, batch_engine, random_draft, random_target
+from random_pairs import EOS, MAX_LENGTH, batch_engine, random_draft, random_target
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
@@ -111,9 +111,8 @@ def test_other_numbers_compile_nothing(
             return engine.generate([prompt], max_new_tokens, seed=seed)[0].token_ids
         if not online:
             pair = random_target(1), random_draft(1, 0.2)
-            online.append(
-                Engine(*pair, RoundSpec(Exact(), RoundStatic(5, None, EOS)), rules=[rule])
-            )
+            spec = SPECS["exact"]
+            online.append(Engine(*pair, spec, rules=[rule], max_length=MAX_LENGTH))
         state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
         list(online[0].run(()))
         return state.generation.token_ids

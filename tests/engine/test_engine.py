@@ -19,11 +19,7 @@ from engine_kinds import (
     models,
     requests,
 )
-from random_pairs import (
-    EOS,
-    greedy,
-    logits_after,
-)
+from random_pairs import EOS, MAX_LENGTH, greedy, logits_after
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -350,7 +346,7 @@ def test_the_prompt_is_the_one_that_was_handed_in() -> None:
 
 
 def test_what_runs_into_the_engines_length_ends_there() -> None:
-    (one,) = finished(engine_for(KINDS["autoregressive"]), [Request([1] * 95, 50)])
-    assert one.generation.num_tokens <= 100
+    (one,) = finished(engine_for(KINDS["autoregressive"]), [Request([1] * 91, 50)])
+    assert one.generation.num_tokens <= MAX_LENGTH
     assert one.generation.finish_reason in ("length", "stop")
-    assert one.generation.num_tokens == 100 or one.generation.finish_reason == "stop"
+    assert one.generation.num_tokens == MAX_LENGTH or one.generation.finish_reason == "stop"

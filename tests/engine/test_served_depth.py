@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_pairs import CONFIG, EOS, greedy, random_draft, random_target
+from random_pairs import EOS, MAX_LENGTH, greedy, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import Pace, choose_depth
@@ -32,7 +32,7 @@ def engine(*, load_may_change_text: bool = False) -> Engine:
         random_draft(2, 0.2),
         SPEC,
         num_slots=4,
-        max_length=CONFIG.max_context,
+        max_length=MAX_LENGTH,
         prefill_chunk=16,
         rules=(FLY,),
         load_may_change_text=load_may_change_text,
@@ -110,7 +110,7 @@ def test_a_loosened_request_keeps_its_k() -> None:
         random_draft(2, 0.2),
         RoundSpec(FLY, RoundStatic(4, None, EOS)),
         num_slots=1,
-        max_length=CONFIG.max_context,
+        max_length=MAX_LENGTH,
         offline=True,
     )
     (alone,) = fixed.generate([asked.prompt], LIMIT)

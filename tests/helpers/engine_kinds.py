@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from random_pairs import (
-    CONFIG,
     EOS,
+    MAX_LENGTH,
     placed,
     random_draft,
     random_target,
@@ -26,7 +26,6 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
-LONG = dataclasses.replace(CONFIG, max_context=600)
 ROUND = RoundSpec(Fly(0.2, 2), RoundStatic(4, None, EOS, rounds_per_dispatch=2, max_logprobs=2))
 NUM_SLOTS = 3
 
@@ -75,7 +74,7 @@ KINDS = {
 
 @functools.cache
 def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
-    found = [random_target(2, LONG), *(random_draft(2, noise, LONG) for noise in (0.2, 0.3))]
+    found = [random_target(2), *(random_draft(2, noise) for noise in (0.2, 0.3))]
     layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
     found = [placed(one, layout) for one in found]
     return tuple(found[: 1 + num_drafts])
@@ -85,7 +84,7 @@ def engine_for(
     kind: Kind,
     *,
     num_slots: int | None = None,
-    max_length: int = 100,
+    max_length: int = MAX_LENGTH,
     prefill_chunk: int = 32,
     offline: bool = False,
 ) -> Engine:

@@ -36,12 +36,12 @@ CONFIG = LlamaConfig(
     num_heads=4,
     num_kv_heads=2,
     head_size=8,
-    max_context=96,
+    max_context=600,
     eos_token_ids=EOS,
 )
-# Cache positions of a row of a whole context and what a round writes beyond it. Every program of
-# these tests has as many, so that few are compiled.
-CAPACITY = 128
+# Tokens of a request, and cache positions of a row of so many and what a round writes beyond them.
+# Nearly every program of these tests has as many, so that few are compiled.
+MAX_LENGTH, CAPACITY = 96, 128
 ROWS = 3
 # The rounds that most of them decode with; the numbers of a rule and of a sampling are data.
 SPECS = {
@@ -101,7 +101,7 @@ def batch_engine(
     spec: RoundSpec,
     rows: int = ROWS,
     *,
-    max_length: int = CONFIG.max_context,
+    max_length: int = MAX_LENGTH,
     **given: Any,
 ) -> Engine:
     """An engine whose requests all have the rule and the sampling of the spec."""

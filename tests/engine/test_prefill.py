@@ -93,7 +93,7 @@ def engine_of(name: str, rows: int) -> Engine:
     if rows == 16:
         kind = dataclasses.replace(kind, rules=(), samplings=(None,), memory=None)
         return engine_for(kind, num_slots=16, offline=True)
-    return engine_for(kind, num_slots=4, prefill_chunk=64)
+    return engine_for(kind, num_slots=4, max_length=500, prefill_chunk=64)
 
 
 def asked(name: str, prompts: Sequence[list[int]]) -> list[Request]:
@@ -136,8 +136,12 @@ def test_sixteen_prompts_that_wait_are_run_in_one_pass(
 
 @pytest.mark.parametrize("name", ["rules and sampling", "mesh"])
 def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[int, int]]) -> None:
-    """In chunks, since others wait; where there are fewer, rows only fill the pass."""
+    """In chunks, since others wait; where there are fewer, rows only fill the pass.
+
+    The rows in which they are run have shorter caches than the slots.
+    """
     engine, given = engine_of(name, 4), asked(name, PROMPTS[:7])
+    assert engine._prefill.plan.positions(4) == 256 < engine._capacity
     found = finished(engine, given[:4])
     assert passes == [(4, 16)] * 4
     found += finished(engine, given[4:])

@@ -94,7 +94,7 @@ def choose_layouts(
 
 
 def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
-    """What one device holds of a model, the caches of all rows, and that of a prompt being run."""
+    """Bytes that one device holds of a model, all rows' caches, and that of a prompt being run."""
     one = dataclasses.replace(workload, rows=1)
     caches = cache_bytes(layout, config, workload) + cache_bytes(layout, config, one)
     return held_bytes(layout, config, workload.matrices) + caches

@@ -65,7 +65,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 def _remedies(
     spec: PlanSpec, fits: Callable[[PlanSpec], bool], largest_batch: int, largest_context: int
 ) -> Iterator[str]:
-    """What would make it fit, each on its own: int8, fewer rows, less context, a larger slice."""
+    """Changes each of which would make it fit: int8, fewer rows, less context, a larger slice."""
     is_own = spec.self_draft == SELF_DRAFTS["int8"]  # which an int8 target would be itself
     if not (spec.int8 or is_own) and fits(dataclasses.replace(spec, int8=True)):
         yield "int8 matrices (--dtype int8)"
@@ -128,7 +128,7 @@ class SmallerDraft:
 
 @dataclasses.dataclass(frozen=True)
 class Drafters:
-    """What the choice of a draft model is worth.
+    """Draft models by what they would be worth.
 
     Attributes:
       passes: the given draft in every layout and type, the fastest first; those that do not fit

@@ -1,4 +1,4 @@
-"""A compiled program as its HLO text says it: what runs how often, what it exchanges and copies."""
+"""A compiled program as its HLO text says it: what runs how often, what travels, what is copied."""
 
 from __future__ import annotations
 
@@ -227,19 +227,19 @@ class _Scope:
         self._known: dict[str, _Value] = {}
 
     def value(self, name: str) -> _Value:
-        """What is known of the result of that name."""
+        """The known part of the result of that name."""
         if name not in self._known:
             one = self.computation.instructions.get(name)
             self._known[name] = None if one is None else self._worked_out(one)
         return self._known[name]
 
     def result(self) -> _Value:
-        """What is known of the result of the whole."""
+        """The known part of the result of the whole."""
         root = self.computation.root
         return None if root is None else self.value(root.name)
 
     def within(self, one: Instruction) -> _Scope:
-        """What a fusion or call runs."""
+        """The computation of a fusion or a call."""
         given = tuple(self.value(operand) for operand in one.operands)
         return _Scope(self.program, one.called[0], given)
 
@@ -310,7 +310,7 @@ class _Loop:
         self.inside = _Scope(scope.program, body, (self._unchanged(),))
 
     def _unchanged(self) -> _Value:
-        """What the loop carries, without what it changes."""
+        """The values that the loop carries, without those that it changes."""
         if not isinstance(self._init, tuple):
             return None
         return tuple(
@@ -350,7 +350,7 @@ class _Loop:
 
 
 def _bounds(scope: _Scope) -> Iterator[tuple[_Value, str, _Value]]:
-    """What a loop's condition compares, where all of it has to hold."""
+    """Comparisons of a loop's condition, all of which have to hold."""
     root = scope.computation.root
     pending = [] if root is None else [root.name]
     while pending:

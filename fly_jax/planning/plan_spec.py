@@ -1,4 +1,4 @@
-"""What is to be planned: a pair and its sizes, on a slice of chips that need not be there."""
+"""The task of a plan: a pair and its sizes, on a slice of chips that need not be there."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def default_round(num_speculative_tokens: int) -> RoundSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """What is to be planned.
+    """A pair, its sizes, and the chips that a plan is made for.
 
     Attributes:
       target: shape of the model whose text is wanted.

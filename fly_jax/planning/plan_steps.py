@@ -97,7 +97,7 @@ class Step:
         ]
 
     def copied(self) -> list[dict[str, object]] | None:
-        """What is copied, how often, and whether a loop or a branch does it."""
+        """Each copy: of which array, how often, and whether a loop or a branch makes it."""
         if self.copies is None:
             return None
         return [
@@ -116,7 +116,7 @@ class Step:
 def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Compiles the programs of the engine that `generate` runs, one after the other.
 
-    Where the compiler says that a step does not fit, it is the last one; what that needs is known.
+    Where the compiler says that prefill does not fit, it is the last one: what it needs is known.
 
     Args:
       spec: what is planned.
@@ -132,50 +132,35 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     engine = make(target, [draft], rounds, memory=memory)
     alone = make(target, None, RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
-    # What takes most: the widest chunk, which attends to all before it.
+    # The widest chunk, which attends to all before it, takes most.
     chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
     lies = (layouts.target, layouts.draft)
     state = abstract_state(engine.trace_slots(), lies)
     rows = abstract_state(engine.trace_rows(chunk.rows), lies)
+    caches = (state, rows)
     # A self-draft shares parameters with its target, which the compiler counts for both.
-    shared = parameter_bytes(*_matrices(models[1])) - held_bytes(*_matrices(models[1]))
     parameters = sum(parameter_bytes(*_matrices(model)) for model in models)
-    num_groups = sum(_group_bytes(spec, layouts).values())
-    for name, trace, times, beside in (
-        (
-            "prefill",
-            lambda: engine.trace_prefill(rows, chunk),
-            sum(chunks.values()),
-            _bytes(state) - shared,
-        ),
-        ("insert", lambda: engine.trace_insert(state, rows), num_groups, parameters - shared),
-        ("round", lambda: engine.trace_rounds(state), 1, -shared),
-        ("draft", lambda: _trace_draft(engine, state), 1, 0),
-        ("verify", lambda: _trace_verify(target, state, rounds), 1, 0),
-        (
-            "autoregressive",
-            lambda: alone.trace_rounds(abstract_state(alone.trace_slots(), lies)),
-            1,
-            0,
-        ),
-    ):
-        caches = [state] if name not in ("prefill", "insert") else [state, rows]
-        large = {
-            shape
-            for layout, config, _ in models
-            for one in caches
-            for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
-        }
-        step = _compiled(name, trace(), spec, layouts, large, times=times, beside=beside)
-        yield step
-        if not step.hlo:
-            return
+    shared = parameters - sum(held_bytes(*_matrices(model)) for model in models)
+    compiles = functools.partial(_compiled, spec, layouts)
+    times, beside = sum(chunks.values()), _bytes(state) - shared
+    traced = engine.trace_prefill(rows, chunk)
+    prefill = compiles("prefill", traced, caches, times=times, beside=beside)
+    yield prefill
+    if not prefill.hlo:
+        return
+    times, beside = sum(_group_bytes(spec, layouts).values()), parameters - shared
+    yield compiles("insert", engine.trace_insert(state, rows), caches, times=times, beside=beside)
+    yield compiles("round", engine.trace_rounds(state), [state], beside=-shared)
+    yield compiles("draft", _trace_draft(engine, state), [state])
+    yield compiles("verify", _trace_verify(target, state, rounds), [state])
+    slots = abstract_state(alone.trace_slots(), lies)
+    yield compiles("autoregressive", alone.trace_rounds(slots), [slots])
 
 
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     target, draft = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
+    k, chunks = spec.static.num_speculative_tokens, _chunks(spec, layouts)
     drafted = _exchanges(draft, 2) + _times(_exchanges(draft, 1), k - 1)
     verified = _exchanges(target, k + 1)
     found = {
@@ -204,15 +189,12 @@ def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
 
 
 def prefill_cache_bytes(spec: PlanSpec, layouts: Layouts) -> int:
-    """What a chip holds of the caches of the prompts that are run together, before they get slots.
-
-    They are those of the engine, beside the slots' own.
-    """
+    """Bytes of a chip for the caches of prompts that are run, beside those of the slots."""
     return max(_group_bytes(spec, layouts))
 
 
 def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
-    """What a chip holds of the caches of a group of prompts; and how many such groups there are."""
+    """Bytes of a chip for the caches of prompts that are run together, and how many such groups."""
     plan, found = spec.chunk_plan(layouts.target), dict[int, int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
         rows, capacity = chunk.rows, plan.positions(chunk.rows)
@@ -227,7 +209,7 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
     target, draft = models = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
+    k, chunks = spec.static.num_speculative_tokens, _chunks(spec, layouts)
     alone, drafting = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
     both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
     widest = max(
@@ -272,13 +254,13 @@ def _chunks(spec: PlanSpec, layouts: Layouts) -> dict[Chunk, int]:
 def _of_rows(model: _Model, chunk: Chunk) -> _Model:
     """A model with the rows of a chunk, and the positions that are read for it."""
     layout, config, workload = model
-    of_rows = dataclasses.replace(workload, rows=chunk.rows, capacity=chunk.attended)
-    return layout, config, of_rows
+    of_chunk = dataclasses.replace(workload, rows=chunk.rows, capacity=chunk.attended)
+    return layout, config, of_chunk
 
 
 def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
     target, draft = _models(spec, layouts)
-    k, fast = spec.num_speculative_tokens, spec.chip.vector_memory
+    k, fast = spec.static.num_speculative_tokens, spec.chip.vector_memory
     if name == "prefill":
         passes = (
             pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
@@ -319,28 +301,34 @@ def _temporaries(model: _Model, tokens: int, *, logits: bool = True) -> int:
 
 
 def _compiled(
-    name: str,
-    traced: Traced,
     spec: PlanSpec,
     layouts: Layouts,
-    large: set[tuple[int, ...]],
+    name: str,
+    traced: Traced,
+    caches: Iterable[DecodeState],
     *,
-    times: int,
-    beside: int,
+    times: int = 1,
+    beside: int = 0,
 ) -> Step:
     """Compiles a step.
 
     Args:
-      name: of the step.
-      traced: the program.
       spec: what is planned.
       layouts: with the mesh that it is compiled for.
-      large: shapes of what is not to be copied.
+      name: of the step.
+      traced: the program.
+      caches: those that are not to be copied, nor the models' stacks of matrices.
       times: that the program runs.
       beside: bytes that the engine holds while it runs and that are not its arguments.
     """
+    large = {
+        shape
+        for layout, config, _ in _models(spec, layouts)
+        for one in caches
+        for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
+    }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, work = spec.num_speculative_tokens, _work(spec, layouts, name)
+    most, work = spec.static.num_speculative_tokens, _work(spec, layouts, name)
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -431,7 +419,7 @@ def _placed(
 
 
 def _bytes(state: DecodeState) -> int:
-    """What a device holds of an abstract state."""
+    """Bytes of a device for an abstract state."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)

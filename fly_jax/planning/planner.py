@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def left_bytes(self) -> int:
-        """What is left of a chip's memory; negative by what is missing."""
+        """Bytes of a chip that are left; negative by those that are missing."""
         return int(self.spec.chip.memory_bytes) - self.peak_bytes
 
     @property
@@ -71,7 +71,7 @@ class Plan:
         return mean_accepted(published, spec.num_speculative_tokens)
 
     def speed(self) -> dict[str, float | int] | None:
-        """What the roofline times mean for decoding; None where it does not fit."""
+        """Tokens per second by the roofline times; None where it does not fit."""
         draft, verify = self.step("draft"), self.step("verify")
         alone = self.step("autoregressive")
         if not self.fits or draft is None or verify is None or alone is None:
@@ -91,7 +91,7 @@ class Plan:
         }
 
     def drafters(self) -> Drafters | None:
-        """What layouts and types of the draft, and smaller ones, take; None where it does not fit.
+        """Layouts and types of the draft, and smaller drafts; None where the plan does not fit.
 
         Counted from shapes, whatever the steps come from.
         """

@@ -22,7 +22,7 @@ from fly_jax.sharding.rules import Layout, axes_in
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one chip does in a step: operations, bytes to and from its memory."""
+    """Operations of one chip in a step, and bytes to and from its memory."""
 
     flops: float
     num_bytes: float

@@ -191,6 +191,25 @@ def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
         assert account(one) == account(alone(kind, one.request, fresh))
 
 
+@pytest.mark.parametrize("mesh", [None, "2x2x2"])
+def test_prompts_that_are_run_together_have_short_caches(mesh: str | None) -> None:
+    """They go on where a slot with a long text begins, and a long text where one of them does."""
+    kind = Kind(dataclasses.replace(ROUND, rule=Exact()), mesh=mesh)
+    engine, alone = (
+        engine_for(kind, num_slots=slots, max_length=500, offline=True) for slots in (4, 1)
+    )
+    plan = engine._prefill.plan
+    assert (plan.rows, plan.positions(1), plan.positions(4)) == ((1, 4), 512, 256)
+    text = np.random.default_rng(9).integers(0, 48, 400).tolist()
+    lengths = (300, 40, 41, 60, 20, 70, 320, 71, 72, 73, 256, 310)
+    prompts = [[*text[: length // 2], *text[-length // 2 :]] for length in lengths]
+    found = engine.generate(prompts, 12)
+    assert engine.num_reused_tokens > 0
+    for prompt, one in zip(prompts, found, strict=True):
+        alone.forget()
+        assert one.token_ids == alone.generate([prompt], 12)[0].token_ids
+
+
 def test_a_memory_learns_from_what_is_handed_out_and_was_not_drawn() -> None:
     memory, usual = CorrectionMemory("v"), KINDS["rules and sampling"]
     learns = usual.spec.with_static(reports_mismatches=True)

@@ -147,5 +147,5 @@ def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[
 
 
 def repeated(found: Sequence[Copy]) -> list[str]:
-    """What a loop or a branch copies, in few words."""
+    """Copies that a loop or a branch makes, in few words."""
     return [f"{one.operation} {one.shape} x {one.count}" for one in found if one.is_repeated]

@@ -1,4 +1,4 @@
-"""Draft models are weighed by their passes: layouts, types and smaller presets."""
+"""Plans from shapes alone: layouts, and draft models weighed by their passes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,113 @@ import math
 
 import pytest
 
-from fly_jax.models.architectures import parameter_specs
+from fly_jax.engine.engine import Engine
+from fly_jax.models.architectures import INT8, MatrixType, parameter_specs
+from fly_jax.models.layouts import (
+    Layouts,
+    Workload,
+    choose_layouts,
+    parameter_bytes,
+    pass_seconds,
+    resident_bytes,
+)
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS
-from fly_jax.planning.plan_spec import PlanSpec, default_round
+from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh, default_round
+from fly_jax.planning.plan_steps import abstract_model, abstract_state
 from fly_jax.planning.planner import make_plan, table
-from fly_jax.sharding.chips import CHIPS
+from fly_jax.sharding.chips import CHIPS, Chip
 from fly_jax.sharding.mesh import parse_mesh
-from fly_jax.sharding.rules import RULES
+from fly_jax.sharding.rules import RULES, Layout
 
-REQUEST = PlanSpec(
-    target=preset("llama-3.1-405b"),
-    draft=preset("llama-3.1-8b"),
-    chip=CHIPS["v5e"],
-    mesh=parse_mesh("8x8"),
-    compiles=False,
-)
+V5E = CHIPS["v5e"]
+LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
+TINY = preset("llama-3.2-1b")
+
+
+def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | MatrixType) -> Layouts:
+    return choose_layouts(abstract_mesh(parse_mesh(mesh)), LARGE, SMALL, Workload(**workload), chip)
+
+
+def test_few_rows_of_little_text_are_held_by_every_column() -> None:
+    """Merging softmax sums would take longer than reading the cache eight times."""
+    assert chosen("8x8").target_rules == "tensor_whole"
+
+
+def test_few_rows_of_much_text_are_split_by_positions() -> None:
+    assert chosen("8x8", capacity=131_072, matrices=INT8).target_rules == "tensor_long"
+
+
+def test_many_rows_are_split_over_y() -> None:
+    assert chosen("8x8", rows=32, matrices=INT8).target_rules == "tensor"
+
+
+def test_a_large_draft_is_not_held_whole_beside_405b() -> None:
+    layouts = chosen("8x8")
+    assert layouts.draft_rules != "replicated"
+    held = parameter_bytes(layouts.draft, SMALL) + resident_bytes(layouts.target, LARGE, Workload())
+    assert held < V5E.memory_bytes
+    assert parameter_bytes(Layout(layouts.draft.mesh, RULES["replicated"]), SMALL) > 14 * 2**30
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    mesh, workload = abstract_mesh(parse_mesh("4x4")), Workload(rows=16)
+    chip = CHIPS["v6e"]
+    layouts = choose_layouts(mesh, MIDDLE, TINY, workload, chip)
+    best = pass_seconds(layouts.draft, TINY, workload, chip)
+    for name, rules in RULES.items():
+        layout = Layout(mesh, rules)
+        held = resident_bytes(layout, TINY, workload)
+        held += resident_bytes(layouts.target, MIDDLE, workload)
+        if held < 0.95 * chip.memory_bytes:
+            assert best <= pass_seconds(layout, TINY, workload, chip), name
+
+
+def test_where_nothing_fits_the_smallest_is_chosen() -> None:
+    layouts = chosen("2x2", rows=2)
+    mesh, workload = layouts.target.mesh, Workload(rows=2)
+    for name in ("tensor", "tensor_long", "tensor_whole"):
+        other = resident_bytes(Layout(mesh, RULES[name]), LARGE, workload)
+        assert resident_bytes(layouts.target, LARGE, workload) <= other
+
+
+@pytest.mark.parametrize(("rows", "rules"), [(1, "tensor_long"), (8, "tensor"), (16, "tensor")])
+def test_unknown_devices_save_memory(rows: int, rules: str) -> None:
+    layouts = chosen("8x8", None, rows=rows)
+    assert layouts.target_rules == rules
+    assert layouts.draft_rules == rules, "the draft is larger than the target's share"
+    small = choose_layouts(
+        abstract_mesh(parse_mesh("2x2")), LARGE, SMALL, Workload(rows=rows), None
+    )
+    assert small.draft_rules == "replicated"
+
+
+SPEC = PlanSpec(target=LARGE, draft=SMALL, chip=V5E, mesh=parse_mesh("8x8"), compiles=False)
+
+
+@pytest.mark.parametrize("rules", ["tensor", "tensor_long"])
+@pytest.mark.parametrize(("rows", "prompt_length"), [(1, None), (6, 200), (9, 8000), (40, 30)])
+def test_prompts_are_run_as_the_engine_runs_them(
+    rules: str, rows: int, prompt_length: int | None
+) -> None:
+    spec = dataclasses.replace(SPEC, rows=rows, prompt_length=prompt_length)
+    layout = Layout(abstract_mesh(spec.mesh), RULES[rules])
+    models = [abstract_model(config, layout) for config in (spec.target, spec.draft)]
+    sizes = {"num_slots": rows, "max_length": spec.context}
+    engine = Engine(models[0], models[1:], spec.rounds, offline=True, **sizes)
+    given, plan = (engine._prefill.plan, spec.chunk_plan(layout))
+    groups = plan.groups(spec.prefilled, rows)
+    assert groups == given.groups(spec.prefilled, rows)
+    assert sum(chunks[0].rows * times for chunks, times in groups) >= rows
+    for chunks, _ in groups:
+        assert given.positions(chunks[0].rows) == plan.positions(chunks[0].rows)
+        assert chunks[-1].start + chunks[-1].size >= spec.prefilled
+    held = abstract_state(engine.trace_slots(), [layout, layout]).target
+    assert held.capacity == spec.workload.capacity
 
 
 def test_every_layout_and_type_of_the_draft_is_timed() -> None:
-    drafters = make_plan(REQUEST).drafters()
+    drafters = make_plan(SPEC).drafters()
     assert drafters is not None
     passes = {(one.rules, one.matrices): one for one in drafters.passes}
     assert set(passes) == {(rules, kind) for rules in RULES for kind in ("bfloat16", "int8")}
@@ -41,7 +128,7 @@ def test_every_layout_and_type_of_the_draft_is_timed() -> None:
 
 
 def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
-    plan = make_plan(REQUEST)
+    plan = make_plan(SPEC)
     drafters = plan.drafters()
     assert drafters is not None
     smaller = {one.name: one for one in drafters.smaller}
@@ -51,11 +138,11 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
     given = next(one for one in drafters.passes if one.fits and one.matrices == "bfloat16")
     verify = plan.step("verify")
     assert verify is not None
-    a_round = verify.seconds + REQUEST.num_speculative_tokens * given.seconds
+    a_round = verify.seconds + SPEC.static.num_speculative_tokens * given.seconds
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
     shorter = make_plan(
-        dataclasses.replace(REQUEST, rounds=default_round(5), mean_accepted_tokens=4.0)
+        dataclasses.replace(SPEC, rounds=default_round(5), mean_accepted_tokens=4.0)
     ).drafters()
     assert shorter is not None
     assert shorter.smaller[0].pays_from / 4.0 > least.pays_from / plan.mean_accepted
@@ -63,7 +150,7 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
 
 def test_no_model_of_another_family_is_proposed() -> None:
     spec = dataclasses.replace(
-        REQUEST, target=preset("llama-2-70b"), draft=preset("llama-2-7b"), context=2048
+        SPEC, target=preset("llama-2-70b"), draft=preset("llama-2-7b"), context=2048
     )
     drafters = make_plan(spec).drafters()
     assert drafters is not None
@@ -73,7 +160,7 @@ def test_no_model_of_another_family_is_proposed() -> None:
 def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
     """An int4 pass reads less than an int8 one, and the network is the same."""
     spec = dataclasses.replace(
-        REQUEST, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
+        SPEC, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
         rounds=default_round(8), mean_accepted_tokens=8.0,
     )  # fmt: skip
     drafters = make_plan(spec).drafters()
@@ -85,14 +172,14 @@ def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
     assert int4.num_bytes < int8.num_bytes
     assert int4.seconds < int8.seconds
     assert int4.network_seconds == pytest.approx(int8.network_seconds)
-    assert not [one for one in make_plan(REQUEST).drafters().smaller if "self" in one.name]
+    assert not [one for one in make_plan(SPEC).drafters().smaller if "self" in one.name]
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_a_plan_with_a_targets_own_draft(name: str) -> None:
     target = preset("llama-3.1-8b")
     spec = dataclasses.replace(
-        REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS[name], mesh=parse_mesh("2x2")
+        SPEC, target=target, draft=target, self_draft=SELF_DRAFTS[name], mesh=parse_mesh("2x2")
     )
     plan = make_plan(spec)
     assert plan.fits
@@ -118,7 +205,7 @@ def test_a_plan_with_a_targets_own_draft(name: str) -> None:
 def test_every_family_is_planned(name: str) -> None:
     target = preset(name)
     spec = dataclasses.replace(
-        REQUEST, target=target, draft=target, self_draft=SELF_DRAFTS["int4"], context=4096,
+        SPEC, target=target, draft=target, self_draft=SELF_DRAFTS["int4"], context=4096,
         mesh=parse_mesh("2x2"),
     )  # fmt: skip
     plan = make_plan(spec)
@@ -130,7 +217,7 @@ def test_every_family_is_planned(name: str) -> None:
 
 
 def test_the_table_and_json_have_them() -> None:
-    plan = make_plan(REQUEST)
+    plan = make_plan(SPEC)
     text = table(plan)
     assert "counted from shapes" in text
     assert "llama-3.2-1b" in text
@@ -144,7 +231,7 @@ def test_the_table_and_json_have_them() -> None:
 
 def test_a_family_whose_vocabularies_are_padded_apart_is_planned() -> None:
     spec = dataclasses.replace(
-        REQUEST, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
+        SPEC, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
     )
     plan = make_plan(spec)
     drafters = plan.drafters()

@@ -14,7 +14,7 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
-REQUESTS = {
+SPECS = {
     "405B bf16, v5e 8x8": PlanSpec(
         target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8")
     ),
@@ -30,7 +30,7 @@ REQUESTS = {
 
 def main() -> None:
     plans = {}
-    for name, spec in REQUESTS.items():
+    for name, spec in SPECS.items():
         plans[name] = make_plan(spec).to_dict()
         print(name, plans[name]["fits"], plans[name]["memory_per_chip"])
     print(machine.write("plans", plans))

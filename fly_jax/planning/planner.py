@@ -15,7 +15,7 @@ from fly_jax.planning.roofline import (
     PUBLISHED_MEAN_ACCEPTED,
     StepTimes,
     acceptance_from,
-    best_drafted,
+    best_num_speculative_tokens,
     mean_accepted,
 )
 
@@ -80,7 +80,7 @@ class Plan:
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
         times = StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
         mean = self.mean_accepted
-        best, best_speed_up = best_drafted(times, acceptance_from(mean, k), k)
+        best, best_speed_up = best_num_speculative_tokens(times, acceptance_from(mean, k), k)
         return {
             "mean_accepted_tokens": mean,
             "tokens_per_second": rows * mean / times.round(k),

@@ -183,46 +183,49 @@ class StepTimes:
     autoregressive: float
     verify_token: float = 0.0
 
-    def speed_up(self, num_drafted: int, mean_accepted: float) -> float:
+    def speed_up(self, num_speculative_tokens: int, mean_accepted: float) -> float:
         """Tokens per second of speculation over those of one token at a time."""
-        return mean_accepted * self.autoregressive / self.round(num_drafted)
+        return mean_accepted * self.autoregressive / self.round(num_speculative_tokens)
 
-    def round(self, num_drafted: int, reference: int | None = None) -> float:
+    def round(self, num_speculative_tokens: int, reference: int | None = None) -> float:
         """Seconds of a round with so many draft tokens, where `verify` is of `reference`."""
-        more = 0 if reference is None else num_drafted - reference
-        return num_drafted * self.draft_pass + self.verify + more * self.verify_token
+        more = 0 if reference is None else num_speculative_tokens - reference
+        return num_speculative_tokens * self.draft_pass + self.verify + more * self.verify_token
 
 
-def mean_accepted(acceptance: float, num_drafted: int) -> float:
+def mean_accepted(acceptance: float, num_speculative_tokens: int) -> float:
     """Tokens of a round where each draft token is kept with this probability, on its own.
 
     (1 - a^(K+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, equation 1. Real acceptance comes
     in streaks, so that for a K much different from the measured one this is a guess.
     """
     if acceptance >= 1:
-        return num_drafted + 1.0
-    return (1 - acceptance ** (num_drafted + 1)) / (1 - acceptance)
+        return num_speculative_tokens + 1.0
+    return (1 - acceptance ** (num_speculative_tokens + 1)) / (1 - acceptance)
 
 
-def acceptance_from(mean: float, num_drafted: int) -> float:
+def acceptance_from(mean: float, num_speculative_tokens: int) -> float:
     """The probability that gives this mean with this K, by bisection.
 
     Raises:
       FlyJaxError: a mean that no probability gives.
     """
-    if not 1 <= mean <= num_drafted + 1:
+    k = num_speculative_tokens
+    if not 1 <= mean <= k + 1:
         raise FlyJaxError(
-            f"A mean of {mean:g} accepted tokens was given with {num_drafted} draft tokens; a "
-            f"round settles 1 to {num_drafted + 1}: give a mean in that range."
+            f"A mean of {mean:g} accepted tokens was given with {k} draft tokens; a round settles "
+            f"1 to {k + 1}: give a mean in that range."
         )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if mean_accepted(middle, num_drafted) < mean else (low, middle)
+        low, high = (middle, high) if mean_accepted(middle, k) < mean else (low, middle)
     return (low + high) / 2
 
 
-def best_drafted(times: StepTimes, acceptance: float, reference: int) -> tuple[int, float]:
+def best_num_speculative_tokens(
+    times: StepTimes, acceptance: float, reference: int
+) -> tuple[int, float]:
     """The K with most tokens per second, and its speed-up over one token at a time.
 
     Args:
@@ -231,10 +234,8 @@ def best_drafted(times: StepTimes, acceptance: float, reference: int) -> tuple[i
       reference: K of `times.verify`.
     """
     speeds = {
-        drafted: mean_accepted(acceptance, drafted)
-        * times.autoregressive
-        / times.round(drafted, reference)
-        for drafted in range(1, _MOST_DRAFTED + 1)
+        k: mean_accepted(acceptance, k) * times.autoregressive / times.round(k, reference)
+        for k in range(1, _MOST_DRAFTED + 1)
     }
     best = max(speeds, key=speeds.__getitem__)
     return best, speeds[best]

@@ -20,7 +20,7 @@ from fly_jax.planning.roofline import (
     StepTimes,
     Work,
     acceptance_from,
-    best_drafted,
+    best_num_speculative_tokens,
     draft_work,
     group_axes,
     mean_accepted,
@@ -177,7 +177,7 @@ def test_a_mean_beyond_the_block_is_refused(mean: float) -> None:
 
 def test_best_k_is_the_best_of_all() -> None:
     times = StepTimes(draft_pass=0.1, verify=1.0, autoregressive=1.0)
-    best, speed_up = best_drafted(times, 0.8, 10)
+    best, speed_up = best_num_speculative_tokens(times, 0.8, 10)
     speeds = [mean_accepted(0.8, k) / (1 + 0.1 * k) for k in range(1, 40)]
     assert best == 1 + speeds.index(max(speeds))
     assert speed_up == pytest.approx(max(speeds))

@@ -160,7 +160,7 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     target, draft = _models(spec, layouts)
-    k, chunks = spec.static.num_speculative_tokens, _chunks(spec, layouts)
+    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
     drafted = _exchanges(draft, 2) + _times(_exchanges(draft, 1), k - 1)
     verified = _exchanges(target, k + 1)
     found = {
@@ -209,7 +209,7 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
     target, draft = models = _models(spec, layouts)
-    k, chunks = spec.static.num_speculative_tokens, _chunks(spec, layouts)
+    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
     alone, drafting = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
     both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
     widest = max(
@@ -260,7 +260,7 @@ def _of_rows(model: _Model, chunk: Chunk) -> _Model:
 
 def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
     target, draft = _models(spec, layouts)
-    k, fast = spec.static.num_speculative_tokens, spec.chip.vector_memory
+    k, fast = spec.num_speculative_tokens, spec.chip.vector_memory
     if name == "prefill":
         passes = (
             pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
@@ -328,7 +328,7 @@ def _compiled(
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, work = spec.static.num_speculative_tokens, _work(spec, layouts, name)
+    most, work = spec.num_speculative_tokens, _work(spec, layouts, name)
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()

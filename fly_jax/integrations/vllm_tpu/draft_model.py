@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int32
 from tpu_inference import utils
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
@@ -110,144 +110,6 @@ class Drafted(NamedTuple):
     num_passes: Int32[Array, ""]
 
 
-@dataclasses.dataclass(frozen=True)
-class Drafting:
-    """A draft model's functions, as the engine's loader gives them, and how to draft with them.
-
-    Attributes:
-      model_fn: a pass.
-      logits_fn: of hidden states.
-      num_layers: of its layers, named as `layer_name` says.
-      mesh: the engine's.
-      num_tokens: K.
-      max_length: of a request's text.
-      lookup: what proposes to the model; None for nothing.
-    """
-
-    model_fn: Callable[..., Any]
-    logits_fn: Callable[..., Any]
-    num_layers: int
-    mesh: Mesh
-    num_tokens: int
-    max_length: int
-    lookup: Lookup | None
-
-    def __call__(
-        self,
-        caches: Caches,
-        texts: Int32[Array, "slots capacity"] | None,
-        slots: Int32[Array, " requests"] | None,
-        leaves: Any,
-        tokens: Int[Array, " more"],
-        metadata: AttentionMetadata,
-        last: Int[Array, " requests"],
-    ) -> Drafted:
-        """All passes of a step.
-
-        Args:
-          caches: the model's layers.
-          texts: the tokens of `Texts`; None without a lookup.
-          slots: those of `Texts`; None without a lookup.
-          leaves: the model's parameters.
-          tokens: what is `TakenIn`.
-          metadata: of these tokens.
-          last: where each request's next token is.
-        """
-        # 1) What is new of each request; its last token gives the first draft token.
-        caches, hidden = self._passed(caches, leaves, tokens, metadata)
-        hidden, positions, starts, distribution = self._on_each(decoding_step)(
-            hidden, metadata.input_positions, last, metadata.request_distribution
-        )
-        first = self._greedy(leaves, hidden)
-        if texts is not None and slots is not None:
-            # 2) The texts, with what is new, and each request's own; zeros for one without a place.
-            where = self._on_each(slots_of_tokens)(slots, metadata.query_start_loc, tokens)
-            texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
-            rows = texts.at[slots].get(mode="fill", fill_value=0)
-            begun = self._on_each(begin, k=self.num_tokens)(
-                rows, positions + 1, first, metadata.request_distribution
-            )
-            # 3) In a pass as many tokens as are found and would have been drafted, and one more.
-            return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
-        # 2) One token after the other.
-        one_each = dataclasses.replace(
-            metadata, query_start_loc=starts, request_distribution=distribution
-        )
-        return self._one_by_one(caches, leaves, one_each, positions, first)
-
-    def _one_by_one(
-        self,
-        caches: Caches,
-        leaves: Any,
-        metadata: AttentionMetadata,
-        positions: Int32[Array, " requests"],
-        first: Int32[Array, " requests"],
-    ) -> Drafted:
-        def step(carry: Any, index: Array) -> tuple[Any, Array]:
-            caches, token = carry
-            here = dataclasses.replace(
-                metadata,
-                input_positions=jnp.minimum(positions + 1 + index, self.max_length - 1),
-                seq_lens=jnp.minimum(metadata.seq_lens + 1 + index, self.max_length),
-            )
-            caches, hidden = self._passed(caches, leaves, token, here)
-            token = self._greedy(leaves, hidden)
-            return (caches, token), token
-
-        steps = jnp.arange(self.num_tokens - 1, dtype=jnp.int32)
-        (caches, _), rest = jax.lax.scan(step, (caches, first), steps)
-        tokens = jnp.concatenate([first[None], rest]).T
-        return Drafted(caches, None, tokens, jnp.int32(self.num_tokens))
-
-    def _with_lookup(
-        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: Progress
-    ) -> Drafted:
-        k = self.num_tokens
-
-        def step(carry: Any) -> Any:
-            caches, progress, num_passes = carry
-            fed = self._on_each(feed, lookup=self.lookup, k=k, max_length=self.max_length)(progress)
-            here = dataclasses.replace(
-                metadata,
-                input_positions=fed.positions,
-                seq_lens=fed.lengths,
-                query_start_loc=fed.starts,
-            )
-            caches, hidden = self._passed(caches, leaves, fed.tokens, here)
-            chosen = self._greedy(leaves, hidden)
-            return caches, self._on_each(extended, k=k)(progress, fed, chosen), num_passes + 1
-
-        caches, progress, num_passes = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))
-        )
-        return Drafted(caches, None, self._on_each(drafted, k=k)(progress), num_passes)
-
-    def _passed(
-        self, caches: Caches, leaves: Any, tokens: Array, metadata: AttentionMetadata
-    ) -> tuple[Caches, Float[Array, "tokens size"]]:
-        caches, hidden, *_ = self.model_fn(
-            leaves, list(caches), tokens, metadata, None, metadata.input_positions,
-            tuple((layer_name(index), index) for index in range(self.num_layers)),
-            None, None, True, True,
-        )  # fmt: skip
-        return caches, hidden
-
-    def _greedy(self, leaves: Any, hidden: Float[Array, "tokens size"]) -> Int32[Array, " tokens"]:
-        best = jnp.argmax(self.logits_fn(leaves, hidden, None), axis=-1).astype(jnp.int32)
-        return jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, SPLIT))
-
-    def _on_each(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-        """On each device's share of the requests."""
-        return jax.shard_map(
-            functools.partial(function, **static), mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT
-        )
-
-
-def layer_name(index: int) -> str:
-    """Of a layer of the draft model in the engine's cache."""
-    return f"draft_layer.{index}"
-
-
 def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
     """Key/value heads and their size, padded as the engine pads them."""
     shards = utils.get_mesh_shape_product(mesh, ShardingAxisName.ATTN_HEAD)
@@ -260,7 +122,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     A step has two programs. `prepare_inputs` makes of the target's step what the draft model has
     yet to take in: the tokens that the target kept, and the one that follows them. `propose` takes
-    them in, and drafts; see `Drafting`.
+    them in, and drafts.
 
     The draft model's layers are further layers of the engine's paged cache, with the target's
     pages. What it takes in of the tokens that it drafted itself it has taken in before; doing so
@@ -278,7 +140,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self._lookup = lookup
         self._texts: Texts | None = None
         count = self.draft_model_config.get_num_layers(vllm_config.parallel_config)
-        self.layer_names = [layer_name(index) for index in range(count)]
+        self.layer_names = [f"draft_layer.{index}" for index in range(count)]
 
     def load_model(self, target_model: Any) -> None:
         """Loads it as the engine loads a target; `target_model` is not needed."""
@@ -293,16 +155,10 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         with jax.set_mesh(self.mesh):
             model = get_flax_model(config, self.rng_key, self.mesh)
         self.state, self.state_leaves = model.state, model.state_leaves
-        drafting = Drafting(
-            model.model.step_fn_no_options,  # inside another program it has no compiler options
-            model.compute_logits_fn,
-            len(self.layer_names),
-            self.mesh,
-            self.num_speculative_tokens,
-            self.runner.max_model_len,
-            self._lookup,
-        )
-        self._drafted = jax.jit(drafting.__call__, donate_argnums=(0, 1))
+        # Inside another program it has no compiler options.
+        self.model_fn = model.model.step_fn_no_options
+        self.compute_logits_fn = model.compute_logits_fn
+        self._drafted = jax.jit(self._draft, donate_argnums=(0, 1))
         if self._lookup is not None:
             self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
 
@@ -374,6 +230,119 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             self._texts.tokens = drafted.texts
         self.num_passes = drafted.num_passes
         return kv_caches, drafted.tokens
+
+    def _draft(
+        self,
+        caches: Caches,
+        texts: Int32[Array, "slots capacity"] | None,
+        slots: Int32[Array, " requests"] | None,
+        leaves: Any,
+        tokens: Int[Array, " more"],
+        metadata: AttentionMetadata,
+        last: Int[Array, " requests"],
+    ) -> Drafted:
+        """All passes of a step.
+
+        Args:
+          caches: the model's layers.
+          texts: the tokens of `Texts`; None without a lookup.
+          slots: those of `Texts`; None without a lookup.
+          leaves: the model's parameters.
+          tokens: what is `TakenIn`.
+          metadata: of these tokens.
+          last: where each request's next token is.
+        """
+        # 1) What is new of each request; its last token gives the first draft token.
+        caches, hidden = self._passed(caches, leaves, tokens, metadata)
+        hidden, positions, starts, distribution = self._on_each(decoding_step)(
+            hidden, metadata.input_positions, last, metadata.request_distribution
+        )
+        first = self._greedy(leaves, hidden)
+        if texts is not None and slots is not None:
+            # 2) The texts, with what is new, and each request's own; zeros for one without a place.
+            where = self._on_each(slots_of_tokens)(slots, metadata.query_start_loc, tokens)
+            texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
+            rows = texts.at[slots].get(mode="fill", fill_value=0)
+            begun = self._on_each(begin, k=self.num_speculative_tokens)(
+                rows, positions + 1, first, metadata.request_distribution
+            )
+            # 3) In a pass as many tokens as are found and would have been drafted, and one more.
+            return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
+        # 2) One token after the other.
+        one_each = dataclasses.replace(
+            metadata, query_start_loc=starts, request_distribution=distribution
+        )
+        return self._one_by_one(caches, leaves, one_each, positions, first)
+
+    def _one_by_one(
+        self,
+        caches: Caches,
+        leaves: Any,
+        metadata: AttentionMetadata,
+        positions: Int32[Array, " requests"],
+        first: Int32[Array, " requests"],
+    ) -> Drafted:
+        def step(carry: Any, index: Array) -> tuple[Any, Array]:
+            caches, token = carry
+            here = dataclasses.replace(
+                metadata,
+                input_positions=jnp.minimum(positions + 1 + index, self.runner.max_model_len - 1),
+                seq_lens=jnp.minimum(metadata.seq_lens + 1 + index, self.runner.max_model_len),
+            )
+            caches, hidden = self._passed(caches, leaves, token, here)
+            token = self._greedy(leaves, hidden)
+            return (caches, token), token
+
+        steps = jnp.arange(self.num_speculative_tokens - 1, dtype=jnp.int32)
+        (caches, _), rest = jax.lax.scan(step, (caches, first), steps)
+        tokens = jnp.concatenate([first[None], rest]).T
+        return Drafted(caches, None, tokens, jnp.int32(self.num_speculative_tokens))
+
+    def _with_lookup(
+        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: Progress
+    ) -> Drafted:
+        k = self.num_speculative_tokens
+        feeding = self._on_each(
+            feed, lookup=self._lookup, k=k, max_length=self.runner.max_model_len
+        )
+
+        def step(carry: Any) -> Any:
+            caches, progress, num_passes = carry
+            fed = feeding(progress)
+            here = dataclasses.replace(
+                metadata,
+                input_positions=fed.positions,
+                seq_lens=fed.lengths,
+                query_start_loc=fed.starts,
+            )
+            caches, hidden = self._passed(caches, leaves, fed.tokens, here)
+            chosen = self._greedy(leaves, hidden)
+            return caches, self._on_each(extended, k=k)(progress, fed, chosen), num_passes + 1
+
+        caches, progress, num_passes = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))
+        )
+        return Drafted(caches, None, self._on_each(drafted, k=k)(progress), num_passes)
+
+    def _passed(
+        self, caches: Caches, leaves: Any, tokens: Array, metadata: AttentionMetadata
+    ) -> tuple[Caches, Float[Array, "tokens size"]]:
+        caches, hidden, *_ = self.model_fn(
+            leaves, list(caches), tokens, metadata, None, metadata.input_positions,
+            tuple((name, index) for index, name in enumerate(self.layer_names)),
+            None, None, True, True,
+        )  # fmt: skip
+        return caches, hidden
+
+    def _greedy(self, leaves: Any, hidden: Float[Array, "tokens size"]) -> Int32[Array, " tokens"]:
+        best = jnp.argmax(self.compute_logits_fn(leaves, hidden, None), axis=-1).astype(jnp.int32)
+        return jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, SPLIT))
+
+    def _on_each(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+        """On each device's share of the requests."""
+        return jax.shard_map(
+            functools.partial(function, **static), mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT
+        )
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""

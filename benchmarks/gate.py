@@ -47,7 +47,7 @@ def _found(
     return {
         "rule": config.rule,
         "max_disagreement": limit,
-        **{name: getattr(gate.config, name) for name in gate.varied},
+        **{name: gate.config.to_dict()[name] for name in gate.varied},
         "disagreement": gate.rate,
         "upper_95": gate.upper,
         "regret": Bound("regret", 1.0).rate(gate.checked),

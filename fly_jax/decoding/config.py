@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
@@ -16,11 +16,12 @@ from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
 from fly_jax.verification.evidence import Entropy, Needs
-from fly_jax.verification.rules import RULES, Budget, Exact, Loose, Rule
+from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Loose, Rule
 from fly_jax.verification.rules.loosened import LOSSLESS_RULES, combined, rule_names
 from fly_jax.verification.sampling import Sampling
 
 Boundary = Literal["reject", "defer"]
+Depth = int | Literal["auto"]
 
 # What K is chosen from where it is not given: 0 where drafting does not pay, and few others, since
 # each is a width of the target's pass in every program of rounds.
@@ -33,41 +34,23 @@ _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 _Declaring = TypeVar("_Declaring")
 
 
-@dataclasses.dataclass(frozen=True, init=False)
-class DecodingConfig:
-    """Everything about decoding but the models, the prompts and their limits.
-
-    It is made of keywords: its own, below, and the parameters that the rules, `Budget`, `Lookup`
-    and `Sampling` declare, such as `entropy_threshold`; `decoding_parameters` has all. They are the
-    keys of a TOML config and, but for a few, the command line's flags, and each can be read as an
-    attribute. `sampling` and `lookup` may be given as a `Sampling` and a `Lookup`, for the values
-    that these have.
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How many tokens are drafted, and what becomes of the last ones.
 
     Attributes:
-      rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
-        or one or several of the registered rules, joined by & (rescues what both would), | (what
-        either would) and parentheses. Given as a `Rule`, its text says what it is.
       num_speculative_tokens: K, the draft tokens of a round; "auto" chooses one of `AUTO_DEPTHS`
         for each round, from what is accepted and what a round takes on this machine.
       lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
         FLy's; None for the same.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time, for
         the one before it; without effect with one draft model.
-      boundary: see `RoundSpec`; without effect on lossless rules.
-      protect: tokens whose text one of these regular expressions is found in are never rescued,
-        nor replaced by a rescue.
-      memory: file of a `CorrectionMemory` to begin with.
-      csd_min_count: see `CorrectionMemory.min_count`.
-      csd_online: the memory also counts what is corrected while decoding.
-      values: names and values of the other parameters, as far as they are not the defaults.
-      given_rule: the rule, where it was given as one.
-
-    Raises:
-      FlyJaxError: an unknown keyword, or values of which no decoding can be made.
+      boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
+        published rule, or "defer", which may complete the window in the next rounds; without
+        effect on lossless rules.
     """
 
-    rule: str = parameter("fly", "which draft tokens are kept")
-    num_speculative_tokens: int | Literal["auto"] = parameter(
+    num_speculative_tokens: Depth = parameter(
         15,
         "draft tokens of a round (K); auto chooses K for each round from what is accepted and what "
         "a round takes",
@@ -87,6 +70,26 @@ class DecodingConfig:
         "kept provisionally where that is expected to pay",
         choices=get_args(Boundary),
     )
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        """The largest K that a round may have, whatever the rule."""
+        lossless = self.lossless_speculative_tokens or 0
+        return max(largest_depth(self.num_speculative_tokens), lossless)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What is never rescued, and what the rule csd knows.
+
+    Attributes:
+      protect: tokens whose text one of these regular expressions is found in are never rescued,
+        nor replaced by a rescue.
+      memory: file of a `CorrectionMemory` to begin with.
+      csd_min_count: see `CorrectionMemory.min_count`.
+      csd_online: the memory also counts what is corrected while decoding.
+    """
+
     protect: tuple[str, ...] = parameter(
         (),
         r"never rescue tokens in whose text this regular expression is found, such as '\d'",
@@ -98,80 +101,105 @@ class DecodingConfig:
         6, "csd: the memory knows what it has counted more often than this", low=0
     )
     csd_online: bool = parameter(True, "csd: the memory learns while decoding")
-    values: tuple[tuple[str, Any], ...] = ()
-    given_rule: Rule | None = None
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class DecodingConfig:
+    """Everything about decoding but the models, the prompts and their limits.
+
+    It is made of keywords, all of them flat: `rule`, and the parameters that `Drafting`, `Limits`,
+    the rules, `Budget`, `Lookup` and `Sampling` declare, such as `entropy_threshold`;
+    `decoding_parameters` has all. They are the keys of a TOML config and, but for a few, the
+    command line's flags. `sampling` and `lookup` may be given as a `Sampling` and a `Lookup`, for
+    the values that these have.
+
+    Attributes:
+      values: all parameters and their values, temperature None where none was given.
+      given_rule: the rule, where it was given as one.
+      drafting: how many tokens are drafted.
+      limits: what is never rescued.
+      sampling: how target and draft are drawn from; temperature 0 is greedy.
+      rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
+        or one or several of the registered rules, joined by & (rescues what both would), | (what
+        either would) and parentheses. Given as a `Rule`, its text says what it is.
+
+    Raises:
+      FlyJaxError: an unknown keyword, or values of which no decoding can be made.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+    given_rule: Loose | None
+    drafting: Drafting
+    limits: Limits
+    sampling: Sampling
+    rule: str = parameter("fly", "which draft tokens are kept")
 
     def __init__(self, **given: Any) -> None:
         """See the class."""
         given = _spelled_out(given)
-        rule = given.get("rule")
-        object.__setattr__(self, "given_rule", rule if isinstance(rule, Loose) else None)
-        if isinstance(rule, Rule):
-            given["rule"] = repr(rule)
-            if not isinstance(rule, Loose):
-                given["rule"] = "sampled" if given.get("temperature") else "exact"
+        rule, given_rule = given.get("rule"), None
+        if isinstance(rule, Loose):
+            given_rule, given["rule"] = rule, repr(rule)
+        elif isinstance(rule, Rule):
+            given["rule"] = "sampled" if given.get("temperature") else "exact"
         known = decoding_parameters()
         check_keys(given, known)
         for name, value in given.items():
             if known[name].kind is tuple and isinstance(value, list):  # as TOML has them
                 given[name] = tuple(value)
             known[name].check_given(given[name])
-        for name, one in known.items():
-            object.__setattr__(self, name, given.get(name, one.default))
-        names = rule_names(self.rule) if self.given_rule is None else (self.rule,)
+        values = {name: given.get(name, one.default) for name, one in known.items()}
+        names = rule_names(values["rule"]) if given_rule is None else (values["rule"],)
         if len(names) == 1:
-            object.__setattr__(self, "rule", names[0])  # without spaces or parentheses
-        if given.get("temperature") is None:
-            object.__setattr__(self, "temperature", 1.0 if self.rule == "sampled" else 0.0)
-        own = {one.name for one in parameters_of(DecodingConfig)}
-        # What is said and what goes without saying are the same config.
-        values = tuple(
-            (name, given[name])
-            for name, one in known.items()
-            if name in given and name not in own and given[name] != one.default
+            values["rule"] = names[0]  # without spaces or parentheses
+        temperature = values["temperature"]
+        if temperature is None:
+            temperature = 1.0 if values["rule"] == "sampled" else 0.0
+        self.__dict__.update(
+            values=tuple(values.items()),
+            given_rule=given_rule,
+            drafting=_made(Drafting, values),
+            limits=_made(Limits, values),
+            sampling=_made(Sampling, values, temperature=temperature),
+            rule=values["rule"],
         )
-        object.__setattr__(self, "values", values)
         self._check(names)
 
     def _check(self, names: tuple[str, ...]) -> None:
         """Raises FlyJaxError for values that do not go together."""
-        check_patterns(self.protect)
-        if self.rule == "exact" and self.temperature > 0:
+        check_patterns(self.limits.protect)
+        temperature, top_k, top_p = dataclasses.astuple(self.sampling)
+        if self.rule == "exact" and temperature > 0:
             raise FlyJaxError(
-                f"The rule exact is greedy and the temperature is {self.temperature}; give the "
+                f"The rule exact is greedy and the temperature is {temperature}; give the "
                 "rule sampled, which keeps the target's distribution, or temperature 0."
             )
-        if self.rule == "sampled" and self.temperature == 0:
+        if self.rule == "sampled" and temperature == 0:
             raise FlyJaxError(
                 "The rule sampled needs a temperature above 0 and was given 0; give a temperature, "
                 "or the rule exact for greedy decoding."
             )
-        if "csd" in names and self.temperature > 0:
+        if "csd" in names and temperature > 0:
             raise FlyJaxError(
-                f"The rule csd is greedy and the temperature is {self.temperature}; give "
+                f"The rule csd is greedy and the temperature is {temperature}; give "
                 "temperature 0, or a rule without csd."
             )
-        if "lossy" in names and self.temperature == 0 and self.lossy_threshold > 0.5:
+        threshold = self.to_dict()["lossy_threshold"]
+        if "lossy" in names and temperature == 0 and threshold > 0.5:
             raise FlyJaxError(
-                f"lossy_threshold is {self.lossy_threshold} and decoding is greedy: a draft token "
+                f"lossy_threshold is {threshold} and decoding is greedy: a draft token "
                 "that probable is the target's own choice, so nothing would be rescued; give at "
                 "most 0.5."
             )
-        if self.temperature == 0 and (self.top_k or self.top_p not in (None, 1)):
+        if temperature == 0 and (top_k or top_p not in (None, 1)):
             raise FlyJaxError(
-                f"top_k={self.top_k} and top_p={self.top_p} were given with greedy decoding, which "
+                f"top_k={top_k} and top_p={top_p} were given with greedy decoding, which "
                 "they do not change; give a temperature above 0, or leave them out."
             )
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The parameters that others declare are attributes too."""
-
     def to_dict(self) -> dict[str, Any]:
         """Every parameter by name: what a new config can be made of."""
-        values = {name: getattr(self, name) for name in decoding_parameters()}
-        return values | {"temperature": dict(self.values).get("temperature")}
+        return dict(self.values)
 
     def replace(self, **given: Any) -> DecodingConfig:
         """This config with other values; the keywords are those of the class.
@@ -183,18 +211,17 @@ class DecodingConfig:
         """
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
-        before = self.to_dict()
-        if self.given_rule is not None:
-            before["rule"] = self.given_rule
+        before = self.to_dict() | {"rule": self.given_rule or self.rule}
         return DecodingConfig(**before | _spelled_out(given))
 
     def without_draft(self) -> DecodingConfig:
         """This config for a target that nothing proposes to."""
-        return self.replace(rule="autoregressive", temperature=self.temperature)
+        return self.replace(rule="autoregressive", temperature=self.sampling.temperature)
 
     def with_lookup(self) -> DecodingConfig:
         """This config with a lookup: its own, or one of the usual size."""
-        return self if self.prompt_lookup_max else self.replace(prompt_lookup_max=Lookup.max_ngram)
+        found = self.to_dict()["prompt_lookup_max"]
+        return self if found else self.replace(prompt_lookup_max=Lookup.max_ngram)
 
     @property
     def is_loosened(self) -> bool:
@@ -202,13 +229,19 @@ class DecodingConfig:
         return self.rule not in LOSSLESS_RULES
 
     @property
-    def num_drafted(self) -> int | Literal["auto"]:
+    def num_speculative_tokens(self) -> Depth:
         """K of this rule's rounds: 0 without speculation."""
         if self.rule == "autoregressive":
             return 0
-        if self.rule in ("exact", "sampled") and self.lossless_speculative_tokens is not None:
-            return self.lossless_speculative_tokens
-        return self.num_speculative_tokens
+        lossless = self.drafting.lossless_speculative_tokens
+        if self.rule in ("exact", "sampled") and lossless is not None:
+            return lossless
+        return self.drafting.num_speculative_tokens
+
+    @property
+    def fly(self) -> Fly:
+        """FLy with this config's gate and window, whatever the rule."""
+        return _made(Fly, self.to_dict())
 
     def to_rule(self) -> Rule:
         """The acceptance rule.
@@ -219,43 +252,27 @@ class DecodingConfig:
         """
         if not self.is_loosened:
             return Exact()
-        rule = self.given_rule
+        rule, values = self.given_rule, self.to_dict()
         if rule is None:
-            made = {name: self._made(RULES[name]) for name in rule_names(self.rule)}
+            made = {name: _made(RULES[name], values) for name in rule_names(self.rule)}
             rule = combined(self.rule, made)
-        if self.risk_budget is not None:
-            rule = self._made(Budget, rule=rule)
-        if self.boundary == "reject":
-            rule.check(self.largest_k)
+        if values["risk_budget"] is not None:
+            rule = _made(Budget, values, rule=rule)
+        if self.drafting.boundary == "reject":
+            rule.check(largest_depth(self.num_speculative_tokens))
         else:
             check_deferral(rule, self.to_sampling())
         return rule
-
-    def _made(self, declaring: type[_Declaring], **other: Any) -> _Declaring:
-        """An instance of what declares parameters, with their values here."""
-        values = {one.field: getattr(self, one.name) for one in parameters_of(declaring)}
-        return declaring(**values | other)
-
-    @property
-    def largest_k(self) -> int:
-        """The largest K of a loosened rule's rounds."""
-        given = self.num_speculative_tokens
-        return AUTO_DEPTHS[-1] if given == "auto" else given
-
-    @property
-    def most_drafted(self) -> int:
-        """The largest K that a round may have, whatever the rule."""
-        return max(self.largest_k, self.lossless_speculative_tokens or 0)
 
     def to_sampling(self) -> Sampling | None:
         """How target and draft are drawn from; None for greedy decoding.
 
         What keeps every token is no step of the program.
         """
-        if self.temperature == 0:
+        if self.sampling.temperature == 0:
             return None
-        top_p = None if self.top_p == 1 else self.top_p
-        return self._made(Sampling, top_k=self.top_k or None, top_p=top_p)
+        top_p = None if self.sampling.top_p == 1 else self.sampling.top_p
+        return dataclasses.replace(self.sampling, top_k=self.sampling.top_k or None, top_p=top_p)
 
     def to_lookup(self) -> Lookup | None:
         """What proposes to the last draft model, or to the target, if a lookup does.
@@ -263,9 +280,10 @@ class DecodingConfig:
         Raises:
           FlyJaxError: sizes that do not go together.
         """
-        if self.prompt_lookup_max == 0 or self.rule == "autoregressive":
+        values = self.to_dict()
+        if values["prompt_lookup_max"] == 0 or self.rule == "autoregressive":
             return None
-        return self._made(Lookup)
+        return _made(Lookup, values)
 
     def side_by_side(self) -> tuple[DecodingConfig, ...]:
         """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
@@ -274,8 +292,8 @@ class DecodingConfig:
         config's gate and window. Where FLy was not asked for and its window does not fit, it is
         left out.
         """
-        lossless = "sampled" if self.temperature > 0 else "exact"
-        given = self.replace(temperature=self.temperature)
+        lossless = "sampled" if self.sampling.temperature > 0 else "exact"
+        given = self.replace(temperature=self.sampling.temperature)
         first = [given.replace(rule=rule) for rule in ("autoregressive", lossless)]
         if self.rule == "fly":
             return *first, given
@@ -290,10 +308,22 @@ class DecodingConfig:
         return *first, *_fitting(DecodingConfig(**values)), given
 
 
-def _fitting(fly: DecodingConfig) -> tuple[DecodingConfig, ...]:
+def _fitting(config: DecodingConfig) -> tuple[DecodingConfig, ...]:
     """FLy, where its window fits into a block or need not."""
-    fits = fly.boundary == "defer" or fly.largest_k > fly.window_size
-    return (fly,) if fits else ()
+    k = largest_depth(config.num_speculative_tokens)
+    fits = config.drafting.boundary == "defer" or k > config.fly.window_size
+    return (config,) if fits else ()
+
+
+def largest_depth(num_speculative_tokens: Depth) -> int:
+    """K, or the largest that is chosen from."""
+    return AUTO_DEPTHS[-1] if num_speculative_tokens == "auto" else num_speculative_tokens
+
+
+def _made(declaring: type[_Declaring], values: Mapping[str, Any], **other: Any) -> _Declaring:
+    """An instance of what declares parameters, with their values."""
+    own = {one.field: values[one.name] for one in parameters_of(declaring)}
+    return declaring(**own | other)
 
 
 def check_patterns(patterns: Iterable[str]) -> None:
@@ -352,7 +382,7 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
         },
     }
     groups: dict[str, tuple[type, ...]] = {
-        "Decoding": (DecodingConfig,),
+        "Decoding": (DecodingConfig, Drafting, Limits),
         "Loosened rules": tuple(RULES.values()),
         "Limits of loosened rules": (Budget,),
         "Lookup": (Lookup,),
@@ -611,7 +641,7 @@ class RoundSpec:
         Raises:
           FlyJaxError: values of which no round can be made.
         """
-        k, depths = config.num_drafted, tuple[int, ...]()
+        k, depths = config.num_speculative_tokens, tuple[int, ...]()
         if k == "auto":
             k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
         rule = config.to_rule()
@@ -621,10 +651,10 @@ class RoundSpec:
             eos_token_ids=eos_token_ids,
             rounds_per_dispatch=rounds_per_dispatch,
             depths=depths,
-            reports_mismatches=config.csd_online and rule.uses_memory,
+            reports_mismatches=config.limits.csd_online and rule.uses_memory,
             audits=audits,
-            deferred_window=rule.longest_window if config.boundary == "defer" else 0,
-            level_speculative_tokens=(config.level_speculative_tokens,) * (num_drafts - 1)
+            deferred_window=rule.longest_window if config.drafting.boundary == "defer" else 0,
+            level_speculative_tokens=(config.drafting.level_speculative_tokens,) * (num_drafts - 1)
             if k
             else (),
         )

@@ -113,7 +113,7 @@ class Pair:
         config = config.replace(**given) if given else config
         if self.drafter == NGRAM:
             config = config.with_lookup()
-        proposes = self.drafts or self.drafter or config.prompt_lookup_max
+        proposes = self.drafts or self.drafter or config.to_dict()["prompt_lookup_max"]
         return config if drafts and proposes else config.without_draft()
 
     def spec(

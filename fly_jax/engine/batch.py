@@ -65,9 +65,9 @@ def generate(
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         for prompt in prompts
     ]
-    if memory is None and config.memory is not None and config.to_rule().uses_memory:
+    if memory is None and config.limits.memory is not None and config.to_rule().uses_memory:
         memory = load_memory(
-            Path(config.memory), pair.tokenizer.digest, min_count=config.csd_min_count
+            Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
         )
     engine = Engine.of(
         pair,

@@ -239,7 +239,7 @@ class Engine:
         if memory is not None:
             memory.check_vocabulary(pair.tokenizer.digest, "The memory")
         elif offline and (spec.rule.uses_memory or spec.static.reports_mismatches):
-            memory = CorrectionMemory(pair.tokenizer.digest, min_count=config.csd_min_count)
+            memory = CorrectionMemory(pair.tokenizer.digest, min_count=config.limits.csd_min_count)
         if prompts is not None:
             num_slots = min(num_slots, max(len(prompts), 1))
             context = pair.target.config.max_context
@@ -253,7 +253,7 @@ class Engine:
             max_length=max_length,
             prefill_chunk=prefill_chunk,
             rules=rules,
-            protected_token_ids=pair.protected_token_ids(config.protect),
+            protected_token_ids=pair.protected_token_ids(config.limits.protect),
             tokenizer=pair.tokenizer if with_texts else None,
             load_may_change_text=load_may_change_text or offline,
             memory=memory,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, Depth, Drafting
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
@@ -146,7 +145,7 @@ class Comparison:
 
 def three_rules(
     fly: Fly | None = None,
-    num_speculative_tokens: int | Literal["auto"] = DecodingConfig.num_speculative_tokens,
+    num_speculative_tokens: Depth = Drafting.num_speculative_tokens,
     lookup: Lookup | None = None,
 ) -> dict[str, DecodingConfig]:
     """Greedy decoding one token at a time, with exact speculation, and with FLy."""

@@ -75,7 +75,7 @@ class Gate:
 
     def summary(self) -> str:
         """A few lines for the file and for eyes."""
-        chosen = ", ".join(f"{name} = {getattr(self.config, name)}" for name in self.varied)
+        chosen = ", ".join(f"{name} = {self.config.to_dict()[name]}" for name in self.varied)
         checked, bound = self.checked, self.bound
         other = Bound("regret" if bound.risk == "disagreement" else "disagreement", 1.0)
         return (
@@ -207,7 +207,7 @@ def candidates(
     """Every setting that would have rescued something in these rounds."""
     strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids
     protected = np.zeros(pair.target.config.vocab_size, bool)
-    protected[[*pair.protected_token_ids(config.protect), *eos]] = True
+    protected[[*pair.protected_token_ids(config.limits.protect), *eos]] = True
     for value in strictness.values(rounds, _VALUES):
         for size in windows:
             changes: dict[str, Any] = {strictness.name: value, "window_size": size}
@@ -236,4 +236,4 @@ def varied(config: DecodingConfig) -> tuple[str, ...]:
 
 
 def _shown(config: DecodingConfig) -> str:
-    return ", ".join(f"{name}={getattr(config, name)}" for name in varied(config))
+    return ", ".join(f"{name}={config.to_dict()[name]}" for name in varied(config))

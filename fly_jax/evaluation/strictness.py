@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from jaxtyping import Float, Real
 
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, largest_depth
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules.loosened import rule_names
 
@@ -131,15 +131,12 @@ def strictness_of(config: DecodingConfig) -> Strictness:
             f"The rule is {config.rule}, and a gate is calibrated for "
             f"{', '.join(CALIBRATED)} or a combination of them: give one of these with --rule."
         )
-    unsuitable = {
-        "boundary": config.boundary == "defer",
-        "risk_budget": config.risk_budget is not None,
-        "temperature": bool(config.temperature),
-    }
-    for name, found in unsuitable.items():
-        if found:
+    suitable = {"boundary": "reject", "risk_budget": None, "temperature": 0}
+    values = config.to_dict() | {"temperature": config.sampling.temperature}
+    for name, value in suitable.items():
+        if values[name] != value:
             raise FlyJaxError(
-                f"{name} is {getattr(config, name)!r}, and a gate is calibrated in greedy decoding "
+                f"{name} is {values[name]!r}, and a gate is calibrated in greedy decoding "
                 f"by what each round does by itself; leave {name} out."
             )
     return _OF_RULE[names[0]]
@@ -157,9 +154,9 @@ def windows_of(config: DecodingConfig, window_size: int | None) -> tuple[int, ..
                 f"window_size is {window_size} and the rule {config.rule} has no window; leave "
                 "window_size out, or give a rule with fly."
             )
-        return (config.window_size,)
+        return (int(config.fly.window_size),)
     given = WINDOWS if window_size is None else (window_size,)
-    fitting = tuple(size for size in given if size < config.largest_k)
+    fitting = tuple(size for size in given if size < largest_depth(config.num_speculative_tokens))
     if not fitting:
         config.replace(window_size=given[0]).to_rule()  # says why
     return fitting or given[:1]

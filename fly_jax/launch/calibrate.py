@@ -92,7 +92,7 @@ def _flags() -> Flags:
     flags.integer(
         group, "num_speculative_tokens", None,
         "draft tokens of a round (K); if not given, those of the config, else "
-        f"{DecodingConfig().most_drafted}",
+        f"{DecodingConfig().drafting.max_speculative_tokens}",
         lower_bound=1,
     )  # fmt: skip
     flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
@@ -209,14 +209,14 @@ def _fill(values: FlagValues, inputs: Inputs) -> None:
             draft = named or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
     path, which = Path(values.memory), broadcast(which)
-    sizes = (inputs.config.most_drafted, values.max_new_tokens)
+    sizes = (inputs.config.drafting.max_speculative_tokens, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
     memory = fill_memory(
         load_models(values, inputs),
         inputs.ids,
         path,
-        num_speculative_tokens=inputs.config.most_drafted,
+        num_speculative_tokens=inputs.config.drafting.max_speculative_tokens,
         max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
         models=which,

@@ -79,7 +79,7 @@ def _run(values: FlagValues) -> None:
     compares = values.compare or (not _has_prompts(values) and _has_draft(values))
     config = _config(values, compares)
     inputs = open_inputs(values, config)
-    if not (_has_draft(values) or values.rule or values.config or config.num_drafted):
+    if not (_has_draft(values) or values.rule or values.config or config.num_speculative_tokens):
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
     memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
@@ -97,7 +97,8 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
         with joint_errors():
             check_audit(Path(values.audit))
     config = config_from_flags(values)
-    if not _has_draft(values) and not config.to_lookup() and (config.num_drafted or compares):
+    proposes = _has_draft(values) or config.to_lookup()
+    if not proposes and (config.num_speculative_tokens or compares):
         if compares or values.rule is not None or values.config is not None:
             wanted = "--compare" if compares else f"the rule {config.rule}"
             raise FlyJaxError(
@@ -120,8 +121,8 @@ def _check_memory(values: FlagValues, config: DecodingConfig) -> None:
                 f"--{name} was given, and the rule {config.rule} as it is set looks nothing up in "
                 f"a memory; give a rule that does, such as csd, or leave --{name} out."
             )
-    if values.update_memory and (config.memory is None or not config.csd_online):
-        missing = "--memory" if config.memory is None else "--csd_online"
+    if values.update_memory and (config.limits.memory is None or not config.limits.csd_online):
+        missing = "--memory" if config.limits.memory is None else "--csd_online"
         raise FlyJaxError(
             f"--update_memory was given without {missing}; what is learned while decoding needs a "
             f"file to go to: give {missing} as well."
@@ -175,11 +176,11 @@ def _read_memory(
     values: FlagValues, config: DecodingConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory:
     """The file that is named, which process 0 reads, or nothing yet."""
-    path = None if config.memory is None or process_id() != 0 else Path(config.memory)
+    path = None if config.limits.memory is None or process_id() != 0 else Path(config.limits.memory)
     if path is None or (values.update_memory and not path.exists()):
-        memory = CorrectionMemory(tokenizer.digest, min_count=config.csd_min_count)
+        memory = CorrectionMemory(tokenizer.digest, min_count=config.limits.csd_min_count)
     else:
-        memory = load_memory(path, tokenizer.digest, min_count=config.csd_min_count)
+        memory = load_memory(path, tokenizer.digest, min_count=config.limits.csd_min_count)
     if path is not None and values.update_memory:
         memory.save(path)  # a path that cannot be written is found before any work is done
     return memory
@@ -252,8 +253,8 @@ def _learning(values: FlagValues, config: DecodingConfig, engine: Engine) -> Ite
     try:
         yield
     finally:
-        if values.update_memory and engine.memory and config.memory and process_id() == 0:
-            engine.memory.save(Path(config.memory))
+        if values.update_memory and engine.memory and config.limits.memory and process_id() == 0:
+            engine.memory.save(Path(config.limits.memory))
 
 
 def _shown(prompt: Prompt) -> str:
@@ -308,7 +309,8 @@ def _compare(
         return None if problem is None or values.target else is_correct(problem, text)
 
     say(f"Comparing the rules on {len(inputs.ids)} prompts, {values.batch_size} at a time ...")
-    rules = {f"{one.rule} (K = {one.num_drafted})": one for one in inputs.config.side_by_side()}
+    configs = inputs.config.side_by_side()
+    rules = {f"{one.rule} (K = {one.num_speculative_tokens})": one for one in configs}
     comparison = compare(
         pair,
         inputs.ids,

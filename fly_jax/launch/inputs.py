@@ -203,7 +203,7 @@ def load_opened(
     workload = Workload(
         rows=rows,
         capacity=cache_capacity(longest, 0),
-        num_speculative_tokens=config.most_drafted,
+        num_speculative_tokens=config.drafting.max_speculative_tokens,
     )
     with waiting("Reading the weights"):
         pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
@@ -218,11 +218,12 @@ def load_opened(
 
 
 def _check_sizes(config: DecodingConfig, context: int) -> None:
+    lookup = config.to_lookup()
     sizes = {
-        "num_speculative_tokens": config.most_drafted,
-        "level_speculative_tokens": config.level_speculative_tokens,
-        "prompt_lookup_max": config.prompt_lookup_max,
-        "prompt_lookup_tokens": config.prompt_lookup_tokens,
+        "num_speculative_tokens": config.drafting.max_speculative_tokens,
+        "level_speculative_tokens": config.drafting.level_speculative_tokens,
+        "prompt_lookup_max": lookup.max_ngram if lookup else 0,
+        "prompt_lookup_tokens": lookup.num_tokens if lookup else 0,
     }
     for name, size in sizes.items():
         if size >= context:

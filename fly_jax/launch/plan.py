@@ -133,16 +133,17 @@ def _plan_spec(values: FlagValues) -> PlanSpec:
 
 def _rounds(values: FlagValues) -> RoundSpec:
     """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
-    from fly_jax.decoding.config import RoundSpec
+    from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.planning.roofline import PUBLISHED_K
 
     config = config_from_flags(values)
     if values.config is None:
         if values.num_speculative_tokens is None:
             config = config.replace(num_speculative_tokens=PUBLISHED_K)
-        if values.rule is None and config.largest_k <= config.window_size:
+        k = largest_depth(config.num_speculative_tokens)
+        if values.rule is None and config.fly.window_size >= k:
             config = config.replace(rule="exact")
-    if not config.num_drafted:
+    if not config.num_speculative_tokens:
         raise FlyJaxError(
             "The rule is autoregressive, which every plan shows beside speculation; give the rule "
             "that drafts are to be verified with."

@@ -80,7 +80,7 @@ def test_rules_and_lookups(
     assert config.to_rule() == rule
     assert config.to_sampling() == sampling
     assert config.to_lookup() == lookup
-    assert config.num_drafted == (0 if config.rule == "autoregressive" else 15)
+    assert config.num_speculative_tokens == (0 if config.rule == "autoregressive" else 15)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,17 @@ def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
 def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
     config = load_config(CONFIGS / "embedded_pair.toml")
     assert config.to_rule() == Margin(gap=1.0)
-    assert config.protect == (r"\d",)
+    assert config.limits.protect == (r"\d",)
     _, lossless, published, recommended = config.side_by_side()
     measured = json.loads((CONFIGS.parent / "benchmarks/results/embedded_pair.json").read_text())
     best = measured["best_k"]
-    assert (lossless.num_drafted, recommended.num_drafted) == (best["exact"], best["margin"])
+    assert (lossless.num_speculative_tokens, recommended.num_speculative_tokens) == (
+        best["exact"],
+        best["margin"],
+    )
     assert published.to_rule() == Fly()
     alone = config.replace(rule="exact")
-    assert alone.num_drafted == best["exact"]
+    assert alone.num_speculative_tokens == best["exact"]
 
 
 def test_side_by_side() -> None:
@@ -127,14 +130,14 @@ def test_side_by_side() -> None:
     assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
     assert [one.to_rule() for one in drawn] == [Exact(), Exact(), Fly()]
     assert [one.to_sampling() for one in drawn] == [Sampling()] * 3
-    assert [one.num_drafted for one in drawn] == [0, 9, 9]
+    assert [one.num_speculative_tokens for one in drawn] == [0, 9, 9]
 
 
 def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
     config = DecodingConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
     rules = [one.to_rule() for one in config.side_by_side()]
     assert rules == [Exact(), Exact(), Fly(window_size=3), Budget(Margin(), 2)]
-    assert [one.num_drafted for one in config.side_by_side()] == [0, 4, 4, 4]
+    assert [one.num_speculative_tokens for one in config.side_by_side()] == [0, 4, 4, 4]
     small = config.replace(num_speculative_tokens=3)
     assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
     deferring = DecodingConfig(boundary="defer", num_speculative_tokens=6)
@@ -162,7 +165,7 @@ def test_published_reference_json() -> None:
     config = load_config(CONFIGS / "fly_reference.json")
     assert config.to_rule() == Fly(0.3, 6, "top_k", 3, window="reference")
     assert config.to_lookup() == Lookup(max_ngram=4, min_ngram=1, num_tokens=6, match="earliest")
-    assert config.num_drafted == 15
+    assert config.num_speculative_tokens == 15
 
 
 @pytest.mark.parametrize(
@@ -241,21 +244,21 @@ def test_a_config_says_all_that_is_declared() -> None:
     config = DecodingConfig()
     for name, declared in decoding_parameters().items():
         if name != "temperature":
-            assert getattr(config, name) == declared.default
+            assert config.to_dict()[name] == declared.default
         assert declared.help
         assert not declared.help.endswith(".")
     assert DecodingConfig(**config.to_dict()) == config
     assert hash(config) == hash(DecodingConfig(window_size=6))
     assert not hasattr(config, "windw_size")
-    assert pickle.loads(pickle.dumps(DecodingConfig(window_size=3))).window_size == 3
+    assert pickle.loads(pickle.dumps(DecodingConfig(window_size=3))).fly.window_size == 3
     with pytest.raises(FlyJaxError, match="'windw_size' is unknown"):
         DecodingConfig(windw_size=3)
 
 
 def test_values_lie_over_one_another() -> None:
     config = DecodingConfig(rule="margin", margin_gap=1.0, lossless_speculative_tokens=9)
-    assert config.replace(rule="exact").num_drafted == 9
-    assert config.replace(rule="exact", num_speculative_tokens=4).num_drafted == 4
+    assert config.replace(rule="exact").num_speculative_tokens == 9
+    assert config.replace(rule="exact", num_speculative_tokens=4).num_speculative_tokens == 4
     assert config.replace(margin_gap=2).to_rule() == Margin(gap=2)
     assert config.replace(margin_gap=0.3) == config.replace(margin_gap=Margin.gap)
     with pytest.raises(FlyJaxError, match=r"margin_gap is \[1\]; it must be a number"):

@@ -43,7 +43,7 @@ def test_environment_variables_have_the_same_names() -> None:
     assert asked["any_version"] is True
     config = decoding_config(asked, 10)
     assert config.to_rule() == Budget(Fly(0.25, 3) | Margin(), 2)
-    assert config.protect == (r"\d",)
+    assert config.limits.protect == (r"\d",)
     assert asked_for({"window_size": 4}, environment)["window_size"] == 4
     assert asked_for({"fly_window_size": 4}, environment)["window_size"] == 4
 

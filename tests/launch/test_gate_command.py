@@ -63,7 +63,7 @@ def test_what_is_written_meets_the_bound(
     assert accepted[0] >= accepted[1]
     config = load_config(path)
     assert (config.rule, config.num_speculative_tokens) == ("margin", 6)
-    assert f"margin_gap = {config.margin_gap}" in text
+    assert f"margin_gap = {config.to_dict()['margin_gap']}" in text
     rescues, tokens, rounds = decoded(models, path, capsys)
     assert 0 < rescues / tokens <= limit
     figure = f"{100 * rescues / tokens:.2f} rescues in 100 tokens"
@@ -80,8 +80,10 @@ def test_windows_are_tried_and_other_values_kept(
     more = [f"--config={base}", "--max_regret=0.2"]
     assert main(calibrate(models, prompts, path, *more)) == 0
     found = load_config(path)
-    assert (found.rule, found.entropy_top_k, found.protect) == ("fly | margin", 2, ("\\d",))
-    assert found.window_size == 4, "the others leave no room at K = 6"
+    assert (found.rule, found.limits.protect) == ("fly | margin", ("\\d",))
+    assert (found.fly.entropy_top_k, found.fly.window_size) == (2, 4), (
+        "the others leave no room at K = 6"
+    )
     regret = re.findall(r"tokens\): ([0-9.]+) nats a token", path.read_text())
     assert 0 < float(regret[0]) <= 0.2
 

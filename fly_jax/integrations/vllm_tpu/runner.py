@@ -250,14 +250,14 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
     def _loosened_sampler(self, config: DecodingConfig, k: int) -> LoosenedSampler:
         tokenizer = target_tokenizer(self.model_config)
         memory = None
-        if config.memory is not None:
+        if config.limits.memory is not None:
             memory = load_memory(
-                Path(config.memory), tokenizer.digest, min_count=config.csd_min_count
+                Path(config.limits.memory), tokenizer.digest, min_count=config.limits.csd_min_count
             )
         elif config.to_rule().uses_memory:
             memory = CorrectionMemory(tokenizer.digest)
         protected = np.zeros(self.vocab_size, bool)
-        ids = [*tokenizer.control_token_ids, *tokenizer.matching(config.protect)]
+        ids = [*tokenizer.control_token_ids, *tokenizer.matching(config.limits.protect)]
         protected[[token for token in ids if token < self.vocab_size]] = True
         return LoosenedSampler(
             self.mesh,

@@ -214,9 +214,9 @@ def prepare(vllm_config: Any) -> None:
     config = decoding_config(asked, speculative.num_speculative_tokens)
     if speculative.method == "draft_model":
         _check_draft(vllm_config)
-    elif config.to_lookup() is not None:
+    elif (lookup := config.to_lookup()) is not None:
         raise FlyJaxError(
-            f"additional_config[{KEY!r}] has prompt_lookup_max={config.prompt_lookup_max}, for a "
+            f"additional_config[{KEY!r}] has prompt_lookup_max={lookup.max_ngram}, for a "
             f"lookup below a draft model, and the method is {speculative.method}; give the method "
             "draft_model, or leave it out (the method ngram has its own in speculative_config)."
         )

@@ -44,7 +44,7 @@ class RequestBuilder:
         Raises:
           FlyJaxError: a rule of no use.
         """
-        if not config.num_drafted:
+        if not config.num_speculative_tokens:
             return cls(config, ())
         given = _USUAL_RULES if rules is None else tuple(rules)
         own = (config.rule,) if config.is_loosened else ()
@@ -81,7 +81,7 @@ class RequestBuilder:
     @property
     def names(self) -> tuple[str, ...]:
         """Rules that a request may give."""
-        return ("exact", *self.rules) if self.config.num_drafted else ("autoregressive",)
+        return ("exact", *self.rules) if self.config.num_speculative_tokens else ("autoregressive",)
 
     def requests(
         self,
@@ -116,7 +116,7 @@ class RequestBuilder:
             request.stops,
             request.num_logprobs,
             bool(request.ignore_eos),
-            None if patterns == self.config.protect else protected(patterns),
+            None if patterns == self.config.limits.protect else protected(patterns),
         )
         return [
             dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % 2**32)
@@ -134,26 +134,28 @@ class RequestBuilder:
         given = request.fly.model_dump(
             exclude={"rule", "protect", "audit", "stream_why"}, exclude_none=True
         )
-        temperature = own.temperature if request.temperature is None else request.temperature
+        temperature = request.temperature
+        temperature = float(own.sampling.temperature) if temperature is None else temperature
         if temperature < _GREEDY_BELOW:  # without draws there is nothing to keep tokens from
-            temperature, top_k, top_p = 0.0, 0, 1.0
+            given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
         else:
-            top_k = own.top_k if request.top_k is None else max(request.top_k, 0)
-            top_p = own.top_p if request.top_p is None else request.top_p
-        rule, drafts = self.rule_name(request), bool(own.num_drafted)
+            given |= {"temperature": temperature}
+            given |= {} if request.top_k is None else {"top_k": max(request.top_k, 0)}
+            given |= {} if request.top_p is None else {"top_p": request.top_p}
+        rule, drafts = self.rule_name(request), bool(own.num_speculative_tokens)
         if rule in LOSSLESS_RULES or not drafts:
             if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):
                 raise self._unknown(rule)
             if drafts:
-                rule = "sampled" if temperature else "exact"
-        return own.replace(rule=rule, temperature=temperature, top_k=top_k, top_p=top_p, **given)
+                rule = "sampled" if given["temperature"] else "exact"
+        return own.replace(rule=rule, **given)
 
     def _patterns(self, request: GenerationRequest) -> tuple[str, ...]:
         """The patterns whose tokens are never rescued.
 
         A pattern of the client's own is not taken: some take forever to be searched for.
         """
-        own, given = self.config.protect, request.fly.protect
+        own, given = self.config.limits.protect, request.fly.protect
         for pattern in given or ():
             if pattern not in own:
                 raise invalid(

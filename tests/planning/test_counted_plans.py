@@ -138,7 +138,7 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
     given = next(one for one in drafters.passes if one.fits and one.matrices == "bfloat16")
     verify = plan.step("verify")
     assert verify is not None
-    a_round = verify.seconds + SPEC.static.num_speculative_tokens * given.seconds
+    a_round = verify.seconds + SPEC.num_speculative_tokens * given.seconds
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
     shorter = make_plan(

@@ -21,6 +21,7 @@ from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
+from fly_jax.engine import engine
 from fly_jax.verification.rules import Exact, Fly
 
 RARE = (7,)  # rows end far apart
@@ -54,6 +55,8 @@ def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
 
     monkeypatch.setattr(programs, "_run", spy)
     monkeypatch.setattr(programs, "CAPACITY_STEP", 16)
+    # Prompts are run together in caches of the first step, which has room for a chunk.
+    monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
 
     def decode(least: int) -> tuple[list[list[int]], list[int]]:
         monkeypatch.setattr(programs, "LEAST_ATTENDED", least)

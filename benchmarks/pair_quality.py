@@ -17,14 +17,21 @@ import jax.numpy as jnp
 import machine
 import numpy as np
 from absl import flags
-from texts import MAX_NEW_TOKENS, library_beginnings, token_rows, word_problems
+from texts import (
+    MAX_NEW_TOKENS,
+    PROMPT_PREFIX,
+    SUBJECTS,
+    library_beginnings,
+    token_rows,
+    word_problems,
+)  # fmt: skip
 
 from fly_jax import generate, load_pair
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.request import Generation
+from fly_jax.evaluation.problems import Problem, is_correct
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
-from fly_jax.training.problems import PROMPT_PREFIX, SUBJECTS, Problem, is_correct
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("target", None, "folder of a target; the embedded one if not given")

@@ -11,7 +11,7 @@ from texts import MAX_NEW_TOKENS
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.training.problems import Problem, is_correct
+from fly_jax.evaluation.problems import Problem, is_correct
 
 
 def side_by_side(

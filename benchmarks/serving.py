@@ -25,7 +25,7 @@ from machine import run, write
 from served import Answer, Server, ask, server, work_off
 from texts import MAX_NEW_TOKENS, word_problems
 
-from fly_jax.training.problems import Problem, is_correct
+from fly_jax.evaluation.problems import Problem, is_correct
 
 _TURNS = flags.DEFINE_integer("turns", 5, "measurements of each", lower_bound=1)
 _REQUESTS = flags.DEFINE_integer("num_requests", 48, "of each measurement", lower_bound=1)

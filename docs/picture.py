@@ -5,14 +5,13 @@ python docs/picture.py
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 from fly_jax import generate, load_pair
-from fly_jax.training.problems import problems
+from fly_jax.evaluation.problems import built_in_problems
 from fly_jax.verification.rules import Fly, Why
 
 COLOURS = {
@@ -56,7 +55,7 @@ def _svg(lines: Sequence[Sequence[tuple[str, str]]]) -> str:
 def main() -> None:
     """Decodes, and writes the picture of the text with the most rescues."""
     pair = load_pair()
-    prompts = [problem.prompt for problem in itertools.islice(problems(4, "held_out"), 20)]
+    prompts = [problem.prompt for problem in built_in_problems()]
     # The one of the first few with the most rescues shows best what FLy does.
     found = generate(pair, prompts, rule=Fly(), protect=(), max_new_tokens=160)
     account, prompt = max(

@@ -301,7 +301,7 @@ def _compare(
 ) -> None:
     """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare
-    from fly_jax.training.problems import is_correct
+    from fly_jax.evaluation.problems import is_correct
 
     def check(index: int, text: str) -> bool | None:
         problem = inputs.prompts[index].problem

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import signal
 import sys
@@ -20,6 +19,7 @@ from absl.flags import FlagValues
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import CheckedPrompt
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.sharding.mesh import (
     MeshSpec,
@@ -39,15 +39,12 @@ from fly_jax.sharding.processes import (
     num_processes,
     process_id,
 )
-from fly_jax.training.problems import Problem, problems
 from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import OpenPair, Pair
 
 
-_BUILT_IN_PROBLEMS = 8
-_BUILT_IN_SEED = 2511
 _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 
 
@@ -300,9 +297,9 @@ def _refuse(error: FlyJaxError, *, skip: bool) -> None:
 
 def built_in_prompts() -> list[Prompt]:
     """Word problems that no model of the embedded pair was trained on, and a bit of code."""
-    drawn = itertools.islice(problems(_BUILT_IN_SEED, "held_out"), _BUILT_IN_PROBLEMS)
-    worded = [Prompt(problem.prompt, "A built-in prompt", problem) for problem in drawn]
-    return [*worded, Prompt(_BUILT_IN_TEXT, "A built-in prompt")]
+    source = "A built-in prompt"
+    worded = [Prompt(problem.prompt, source, problem) for problem in built_in_problems()]
+    return [*worded, Prompt(_BUILT_IN_TEXT, source)]
 
 
 def prompts_from_flags(values: FlagValues) -> list[Prompt]:

@@ -1,1 +1,1 @@
-"""Training of small drafters, and the word problems that the commands ask when nothing is asked."""
+"""Training of small drafters."""

@@ -12,7 +12,7 @@ import re
 import sysconfig
 from pathlib import Path
 
-from fly_jax.training.problems import Split, split_of
+from word_problems import Split, split_of
 
 CHUNK_CHARACTERS = 1500
 # A module with a longer line is a table rather than a program.

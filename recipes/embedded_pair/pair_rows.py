@@ -15,8 +15,9 @@ import library_text
 import numpy as np
 import sentencepiece
 from jaxtyping import Float32
+from word_problems import SUBJECTS, Split, draw_problem
 
-from fly_jax.training.problems import SUBJECTS, Problem, Split, draw_problem
+from fly_jax.evaluation.problems import Problem
 from fly_jax.training.trainer import Row, stacked
 
 ROW_LENGTH = 256

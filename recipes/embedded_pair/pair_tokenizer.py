@@ -17,8 +17,7 @@ from pathlib import Path
 import library_text
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-
-from fly_jax.training.problems import problems
+from word_problems import problems
 
 UNKNOWN, BEGIN, END, PAD, NEWLINE = "<unk>", "<s>", "</s>", "<pad>", "\n"
 

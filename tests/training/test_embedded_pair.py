@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pair_rows import batches, token_rows
 from pair_tokenizer import train_tokenizer
+from word_problems import NAMES, SUBJECTS, problems
 
+from fly_jax.evaluation.problems import extract_answer
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.training.problems import NAMES, SUBJECTS, extract_answer, problems
 from fly_jax.training.trainer import Row
 
 BEGIN, END = 1, 2

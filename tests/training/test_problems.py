@@ -6,16 +6,9 @@ import re
 from collections import Counter
 
 import pytest
+from word_problems import Split, generate_problem, problems, split_of
 
-from fly_jax.training.problems import (
-    Problem,
-    Split,
-    extract_answer,
-    generate_problem,
-    is_correct,
-    problems,
-    split_of,
-)
+from fly_jax.evaluation.problems import Problem, built_in_problems, extract_answer, is_correct
 
 SPLITS: tuple[Split, ...] = ("train", "development", "held_out")
 
@@ -107,3 +100,7 @@ def test_a_taste_prefers_some_wordings_and_changes_no_number() -> None:
         return openings.most_common(1)[0][1] / len(drawn)
 
     assert favourite_share(styled) > 0.4 > 0.25 > favourite_share(plain)
+
+
+def test_the_built_in_problems_are_drawn_from_what_is_held_out() -> None:
+    assert built_in_problems() == take(8, seed=2511, split="held_out")

@@ -1,11 +1,13 @@
 """Arithmetic word problems whose wording is free and whose numbers are determined.
 
-A solution is written from templates. ``[a|b|c]`` in a template is a slot where one alternative is
-drawn uniformly, and ``[so]`` draws from the shared list of that name. A model of this text is
+A solution is written from templates. `[a|b|c]` in a template is a slot where one alternative is
+drawn uniformly, and `[so]` draws from the shared list of that name. A model of this text is
 therefore undecided exactly at the slots, and at a digit, a name or an object it is not: what
 loosely speculative decoding needs in order to be judged by whether the answers stay right. Slots
 are kept several tokens apart, so that two solutions that differ in one wording go on alike.
 """
+
+from __future__ import annotations
 
 import random
 import re
@@ -13,6 +15,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from fly_jax.evaluation.problems import Problem
 
 Split = Literal["train", "development", "held_out"]
 
@@ -61,11 +65,11 @@ def _plural(singular: str) -> str:
 
 _PLURALS = {singular: _plural(singular) for singular in _SINGULARS}
 
+# Every word that a solution has to copy from its prompt.
 SUBJECTS = frozenset(
     {*NAMES, *_SINGULARS, *_PLURALS.values(), *_CONTAINERS, *_PLACES}
     | {_plural(container) for container in _CONTAINERS}
 )
-"""Every word a solution has to copy from its prompt."""
 
 _WORDINGS = {
     "first": "First|Initially|To begin|At first|As a start|Clearly|Here|Originally",
@@ -80,15 +84,6 @@ _WORDINGS = {
     "is": "is|equals|must be|comes to",
     "final": "Therefore|Finally|In the end|In conclusion|Consequently|To sum up|Overall|Ultimately",
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A prompt, one wording of its solution (with a leading space), and the number asked for."""
-
-    prompt: str
-    solution: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -119,12 +114,12 @@ def _amount(rng: random.Random, low: int = 12, high: int = 89) -> int:
 
 
 def _part(rng: random.Random, whole: int) -> int:
-    """A number that can be taken from ``whole`` and leaves more than one."""
+    """A number that can be taken from `whole` and leaves more than one."""
     return rng.randint(3, min(whole - 2, 89))
 
 
 def _product(left: int, right: int) -> str:
-    """``left * right``, written out by tens and ones where no multiplication table has it."""
+    """`left * right`, written out by tens and ones where no multiplication table has it."""
     product = f"{left} * {right} = "
     tens, ones = left - left % 10, left % 10
     if left > 12 and ones:
@@ -366,7 +361,7 @@ _SLOT = re.compile(r"\[([^\[\]]+)\]")
 
 
 def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
-    """``template`` with an alternative drawn for every slot, the innermost slots first."""
+    """`template` with an alternative drawn for every slot, the innermost slots first."""
 
     def draw(slot: re.Match[str]) -> str:
         alternatives = _WORDINGS.get(slot[1], slot[1]).split("|")
@@ -384,7 +379,7 @@ def _worded(rng: random.Random, template: str, taste: int | None = None) -> str:
 def generate_problem(rng: random.Random, taste: int | None = None) -> Problem:
     """A problem and one of the many wordings of its solution, of any split.
 
-    ``taste`` names a style in which some wordings of a solution are preferred to others, each twice
+    `taste` names a style in which some wordings of a solution are preferred to others, each twice
     as likely as the next; without one they are all as likely.
     """
     name, other = rng.sample(NAMES, 2)
@@ -410,7 +405,7 @@ def generate_problem(rng: random.Random, taste: int | None = None) -> Problem:
 
 
 def split_of(key: str) -> Split:
-    """The one split that ``key`` belongs to, the same in every process and for every seed."""
+    """The one split that `key` belongs to, the same in every process and for every seed."""
     bucket = zlib.crc32(key.encode()) % 100
     if bucket < _HELD_OUT_PERCENT:
         return "held_out"
@@ -418,28 +413,14 @@ def split_of(key: str) -> Split:
 
 
 def draw_problem(rng: random.Random, split: Split, taste: int | None = None) -> Problem:
-    """The next problem of ``split``: no prompt of one split ever occurs in another."""
+    """The next problem of `split`: no prompt of one split ever occurs in another."""
     while split_of((problem := generate_problem(rng, taste)).prompt) != split:
         pass
     return problem
 
 
 def problems(seed: int, split: Split) -> Iterator[Problem]:
-    """An endless stream of the problems of ``split``."""
+    """An endless stream of the problems of `split`."""
     rng = random.Random(seed)
     while True:
         yield draw_problem(rng, split)
-
-
-_ANSWER = re.compile(r"^Answer: (\d+)$", re.MULTILINE)
-
-
-def extract_answer(text: str) -> str | None:
-    """The number on the first answer line of ``text``, if it has one."""
-    found = _ANSWER.search(text)
-    return found[1] if found else None
-
-
-def is_correct(problem: Problem, text: str) -> bool:
-    """Whether ``text``, cut at the end of text, gives the number that ``problem`` asks for."""
-    return extract_answer(text) == problem.answer

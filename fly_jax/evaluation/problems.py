@@ -1,0 +1,40 @@
+"""Word problems that the embedded pair solves, and whether an answer is right.
+
+Their wording is free and their numbers are determined; `recipes/embedded_pair` makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+_BUILT_IN = Path(__file__).parents[1] / "models" / "embedded" / "problems.jsonl"
+_ANSWER = re.compile(r"^Answer: (\d+)$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A prompt, one wording of its solution (with a leading space), and the number asked for."""
+
+    prompt: str
+    solution: str
+    answer: str
+
+
+def built_in_problems() -> list[Problem]:
+    """Eight that no model of the pair was trained on."""
+    lines = _BUILT_IN.read_text(encoding="utf-8").splitlines()
+    return [Problem(**json.loads(line)) for line in lines]
+
+
+def extract_answer(text: str) -> str | None:
+    """The number on the first answer line of a text, if it has one."""
+    found = _ANSWER.search(text)
+    return found[1] if found else None
+
+
+def is_correct(problem: Problem, text: str) -> bool:
+    """Whether a text, cut at its end, gives the number that the problem asks for."""
+    return extract_answer(text) == problem.answer

@@ -38,16 +38,8 @@ _Declaring = TypeVar("_Declaring")
 class Drafting:
     """How many tokens are drafted, and what becomes of the last ones.
 
-    Attributes:
-      num_speculative_tokens: K, the draft tokens of a round; "auto" chooses one of `AUTO_DEPTHS`
-        for each round, from what is accepted and what a round takes on this machine.
-      lossless_speculative_tokens: K of the rules exact and sampled, whose best one is smaller than
-        FLy's; None for the same.
-      level_speculative_tokens: tokens that each draft model but the first proposes at a time, for
-        the one before it; without effect with one draft model.
-      boundary: what becomes of a mismatch whose window does not fit into its block: "reject", the
-        published rule, or "defer", which may complete the window in the next rounds; without
-        effect on lossless rules.
+    Each parameter's help says what it is; `lossless_speculative_tokens` is None for the same K as
+    FLy's, whose best one is larger, and `boundary` is without effect on lossless rules.
     """
 
     num_speculative_tokens: Depth = parameter(
@@ -80,15 +72,7 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is never rescued, and what the rule csd knows.
-
-    Attributes:
-      protect: tokens whose text one of these regular expressions is found in are never rescued,
-        nor replaced by a rescue.
-      memory: file of a `CorrectionMemory` to begin with.
-      csd_min_count: see `CorrectionMemory.min_count`.
-      csd_online: the memory also counts what is corrected while decoding.
-    """
+    """What is never rescued, and what the rule csd knows; each parameter's help says what it is."""
 
     protect: tuple[str, ...] = parameter(
         (),

@@ -10,7 +10,8 @@ from pathlib import Path
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import read_audit
 from fly_jax.evaluation.audit_summary import summarise, table
-from fly_jax.launch.flags import Flags
+from fly_jax.launch.flags import Flags, flag_group
+from fly_jax.parameters import parameter
 
 _HELP = """\
 python -m fly_jax.launch audit FILE [flags]
@@ -28,16 +29,22 @@ Examples:
 """
 
 
+@flag_group("Output")
+class _AuditFlags:
+    pairs: int = parameter(10, "most pairs of tokens to list", low=0)
+    html: str | None = parameter(None, "file for a page that shows one prompt's text", kind=str)
+    prompt: int = parameter(1, "number of the prompt that it shows, from 1", low=1)
+    json: bool = parameter(False, "all figures as one JSON object on standard output")
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
     Raises:
       FlyJaxError: a wrong flag, or a file that is no audit or lacks the prompt.
     """
-    flags = _flags()
-    values, name = flags.parse_with_file(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    values, name = Flags("audit", _AuditFlags).parse_with_file(arguments, _HELP)
+    if values is None:
         return
     if name is None:
         raise FlyJaxError(
@@ -66,14 +73,3 @@ def main(arguments: Sequence[str]) -> None:
         Path(values.html).write_text(text, encoding="utf-8", errors="replace")
     summary = summarise(audit)
     print(json.dumps(summary.to_dict()) if values.json else table(summary, values.pairs))
-
-
-def _flags() -> Flags:
-    flags = Flags("audit")
-    group = "Output"
-    flags.integer(group, "pairs", 10, "most pairs of tokens to list", lower_bound=0)
-    flags.string(group, "html", None, "file for a page that shows one prompt's text")
-    flags.integer(group, "prompt", 1, "number of the prompt that it shows, from 1", lower_bound=1)
-    flags.boolean(group, "json", "all figures as one JSON object on standard output")
-    flags.boolean(group, "help", "show this")
-    return flags

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
-from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.engine.engine import Engine
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.request import Generation
+    from fly_jax.launch.generate import GenerateFlags
 
 
 def check_audit(path: Path) -> None:
@@ -74,7 +74,7 @@ class Auditor:
 
 @contextlib.contextmanager
 def auditing(
-    values: FlagValues,
+    values: GenerateFlags,
     config: DecodingConfig,
     pair: Pair,
     spec: RoundSpec,
@@ -107,7 +107,7 @@ def auditing(
         lossless.forget()
     with contextlib.ExitStack() as stack:
         file = None
-        if process_id() == 0:
+        if values.audit is not None and process_id() == 0:
             file = stack.enter_context(Path(values.audit).open("w", encoding="utf-8"))
             write_run(file, run)
         yield Auditor(file, run, pair, spec.rule, prompts, exact)

@@ -6,9 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl.flags import FlagValues
-
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.strictness import (
     CALIBRATED,
@@ -21,14 +19,14 @@ from fly_jax.evaluation.strictness import (
     write_config,
 )
 from fly_jax.launch.flags import (
+    BatchFlags,
+    DecodingFlags,
     Flags,
-    add_model_flags,
-    add_process_flags,
-    add_prompt_flags,
-    config_from_flags,
-    decoding_overrides,
+    ProcessFlags,
+    flag_group,
 )
 from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
+from fly_jax.parameters import parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _HELP = """\
@@ -53,8 +51,51 @@ Examples:
 {flags}
 """
 
-# What only one of the two is about.
-_OF_GATE = ("max_disagreement", "max_regret", "config", "rule", "window_size")
+
+@flag_group("Gate")
+class _GateFlags:
+    max_disagreement: float | None = parameter(
+        None,
+        "most rescues per token: the share of tokens that are not what the target, given the text "
+        "before them, finds most probable",
+        kind=float,
+    )
+    max_regret: float | None = parameter(
+        None,
+        "instead: most nats a token by which rescues are less probable than the target's choice",
+        kind=float,
+    )
+    rule: str | None = parameter(
+        None,
+        f"a loosened rule ({', '.join(CALIBRATED)}), or several joined by & and |, of which the "
+        "first is varied; that of the config if not given, else fly",
+        kind=str,
+    )
+    window_size: int | None = parameter(
+        None,
+        f"fly: the window; if not given, {', '.join(map(str, WINDOWS))} are tried",
+        kind=int, low=0,
+    )  # fmt: skip
+    config: str | None = parameter(
+        None,
+        "TOML file with all that is not varied; if not given, what suits the pair that ships with "
+        "the package, and else the defaults",
+        kind=str,
+    )
+
+
+@flag_group("Calibration")
+class _CalibrateFlags(BatchFlags, _GateFlags, ProcessFlags):
+    num_speculative_tokens: int | None = parameter(
+        None,
+        "draft tokens of a round (K); if not given, those of the config, else "
+        f"{Drafting.num_speculative_tokens}",
+        kind=int, low=1,
+    )  # fmt: skip
+    memory: str | None = parameter(
+        None, "where the memory goes; one that was begun is continued", kind=str
+    )
+    gate: str | None = parameter(None, "the config to write, a new .toml file", kind=str)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -64,13 +105,11 @@ def main(arguments: Sequence[str]) -> None:
       FlyJaxError: anything wrong with the flags, the files, the prompts or the models.
       KeyboardInterrupt: with the way to go on.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    values = Flags("calibrate", _CalibrateFlags).parse(arguments, _HELP)
+    if values is None:
         return
     _check_flags(values)
-    if values.target is not None and not values.draft:
+    if not values.has_draft:
         raise FlyJaxError(
             "--target was given without --draft, and without a draft model there is nothing to "
             "correct; give --draft."
@@ -84,49 +123,7 @@ def main(arguments: Sequence[str]) -> None:
         raise KeyboardInterrupt(f"{what} with: {command}") from interrupt
 
 
-def _flags() -> Flags:
-    flags = Flags("calibrate")
-    add_model_flags(flags)
-    group = "Calibration"
-    add_prompt_flags(flags, group)
-    flags.integer(
-        group, "num_speculative_tokens", None,
-        "draft tokens of a round (K); if not given, those of the config, else "
-        f"{DecodingConfig().drafting.max_speculative_tokens}",
-        lower_bound=1,
-    )  # fmt: skip
-    flags.string(group, "memory", None, "where the memory goes; one that was begun is continued")
-    flags.string(group, "gate", None, "the config to write, a new .toml file")
-    group = "Gate"
-    flags.number(
-        group, "max_disagreement", None,
-        "most rescues per token: the share of tokens that are not what the target, given the text "
-        "before them, finds most probable",
-    )  # fmt: skip
-    flags.number(
-        group, "max_regret", None,
-        "instead: most nats a token by which rescues are less probable than the target's choice",
-    )  # fmt: skip
-    flags.string(
-        group, "rule", None,
-        f"a loosened rule ({', '.join(CALIBRATED)}), or several joined by & and |, of which the "
-        "first is varied; that of the config if not given, else fly",
-    )  # fmt: skip
-    flags.integer(
-        group, "window_size", None,
-        f"fly: the window; if not given, {', '.join(map(str, WINDOWS))} are tried", lower_bound=0,
-    )  # fmt: skip
-    flags.string(
-        group, "config", None,
-        "TOML file with all that is not varied; if not given, what suits the pair that ships with "
-        "the package, and else the defaults",
-    )  # fmt: skip
-    add_process_flags(flags)
-    flags.boolean("Output", "help", "show this")
-    return flags
-
-
-def _check_flags(values: FlagValues) -> None:
+def _check_flags(values: _CalibrateFlags) -> None:
     if values.prompts_file is None:
         raise FlyJaxError("calibrate needs prompts to learn from; give --prompts_file.")
     if (values.memory is None) == (values.gate is None):
@@ -134,48 +131,51 @@ def _check_flags(values: FlagValues) -> None:
             "calibrate fills a memory or finds a gate; give either --memory or --gate, with the "
             "file to write."
         )
-    bounds = [name for name in ("max_disagreement", "max_regret") if values[name].value is not None]
-    if values.gate is not None and len(bounds) != 1:
+    num_bounds = (values.max_disagreement is not None) + (values.max_regret is not None)
+    if values.gate is not None and num_bounds != 1:
         raise FlyJaxError(
             "calibrate --gate needs one bound to meet; give either --max_disagreement or "
             "--max_regret."
         )
-    for name in _OF_GATE:
-        if values.gate is None and values[name].value is not None:
+    for one in parameters_of(_GateFlags):
+        if values.gate is None and getattr(values, one.name) is not None:
             raise FlyJaxError(
-                f"--{name} was given with --memory, and is about --gate alone; leave it out."
+                f"--{one.name} was given with --memory, and is about --gate alone; leave it out."
             )
 
 
-def _run(values: FlagValues, command: str) -> None:
+def _run(values: _CalibrateFlags, command: str) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
     with joint_errors():
         if values.gate is not None and process_id() == 0:
             check_new(Path(values.gate))
     inputs = open_inputs(values, _config(values))
-    if values.gate is None:
-        _fill(values, inputs)
-    else:
-        _find(values, inputs, command)
+    if values.gate is not None:
+        _find(values, Path(values.gate), inputs, command)
+    elif values.memory is not None:
+        _fill(values, Path(values.memory), inputs)
 
 
-def _config(values: FlagValues) -> DecodingConfig:
+def _config(values: _CalibrateFlags) -> DecodingConfig:
     """How prompts are continued, once everything about it that can be checked is."""
+    drafted = {"num_speculative_tokens": values.num_speculative_tokens}
     if values.gate is None:
-        given = decoding_overrides(values) | {"memory": None}
-        return DecodingConfig(rule="exact").replace(**given)
-    config = config_from_flags(values)
+        return DecodingConfig(rule="exact").replace(**DecodingFlags(decoding=drafted).given)
+    decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
+    given = DecodingFlags(config=values.config, decoding=decoding)
+    config = given.to_config(is_embedded=values.is_embedded)
     _bound(values), strictness_of(config)
     return config.replace(window_size=windows_of(config, values.window_size)[0])
 
 
-def _bound(values: FlagValues) -> Bound:
+def _bound(values: _CalibrateFlags) -> Bound:
     if values.max_disagreement is not None:
         return Bound("disagreement", values.max_disagreement)
+    assert values.max_regret is not None
     return Bound("regret", values.max_regret)
 
 
-def _find(values: FlagValues, inputs: Inputs, command: str) -> None:
+def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> None:
     from fly_jax.evaluation.gate import check_prompts, find_gate
 
     check_prompts(inputs.ids)
@@ -191,11 +191,11 @@ def _find(values: FlagValues, inputs: Inputs, command: str) -> None:
     say(gate.summary())
     if process_id() == 0:
         text = as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
-        write_config(Path(values.gate), text)
-    say(f"{values.gate} says so; decode with --config {values.gate}.")
+        write_config(path, text)
+    say(f"{path} says so; decode with --config {path}.")
 
 
-def _fill(values: FlagValues, inputs: Inputs) -> None:
+def _fill(values: _CalibrateFlags, path: Path, inputs: Inputs) -> None:
     from fly_jax.evaluation.calibration import begin_memory, fill_memory
     from fly_jax.models.checkpoints.source import identity
 
@@ -208,7 +208,7 @@ def _fill(values: FlagValues, inputs: Inputs) -> None:
             named = models.drafter or models.self_draft
             draft = named or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
-    path, which = Path(values.memory), broadcast(which)
+    which = broadcast(which)
     sizes = (inputs.config.drafting.max_speculative_tokens, values.max_new_tokens)
     # A file that will not do is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)

@@ -8,19 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from absl.flags import FlagValues
-
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
+    DecodingFlags,
     Flags,
-    add_decoding_flags,
-    add_model_flags,
-    add_seed_flag,
-    config_from_flags,
+    ModelFlags,
+    SeedFlags,
+    flag_group,
 )
 from fly_jax.launch.inputs import load_opened, open_models, proposing, say, waiting
 from fly_jax.launch.view import TextView
+from fly_jax.parameters import parameter
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.pair import OpenPair, Pair
@@ -54,18 +53,25 @@ _LEAST_LENGTH = 1024
 _USUAL_TOKENS = 4096
 
 
+@flag_group("Conversation")
+class ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
+    """Those of the command."""
+
+    system: str | None = parameter(None, "message of the system, at the beginning", kind=str)
+    max_new_tokens: int = parameter(512, "most tokens of an answer", low=1)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
     Raises:
       FlyJaxError: anything wrong with the flags or the models.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    # A conversation does not fill a memory of corrections.
+    values = Flags("chat", ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
+    if values is None:
         return
-    config = proposing(values, config_from_flags(values))
+    config = proposing(values, values.to_config(is_embedded=values.is_embedded))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:
         raise FlyJaxError(
@@ -74,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     # A template that fails, also of a system's message alone, does so before weights are read.
     models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
-    pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
+    pair = load_opened(config, models, mesh, dtype=values.dtype, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history
     conversation = Conversation(values, config, models, pair)
@@ -91,30 +97,16 @@ def main(arguments: Sequence[str]) -> None:
             conversation.take(line)
 
 
-def _flags() -> Flags:
-    flags = Flags("chat")
-    add_model_flags(flags)
-    group = "Conversation"
-    flags.string(group, "system", None, "message of the system, at the beginning")
-    flags.integer(group, "max_new_tokens", 512, "most tokens of an answer", lower_bound=1)
-    # A conversation does not fill a memory of corrections.
-    add_decoding_flags(flags, without=("memory", "csd_min_count"))
-    add_seed_flag(flags)
-    flags.boolean("Output", "help", "show this")
-    return flags
-
-
-def _beginning(values: FlagValues) -> list[dict[str, str]]:
+def _beginning(values: ChatFlags) -> list[dict[str, str]]:
     """What goes before all that is said."""
-    system: str | None = values.system
-    return [] if system is None else [{"role": "system", "content": system}]
+    return [] if values.system is None else [{"role": "system", "content": values.system}]
 
 
 class Conversation:
     """What was said, and how it goes on."""
 
     def __init__(
-        self, values: FlagValues, config: DecodingConfig, models: OpenPair, pair: Pair
+        self, values: ChatFlags, config: DecodingConfig, models: OpenPair, pair: Pair
     ) -> None:
         """Nothing has been said but the system's message."""
         self._values, self._models, self._pair = values, models, pair

@@ -7,9 +7,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags
+from fly_jax.launch.flags import Flags, flag_group
+from fly_jax.parameters import parameter
 
 _HELP = """\
 python -m fly_jax.launch convert --target MODEL --output FOLDER [flags]
@@ -25,7 +27,22 @@ Examples:
 {flags}
 """
 
-_SAME = {"bf16": "bfloat16"}
+
+@flag_group("Conversion")
+class _ConvertFlags:
+    target: str | None = parameter(
+        None, "folder, GGUF file or hub id of the model to convert", kind=str
+    )
+    revision: str | None = parameter(None, "branch, tag or commit of the hub id", kind=str)
+    output: str | None = parameter(
+        None, "folder to write; new, or of an interrupted conversion", kind=str
+    )
+    dtype: Literal["bfloat16", "bf16", "float32", "int8"] = parameter(
+        "bfloat16",
+        "type of the weights; bf16 is short for bfloat16, which is taken if not given; int8 has a "
+        "scale for each output of a matrix",
+        choices=("bfloat16", "bf16", "float32", "int8"),
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,39 +52,21 @@ def main(arguments: Sequence[str]) -> None:
       FlyJaxError: a wrong flag, or what `convert` raises.
       KeyboardInterrupt: with the way to go on.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    values = Flags("convert", _ConvertFlags).parse(arguments, _HELP)
+    if values is None:
         return
-    for name in ("target", "output"):
-        if not values[name].value:
-            raise FlyJaxError(
-                f"convert needs --{name}; see python -m fly_jax.launch convert --help."
-            )
+    if not values.target or not values.output:
+        name = "output" if values.target else "target"
+        raise FlyJaxError(f"convert needs --{name}; see python -m fly_jax.launch convert --help.")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, nor waited for
     from fly_jax.models.checkpoints.load import convert  # starts JAX's own imports
     from fly_jax.models.checkpoints.source import resolve
 
     try:
         source = resolve(values.target, values.revision)
-        convert(source, Path(values.output), _SAME.get(values.dtype, values.dtype))
+        dtype = "bfloat16" if values.dtype == "bf16" else values.dtype
+        convert(source, Path(values.output), dtype)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "convert", *arguments])
         raise KeyboardInterrupt(f"Go on where it stopped with: {again}") from interrupt
     print(f"The converted model is in {values.output}.", file=sys.stderr)
-
-
-def _flags() -> Flags:
-    flags = Flags("convert")
-    group = "Conversion"
-    flags.string(group, "target", None, "folder, GGUF file or hub id of the model to convert")
-    flags.string(group, "revision", None, "branch, tag or commit of the hub id")
-    flags.string(group, "output", None, "folder to write; new, or of an interrupted conversion")
-    flags.choice(
-        group, "dtype", "bfloat16", ("bfloat16", "bf16", "float32", "int8"),
-        "type of the weights; bf16 is short for bfloat16, which is taken if not given; int8 has a "
-        "scale for each output of a matrix",
-    )  # fmt: skip
-    flags.boolean(group, "help", "show this")
-    return flags

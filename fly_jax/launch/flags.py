@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import textwrap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from absl import flags
 
 from fly_jax.decoding.config import (
     DecodingConfig,
-    decoding_parameters,
     default_config,
     load_config,
     parameter_groups,
 )
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter
+from fly_jax.parameters import Parameter, parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
+if TYPE_CHECKING:
+    from fly_jax.decoding.pair import Dtype
+
 _WIDTH = 96
+_Class = TypeVar("_Class")
+_Values = TypeVar("_Values")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def flag_group(head: str = "") -> Callable[[type[_Class]], type[_Class]]:
+    """Declares flags: a class decorator. Without a head it unites the groups it inherits from."""
+
+    def declare(declaring: type[_Class]) -> type[_Class]:
+        if head:
+            setattr(declaring, "head", head)  # noqa: B010
+        return dataclasses.dataclass(frozen=True, kw_only=True)(declaring)
+
+    return declare
 
 
 class _IntegerOr(flags.ArgumentParser[int | str]):
@@ -38,105 +55,60 @@ class _IntegerOr(flags.ArgumentParser[int | str]):
             raise ValueError(f"give {self.syntactic_help}") from None
 
 
-class Flags:
-    """One command's flags: defined group by group, then parsed once.
+class Flags(Generic[_Values]):
+    """One command's flags: declared by dataclasses, then parsed once into an instance of one.
 
     They live in an absl `FlagValues` of their own: the process-wide one holds those of every
     library that was imported.
     """
 
-    def __init__(self, command: str) -> None:
-        """No flag yet but --help."""
-        self.command = command
-        self.values = flags.FlagValues()
-        self._groups: dict[str, dict[str, str]] = {}
-
-    def _add(self, group: str, flag: flags.Flag, text: str) -> None:
-        flags.DEFINE_flag(flag, self.values, module_name=group)
-        self._groups.setdefault(group, {})[flag.name] = text
-
-    def string(self, group: str, name: str, default: str | None, text: str) -> None:
-        """Adds a flag that takes text."""
-        parser, serializer = flags.ArgumentParser[str](), flags.ArgumentSerializer[str]()
-        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
-
-    def strings(self, group: str, name: str, text: str) -> None:
-        """Adds a flag that may be given several times."""
-        parser, serializer = flags.ArgumentParser[str](), flags.ArgumentSerializer[str]()
-        self._add(group, flags.MultiFlag(parser, serializer, name, [], text), text)
-
-    def boolean(self, group: str, name: str, text: str) -> None:
-        """Adds a flag that is off unless given."""
-        self._add(group, flags.BooleanFlag(name, False, text), text)
-
-    def switch(self, group: str, name: str, text: str) -> None:
-        """Adds a flag that is neither on nor off unless given."""
-        self._add(group, flags.BooleanFlag(name, None, text), text)
-
-    def integer(
-        self,
-        group: str,
-        name: str,
-        default: int | None,
-        text: str,
-        lower_bound: int | None = None,
-        upper_bound: int | None = None,
-    ) -> None:
-        """Adds a flag that takes a whole number."""
-        parser = flags.IntegerParser(lower_bound, upper_bound)
-        serializer = flags.ArgumentSerializer[int]()
-        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
-
-    def integer_or(self, group: str, name: str, word: str, text: str) -> None:
-        """Adds a flag that takes a whole number or one word, and is not given by default."""
-        serializer = flags.ArgumentSerializer[int | str]()
-        self._add(group, flags.Flag(_IntegerOr(word), serializer, name, None, text), text)
-
-    def number(self, group: str, name: str, default: float | None, text: str) -> None:
-        """Adds a flag that takes a number."""
-        parser, serializer = flags.FloatParser(), flags.ArgumentSerializer[float]()
-        self._add(group, flags.Flag(parser, serializer, name, default, text), text)
-
-    def choice(
-        self, group: str, name: str, default: str | None, choices: Sequence[str], text: str
-    ) -> None:
-        """Adds a flag that takes one of a few words."""
-        self._add(group, flags.EnumFlag(name, default, text, choices), text)
-
-    def parameter(self, group: str, one: Parameter, shipped: Any = None) -> None:
-        """Adds a flag for a parameter that is declared elsewhere; None, or [], unless given.
+    def __init__(self, command: str, kind: type[_Values], without: Sequence[str] = ()) -> None:
+        """Defines the flags.
 
         Args:
-          group: in which the help shows it.
-          one: the parameter.
-          shipped: its default with the pair that ships with the package; None where it is the same.
+          command: whose they are.
+          kind: what they are parsed into. The help has its own flags first, then those of each
+            group that it inherits from.
+          without: names of decoding parameters that do not matter to the command.
         """
-        text = one.help
-        if one.kind is bool and one.default:
-            text = f"{text}; --no{one.name} to switch it off"
-        elif one.default not in (None, ()) or shipped is not None:
-            default = "none" if one.default in (None, ()) else one.default
-            text = f"{text}; {default} if not given"
-        if shipped is not None:
-            value = " ".join(shipped) if isinstance(shipped, tuple) else shipped
-            text = f"{text}, {value} with the pair that ships with the package"
-        if one.choices:
-            self.choice(group, one.name, None, one.choices, text)
-        elif one.word:
-            self.integer_or(group, one.name, one.word, text)
-        elif one.kind is bool:
-            self.switch(group, one.name, text)
-        elif one.kind is tuple:
-            self.strings(group, one.name, f"{text}; may be given several times")
-        elif one.kind is str:
-            self.string(group, one.name, None, text)
-        elif one.kind is int:
-            self.integer(group, one.name, None, text)
-        else:
-            self.number(group, one.name, None, text)
+        self.command, self._kind = command, kind
+        self._flags = flags.FlagValues()
+        self._groups: dict[str, dict[str, str]] = {}
+        self._decoding: list[str] = []
+        for group in kind.__mro__:
+            head: str = vars(group).get("head", "")
+            for one in parameters_of(group) if head else ():
+                if one.field in vars(group)["__annotations__"]:
+                    self._add(head, one, one.default, one.help)
+            if group is DecodingFlags:
+                self._add_decoding(without)
+        asks = Parameter("help", "help", bool, False, "show this")
+        self._add(next(iter(self._groups)), asks, False, asks.help)
 
-    def parse(self, arguments: Sequence[str]) -> flags.FlagValues:
-        """The flags' values.
+    def _add(self, group: str, one: Parameter, default: Any, text: str) -> None:
+        flags.DEFINE_flag(_flag(one, default, text), self._flags, module_name=group)
+        more = "; may be given several times" if one.kind is tuple else ""
+        self._groups.setdefault(group, {})[one.name] = text + more
+
+    def _add_decoding(self, without: Sequence[str]) -> None:
+        """Adds a flag for every parameter of decoding that has one; None is 'not given'."""
+        shipped, others = (default_config(is_embedded=one).to_dict() for one in (True, False))
+        for group, declared in parameter_groups().items():
+            for one in declared:
+                if not one.flag or one.name in without:
+                    continue
+                differs = shipped.get(one.name) != others.get(one.name)
+                text = _described(one, shipped[one.name] if differs else None)
+                # The config says what is wrong with a number, whoever has given it.
+                self._add(group, dataclasses.replace(one, low=None, high=None), None, text)
+                self._decoding.append(one.name)
+
+    def parse(self, arguments: Sequence[str], help: str) -> _Values | None:
+        """The flags' values; None where the help was asked for, which is printed.
+
+        Args:
+          arguments: the command line behind the command.
+          help: with a place for {flags}.
 
         Raises:
           FlyJaxError: an unknown flag, a value that is not allowed, or an argument that is no flag.
@@ -147,22 +119,36 @@ class Flags:
                 f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
                 f"{self._advice}."
             )
-        return self.values
+        return self._read(help)
 
-    def parse_with_file(self, arguments: Sequence[str]) -> tuple[flags.FlagValues, str | None]:
-        """The flags' values, and the one argument that is no flag, wherever it stands.
+    def parse_with_file(
+        self, arguments: Sequence[str], help: str
+    ) -> tuple[_Values | None, str | None]:
+        """As `parse`, with the one argument that is no flag, wherever it stands.
 
         Raises:
           FlyJaxError: an unknown flag, a value that is not allowed, or several such arguments.
         """
-        self.values.set_gnu_getopt(True)
+        self._flags.set_gnu_getopt(True)
         rest = self._rest(arguments)
         if len(rest) > 1:
             raise FlyJaxError(
                 f"{self.command} takes one file and was given {len(rest)}, '{rest[0]}' and "
                 f"'{rest[1]}' among them; {self._advice}."
             )
-        return self.values, rest[0] if rest else None
+        return self._read(help), rest[0] if rest else None
+
+    def _read(self, help: str) -> _Values | None:
+        found = {
+            name: tuple(flag.value) if isinstance(flag.value, list) else flag.value
+            for name, flag in ((name, self._flags[name]) for name in self._flags)
+        }
+        if found.pop("help"):
+            print(help.format(flags=self.help()))
+            return None
+        if self._decoding:
+            found["decoding"] = {name: found.pop(name) for name in self._decoding}
+        return self._kind(**found)
 
     @property
     def _advice(self) -> str:
@@ -171,9 +157,9 @@ class Flags:
     def _rest(self, arguments: Sequence[str]) -> list[str]:
         """Parses the flags, and returns what is none."""
         try:
-            return self.values([self.command, *arguments])[1:]
+            return self._flags([self.command, *arguments])[1:]
         except flags.UnrecognizedFlagError as error:
-            close = difflib.get_close_matches(error.flagname, list(self.values), n=1)
+            close = difflib.get_close_matches(error.flagname, list(self._flags), n=1)
             hint = f"did you mean --{close[0]}" if close else self._advice
             raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
         except flags.Error as error:
@@ -186,13 +172,50 @@ class Flags:
         for group, texts in self._groups.items():
             lines += ["", f"{group}:"]
             for name, text in texts.items():
-                flag = self.values[name]
+                flag = self._flags[name]
                 value = "" if flag.boolean else f"={_shown(flag)}"
                 lines.append(f"  --{name}{value}")
                 lines += textwrap.wrap(
                     text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
                 )
         return "\n".join(lines[1:])
+
+
+def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
+    if one.choices:
+        return flags.EnumFlag(one.name, default, text, one.choices)
+    if one.kind is bool:
+        return flags.BooleanFlag(one.name, default, text)
+    parser: flags.ArgumentParser[Any] = flags.ArgumentParser[str]()
+    if one.word:
+        parser = _IntegerOr(one.word)
+    elif one.kind is int:
+        parser = flags.IntegerParser(one.low, one.high)  # type: ignore[arg-type]
+    elif one.kind is float:
+        parser = flags.FloatParser()
+    serializer = flags.ArgumentSerializer[Any]()
+    if one.kind is tuple:
+        return flags.MultiFlag(parser, serializer, one.name, [], text)
+    return flags.Flag(parser, serializer, one.name, default, text)
+
+
+def _described(one: Parameter, shipped: Any) -> str:
+    """The help of a parameter that has no default as a flag, with what goes without saying.
+
+    Args:
+      one: the parameter.
+      shipped: its default with the pair that ships with the package; None where it is the same.
+    """
+    text = one.help
+    if one.kind is bool and one.default:
+        text = f"{text}; --no{one.name} to switch it off"
+    elif one.default not in (None, ()) or shipped is not None:
+        default = "none" if one.default in (None, ()) else one.default
+        text = f"{text}; {default} if not given"
+    if shipped is not None:
+        value = " ".join(shipped) if isinstance(shipped, tuple) else shipped
+        text = f"{text}, {value} with the pair that ships with the package"
+    return text
 
 
 def _shown(flag: flags.Flag) -> str:
@@ -204,139 +227,163 @@ def _shown(flag: flags.Flag) -> str:
     return str(flag.default)
 
 
-def add_model_flags(into: Flags) -> None:
-    """Adds the flags that name a target and a draft, their mesh and their type."""
-    group = "Models"
-    into.string(
-        group, "target", None, "folder, GGUF file or hub id of the model whose text is wanted"
+@flag_group("Models")
+class ModelFlags:
+    """A target and a draft, their mesh and their type."""
+
+    target: str | None = parameter(
+        None, "folder, GGUF file or hub id of the model whose text is wanted", kind=str
     )
-    into.strings(
-        group, "draft",
-        "folder, GGUF file or hub id of the model that proposes; may be given several times, the "
-        "first proposing to the target and each other one to the one before it; or ngram, which "
-        "looks drafts up in the text so far; or self:int4 or self:int8, the target's own matrices, "
-        "rounded",
-    )  # fmt: skip
-    into.string(
-        group, "revision", None,
+    draft: tuple[str, ...] = parameter(
+        (),
+        "folder, GGUF file or hub id of the model that proposes, the first of several to the "
+        "target and each other one to the one before it; or ngram, which looks drafts up in the "
+        "text so far; or self:int4 or self:int8, the target's own matrices, rounded",
+    )
+    revision: str | None = parameter(
+        None,
         "branch, tag or commit of the target's hub id; that of any model can follow its id, as in "
         "org/name@revision",
-    )  # fmt: skip
-    into.string(
-        group, "mesh", "1x1",
+        kind=str,
+    )
+    mesh: str = parameter(
+        "1x1",
         "devices along each axis, such as 8x8; a machine without accelerators simulates them",
-    )  # fmt: skip
-    into.choice(
-        group, "dtype", None, ("float32", "bfloat16", "int8"),
+    )
+    dtype: Dtype | None = parameter(
+        None,
         "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
         "with the package, and bfloat16 for others; int8 is for matrices, with bfloat16 for the "
         "rest",
+        kind=str, choices=("float32", "bfloat16", "int8"),
     )  # fmt: skip
-    into.string(
-        group, "compilation_cache", None,
+    compilation_cache: str | None = parameter(
+        None,
         "folder that keeps compiled programs for the next start, or off; if not given, that of the "
         "environment variable FLY_JAX_COMPILATION_CACHE, else one of the user's own",
-    )  # fmt: skip
+        kind=str,
+    )
+
+    @property
+    def has_draft(self) -> bool:
+        """A draft was given, or is there without."""
+        return self.target is None or bool(self.draft)
+
+    @property
+    def is_embedded(self) -> bool:
+        """The pair is the one that ships with the package."""
+        return self.target is None and not self.draft
 
 
-def add_prompt_flags(into: Flags, group: str) -> None:
-    """Adds the flags of a file of prompts, and of how far and how many at a time they go on."""
-    into.string(
-        group, "prompts_file", None,
+@flag_group("Prompts")
+class PromptFlags:
+    """A file of prompts, and how far and how many at a time they go on."""
+
+    prompts_file: str | None = parameter(
+        None,
         "a prompt on each line, as plain text or as a JSON object with prompt, or with messages; - "
         "is standard input",
-    )  # fmt: skip
-    into.switch(
-        group, "chat",
+        kind=str,
+    )
+    chat: bool | None = parameter(
+        None,
         "put prompts that are plain text as messages of a user; on by itself for a target with a "
         "chat template, --nochat to continue them as they stand",
-    )  # fmt: skip
-    into.string(group, "system", None, "message of the system, at the beginning of conversations")
-    into.boolean(group, "skip_bad_prompts", "warn of a bad line in the file and go on")
-    into.integer(group, "max_new_tokens", 128, "most tokens to add to a prompt", lower_bound=1)
-    into.integer(group, "batch_size", 1, "prompts decoded together", lower_bound=1)
+        kind=bool,
+    )
+    system: str | None = parameter(
+        None, "message of the system, at the beginning of conversations", kind=str
+    )
+    skip_bad_prompts: bool = parameter(False, "warn of a bad line in the file and go on")
+    max_new_tokens: int = parameter(128, "most tokens to add to a prompt", low=1)
+    batch_size: int = parameter(1, "prompts decoded together", low=1)
 
 
-def add_decoding_flags(into: Flags, without: Sequence[str] = ()) -> None:
-    """Adds a flag for every parameter of decoding that has one; None is 'not given'.
+@flag_group()
+class BatchFlags(ModelFlags, PromptFlags):
+    """Models, and the prompts that they continue."""
 
-    Args:
-      into: the command's flags.
-      without: names of parameters that do not matter to the command.
+
+@flag_group("Decoding")
+class DecodingFlags:
+    """How to decode.
+
+    Attributes:
+      config: the file below.
+      decoding: each parameter of decoding that is a flag; None, or nothing, unless given.
     """
-    into.string(
-        "Decoding", "config", None,
+
+    config: str | None = parameter(
+        None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
-    )  # fmt: skip
-    shipped, others = (default_config(is_embedded=one).to_dict() for one in (True, False))
-    for group, declared in parameter_groups().items():
-        for one in declared:
-            if one.flag and one.name not in without:
-                differs = shipped.get(one.name) != others.get(one.name)
-                into.parameter(group, one, shipped[one.name] if differs else None)
+        kind=str,
+    )
+    decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The parameters of decoding that were given."""
+        return {name: value for name, value in self.decoding.items() if value not in (None, ())}
+
+    def to_config(self, *, is_embedded: bool = False) -> DecodingConfig:
+        """The flags laid over the file that is named, or over what suits the pair.
+
+        Args:
+          is_embedded: the pair is the one that ships with the package.
+
+        Raises:
+          FlyJaxError: a file that cannot be read, or a value of no use.
+        """
+        if not self.config:
+            config = default_config(is_embedded=is_embedded)
+        else:
+            with joint_errors():  # all take process 0's file, as they do its prompts
+                read = load_config(self.config).to_dict() if process_id() == 0 else None
+            config = DecodingConfig(**broadcast(read))
+        return config.replace(**self.given)
 
 
-def add_seed_flag(into: Flags) -> None:
-    """Adds the flag of the draws' seed."""
-    into.integer("Sampling", "seed", 0, "seed of the draws", lower_bound=0, upper_bound=2**31 - 1)
+@flag_group("Sampling")
+class SeedFlags:
+    """The draws."""
+
+    seed: int = parameter(0, "seed of the draws", low=0, high=2**31 - 1)
 
 
-def add_audit_flags(into: Flags) -> None:
-    """Adds the flags of an audit."""
-    group = "Audit"
-    into.string(
-        group, "audit", None,
+@flag_group("Audit")
+class AuditFlags:
+    """An audit."""
+
+    audit: str | None = parameter(
+        None,
         "file for every mismatch that was kept or refused, as JSON lines that the command audit "
         "sums up",
-    )  # fmt: skip
-    into.switch(
-        group, "audit_exact",
+        kind=str,
+    )
+    audit_exact: bool | None = parameter(
+        None,
         "audit: continue each prompt with the target's own text as well, so that the audit knows "
         "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
-    )  # fmt: skip
+        kind=bool,
+    )
 
 
-def add_process_flags(into: Flags) -> None:
-    """Adds the flags that say where the processes meet."""
-    group = "Processes"
-    into.string(
-        group, "coordinator_address", None,
+@flag_group("Processes")
+class ProcessFlags:
+    """Where the processes meet."""
+
+    coordinator_address: str | None = parameter(
+        None,
         "host and port of process 0, such as 10.0.0.1:8476; only needed where no cluster says so "
         "(TPU pods, GKE, Slurm and Open MPI do)",
-    )  # fmt: skip
-    into.integer(
-        group, "num_processes", None,
+        kind=str,
+    )
+    num_processes: int | None = parameter(
+        None,
         "processes that run this command, usually one on each host; 1 for this one alone, "
         "whatever the cluster says",
-        lower_bound=1,
+        kind=int, low=1,
     )  # fmt: skip
-    into.integer(group, "process_id", None, "which of them this is, from 0", lower_bound=0)
-    into.integer(
-        group, "coordinator_timeout", 300, "seconds to wait for the others", lower_bound=1
-    )  # fmt: skip
-
-
-def config_from_flags(values: flags.FlagValues) -> DecodingConfig:
-    """The flags laid over the file that is named, or over what suits the pair.
-
-    Raises:
-      FlyJaxError: a file that cannot be read, or a value of no use.
-    """
-    if values.config:
-        with joint_errors():  # all take process 0's file, as they do its prompts
-            read = load_config(values.config).to_dict() if process_id() == 0 else None
-        config = DecodingConfig(**broadcast(read))
-    else:
-        config = default_config(is_embedded=values.target is None and not values.draft)
-    return config.replace(**decoding_overrides(values))
-
-
-def decoding_overrides(values: flags.FlagValues) -> dict[str, Any]:
-    """The decoding flags that were given."""
-    given = {name: values[name].value for name in decoding_parameters() if name in values}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-        if value not in (None, [])
-    }
+    process_id: int | None = parameter(None, "which of them this is, from 0", kind=int, low=0)
+    coordinator_timeout: int = parameter(300, "seconds to wait for the others", low=1)

@@ -9,19 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from absl.flags import FlagValues
-
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
+    AuditFlags,
+    BatchFlags,
+    DecodingFlags,
     Flags,
-    add_audit_flags,
-    add_decoding_flags,
-    add_model_flags,
-    add_process_flags,
-    add_prompt_flags,
-    add_seed_flag,
-    config_from_flags,
+    ProcessFlags,
+    SeedFlags,
+    flag_group,
 )
 from fly_jax.launch.inputs import (
     Inputs,
@@ -32,6 +29,7 @@ from fly_jax.launch.inputs import (
     say,
     waiting,
 )
+from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
@@ -59,27 +57,45 @@ Examples:
 """
 
 
+@flag_group("Generation")
+class GenerateFlags(BatchFlags, DecodingFlags, SeedFlags, AuditFlags, ProcessFlags):
+    """Those of the command."""
+
+    prompt: tuple[str, ...] = parameter((), "what to continue")
+    compare: bool = parameter(
+        False,
+        "end with a table of autoregressive, lossless speculative, published FLy and the chosen "
+        "decoding on the prompts",
+    )
+    update_memory: bool = parameter(
+        False,
+        "csd: at the end, also after Ctrl-C, write what was learned to the file of --memory, which "
+        "need not be there yet",
+    )
+    json: bool = parameter(False, "one JSON object for each prompt on standard output")
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
     Raises:
       FlyJaxError: anything wrong with the flags, the files, the prompts or the models.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    values = Flags("generate", GenerateFlags).parse(arguments, _HELP)
+    if values is None:
         return
     with distributed_session(values):
         _run(values)
 
 
-def _run(values: FlagValues) -> None:
+def _run(values: GenerateFlags) -> None:
     """What each process does. Only the first one reads prompts and is heard."""
-    compares = values.compare or (not _has_prompts(values) and _has_draft(values))
+    has_prompts = bool(values.prompt) or values.prompts_file is not None
+    compares = values.compare or (not has_prompts and values.has_draft)
     config = _config(values, compares)
-    inputs = open_inputs(values, config)
-    if not (_has_draft(values) or values.rule or values.config or config.num_speculative_tokens):
+    inputs = open_inputs(values, config, values.prompt)
+    says = values.config or "rule" in values.given
+    if not (values.has_draft or says or config.num_speculative_tokens):
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
     memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
@@ -88,7 +104,7 @@ def _run(values: FlagValues) -> None:
         _compare(values, pair, memory, inputs)
 
 
-def _config(values: FlagValues, compares: bool) -> DecodingConfig:
+def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
     if values.audit is None and values.audit_exact is not None:
         raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
     if values.audit is not None:
@@ -96,10 +112,10 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
 
         with joint_errors():
             check_audit(Path(values.audit))
-    config = config_from_flags(values)
-    proposes = _has_draft(values) or config.to_lookup()
+    config = values.to_config(is_embedded=values.is_embedded)
+    proposes = values.has_draft or config.to_lookup()
     if not proposes and (config.num_speculative_tokens or compares):
-        if compares or values.rule is not None or values.config is not None:
+        if compares or "rule" in values.given or values.config is not None:
             wanted = "--compare" if compares else f"the rule {config.rule}"
             raise FlyJaxError(
                 f"--target was given without --draft, and {wanted} needs something that proposes; "
@@ -113,10 +129,11 @@ def _config(values: FlagValues, compares: bool) -> DecodingConfig:
     return config
 
 
-def _check_memory(values: FlagValues, config: DecodingConfig) -> None:
+def _check_memory(values: GenerateFlags, config: DecodingConfig) -> None:
     """A config may name a memory for some of its rules; who gives one on the spot means it."""
-    for name in ("memory", "update_memory"):
-        if values[name].value and not config.to_rule().uses_memory:
+    given = {"memory": values.given.get("memory"), "update_memory": values.update_memory}
+    for name, is_given in given.items():
+        if is_given and not config.to_rule().uses_memory:
             raise FlyJaxError(
                 f"--{name} was given, and the rule {config.rule} as it is set looks nothing up in "
                 f"a memory; give a rule that does, such as csd, or leave --{name} out."
@@ -129,40 +146,7 @@ def _check_memory(values: FlagValues, config: DecodingConfig) -> None:
         )
 
 
-def _flags() -> Flags:
-    flags = Flags("generate")
-    add_model_flags(flags)
-    flags.strings("Prompts", "prompt", "what to continue; may be given several times")
-    add_prompt_flags(flags, "Prompts")
-    add_decoding_flags(flags)
-    add_seed_flag(flags)
-    add_audit_flags(flags)
-    add_process_flags(flags)
-    group = "Output"
-    flags.boolean(
-        group, "compare",
-        "end with a table of autoregressive, lossless speculative, published FLy and the chosen "
-        "decoding on the prompts",
-    )  # fmt: skip
-    flags.boolean(
-        group, "update_memory",
-        "csd: at the end, also after Ctrl-C, write what was learned to the file of --memory, which "
-        "need not be there yet",
-    )  # fmt: skip
-    flags.boolean(group, "json", "one JSON object for each prompt on standard output")
-    flags.boolean(group, "help", "show this")
-    return flags
-
-
-def _has_prompts(values: FlagValues) -> bool:
-    return bool(values.prompt) or values.prompts_file is not None
-
-
-def _has_draft(values: FlagValues) -> bool:
-    return values.target is None or bool(values.draft)
-
-
-def _memory(values: FlagValues, inputs: Inputs) -> CorrectionMemory:
+def _memory(values: GenerateFlags, inputs: Inputs) -> CorrectionMemory:
     """What the rule begins with, in all processes: with others the devices would part ways."""
     with joint_errors():
         memory = _read_memory(values, inputs.config, inputs.models.target.tokenizer)
@@ -173,7 +157,7 @@ def _memory(values: FlagValues, inputs: Inputs) -> CorrectionMemory:
 
 
 def _read_memory(
-    values: FlagValues, config: DecodingConfig, tokenizer: Tokenizer
+    values: GenerateFlags, config: DecodingConfig, tokenizer: Tokenizer
 ) -> CorrectionMemory:
     """The file that is named, which process 0 reads, or nothing yet."""
     path = None if config.limits.memory is None or process_id() != 0 else Path(config.limits.memory)
@@ -187,7 +171,7 @@ def _read_memory(
 
 
 def _decode(
-    values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
+    values: GenerateFlags, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Continues every prompt: as text while it is produced, or as an object when it is done."""
     from fly_jax.engine.engine import Engine
@@ -248,7 +232,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def _learning(values: FlagValues, config: DecodingConfig, engine: Engine) -> Iterator[None]:
+def _learning(values: GenerateFlags, config: DecodingConfig, engine: Engine) -> Iterator[None]:
     """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
     try:
         yield
@@ -297,7 +281,7 @@ def _summary(number: int, total: int, generation: Generation) -> str:
 
 
 def _compare(
-    values: FlagValues, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
+    values: GenerateFlags, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
     """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare

@@ -9,18 +9,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import jax
-from absl.flags import FlagValues
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import CheckedPrompt
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
+from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
 from fly_jax.sharding.mesh import (
     MeshSpec,
     create_mesh,
@@ -42,7 +42,7 @@ from fly_jax.sharding.processes import (
 from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
-    from fly_jax.decoding.pair import OpenPair, Pair
+    from fly_jax.decoding.pair import Dtype, OpenPair, Pair
 
 
 _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
@@ -107,18 +107,16 @@ def waiting(why: str) -> Iterator[None]:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def proposing(values: FlagValues, config: DecodingConfig) -> DecodingConfig:
+def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
     """The config, or one for a target that nothing proposes to."""
-    if values.target is None or values.draft or config.to_lookup():
-        return config
-    return config.without_draft()
+    return config if values.has_draft or config.to_lookup() else config.without_draft()
 
 
-def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
+def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
     """Opens the models and checks the sizes; with the models comes the mesh for them.
 
     Args:
-      values: with the flags of models.
+      values: of the models.
       config: how prompts will be decoded.
 
     Raises:
@@ -139,12 +137,13 @@ def open_models(values: FlagValues, config: DecodingConfig) -> tuple[OpenPair, M
     return models, mesh
 
 
-def open_inputs(values: FlagValues, config: DecodingConfig) -> Inputs:
+def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str] = ()) -> Inputs:
     """Reads the prompts, opens the models, and encodes the prompts.
 
     Args:
-      values: with the flags of models and prompts; process 0's prompts are taken by all.
+      values: of models and prompts; process 0's prompts are taken by all.
       config: how prompts will be decoded.
+      texts: prompts that come before those of a file.
 
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
@@ -152,40 +151,40 @@ def open_inputs(values: FlagValues, config: DecodingConfig) -> Inputs:
     # The same on all of them, which have the same flags and process 0's config.
     rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():
-        prompts = prompts_from_flags(values) if process_id() == 0 else []
+        prompts = prompts_from_flags(values, texts) if process_id() == 0 else []
     models, mesh = open_models(values, config)
     with joint_errors():
         prompts, ids = encode_prompts(values, prompts, models) if process_id() == 0 else ([], [])
-    texts, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
+    named, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
-        prompts, ids = [Prompt(*one) for one in texts], [CheckedPrompt(one) for one in ids]
+        prompts, ids = [Prompt(*one) for one in named], [CheckedPrompt(one) for one in ids]
     return Inputs(config, rule, models, mesh, prompts, ids)
 
 
-def load_models(values: FlagValues, inputs: Inputs) -> Pair:
+def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
     """`load_opened` for prompts that are known."""
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
     models, mesh = inputs.models, inputs.mesh
-    return load_opened(values, inputs.config, models, mesh, rows=rows, longest=longest)
+    return load_opened(inputs.config, models, mesh, dtype=values.dtype, rows=rows, longest=longest)
 
 
 def load_opened(
-    values: FlagValues,
     config: DecodingConfig,
     models: OpenPair,
     mesh: MeshSpec,
     *,
+    dtype: Dtype | None,
     rows: int,
     longest: int,
 ) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie.
 
     Args:
-      values: with the flags of models.
       config: how prompts will be decoded.
       models: opened.
       mesh: where they will lie.
+      dtype: of their weights; None for what suits them.
       rows: decoded together.
       longest: tokens of a row, at most.
     """
@@ -203,7 +202,7 @@ def load_opened(
         num_speculative_tokens=config.drafting.max_speculative_tokens,
     )
     with waiting("Reading the weights"):
-        pair = load_pair(models, mesh=devices, dtype=values.dtype, workload=workload)
+        pair = load_pair(models, mesh=devices, dtype=dtype, workload=workload)
     if models.self_draft is not None and devices.devices.flat[0].platform == "cpu":
         say(
             f"On a CPU a pass of {models.self_draft} takes as long as the target's: it shows what "
@@ -230,7 +229,7 @@ def _check_sizes(config: DecodingConfig, context: int) -> None:
 
 
 def encode_prompts(
-    values: FlagValues, prompts: list[Prompt], models: OpenPair
+    values: PromptFlags, prompts: list[Prompt], models: OpenPair
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
     """The prompts that fit the context, and their tokens.
 
@@ -261,14 +260,14 @@ def encode_prompts(
     return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
 
 
-def _chats(values: FlagValues, prompts: list[Prompt], models: OpenPair) -> bool:
+def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool:
     """Whether plain texts are messages of a user.
 
     Raises:
       FlyJaxError: flags that need a chat, and there is none.
     """
     has_template = models.target.tokenizer.chat_template is not None
-    chats = has_template if values.chat is None else bool(values.chat)
+    chats = has_template if values.chat is None else values.chat
     if chats and not has_template:
         raise FlyJaxError(
             "--chat was given, and the target's tokenizer has no chat template; leave it out, or "
@@ -302,16 +301,16 @@ def built_in_prompts() -> list[Prompt]:
     return [*worded, Prompt(_BUILT_IN_TEXT, source)]
 
 
-def prompts_from_flags(values: FlagValues) -> list[Prompt]:
+def prompts_from_flags(values: PromptFlags, texts: Sequence[str]) -> list[Prompt]:
     """The prompts of --prompt, then those of --prompts_file; without either those built in.
 
     Args:
-      values: of a command that has the latter flag, and may have the former.
+      values: of the latter.
+      texts: the former.
 
     Raises:
       FlyJaxError: one is empty or not UTF-8, or as `read_prompts`.
     """
-    texts: list[str] = values.prompt if "prompt" in values else []
     if not texts and values.prompts_file is None:
         return built_in_prompts()
     named = [Prompt(text, f"Prompt {index}") for index, text in enumerate(texts, 1)]
@@ -447,7 +446,7 @@ _OF_ONE_PROCESS = (
 
 
 @contextlib.contextmanager
-def distributed_session(values: FlagValues) -> Iterator[None]:
+def distributed_session(values: ProcessFlags) -> Iterator[None]:
     """Joins the other processes for the time of a command; does nothing where there are none.
 
     Raises:
@@ -468,7 +467,8 @@ def distributed_session(values: FlagValues) -> Iterator[None]:
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
     handler.connected(initialize(process, timeout=values.coordinator_timeout))
     signal.signal(signal.SIGINT, handled)
-    settings = values.flag_values_dict()
+    settings = json.loads(json.dumps(dataclasses.asdict(values)))  # as they arrive elsewhere
+    settings |= settings.pop("decoding", {})
     try:
         check_same({name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS})
         yield

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, add_decoding_flags, config_from_flags
+from fly_jax.launch.flags import DecodingFlags, Flags, flag_group
+from fly_jax.parameters import parameter
 
 if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators alone
-    from absl.flags import FlagValues
-
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.models.architectures import LlamaConfig
     from fly_jax.planning.plan_spec import PlanSpec
@@ -34,6 +33,33 @@ Examples:
 """
 
 
+@flag_group("Plan")
+class _PlanFlags(DecodingFlags):
+    target: str = parameter(
+        "llama-3.1-405b",
+        "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
+    )
+    draft: str = parameter(
+        "llama-3.1-8b", "the same of the model that proposes, or self:int4 or self:int8"
+    )
+    dtype: str = parameter("bfloat16", "type of the matrices of both", choices=("bfloat16", "int8"))
+    chip: str = parameter("v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
+    mesh: str = parameter("8x8", "chips along each axis; their product is that of a slice")
+    no_compile: bool = parameter(False, "count from shapes alone, without libtpu")
+    context: int = parameter(8192, "tokens of a row, prompt and new ones together", low=2)
+    prompt_length: int | None = parameter(
+        None, "tokens of each prompt; all of the context but one if not given", kind=int, low=1
+    )
+    batch_size: int = parameter(1, "rows decoded together", low=1)
+    mean_accepted_tokens: float | None = parameter(
+        None,
+        "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
+        kind=float,
+    )
+    audits: bool = parameter(False, "rounds report on every token, as for generate --audit")
+    json: bool = parameter(False, "the plan as one JSON object on standard output")
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
@@ -41,10 +67,10 @@ def main(arguments: Sequence[str]) -> None:
       FlyJaxError: a wrong flag, an unknown model or chip, a mesh that no slice has, no compiler, or
         a pair that does not fit (after the plan has been printed).
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    # What is looked up on the host is the same to a chip, and there is one draft model.
+    without = ("protect", "memory", "csd_min_count", "level_speculative_tokens")
+    values = Flags("plan", _PlanFlags, without).parse(arguments, _HELP)
+    if values is None:
         return
     # An accelerator that is there is not needed, nor locked; JAX may have read the variable before.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -66,49 +92,7 @@ def main(arguments: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _flags() -> Flags:
-    flags = Flags("plan")
-    group = "Models"
-    flags.string(
-        group, "target", "llama-3.1-405b",
-        "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
-    )  # fmt: skip
-    flags.string(
-        group,
-        "draft",
-        "llama-3.1-8b",
-        "the same of the model that proposes, or self:int4 or self:int8",
-    )
-    flags.choice(group, "dtype", "bfloat16", ("bfloat16", "int8"), "type of the matrices of both")
-    group = "Chips"
-    flags.string(group, "chip", "v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
-    flags.string(group, "mesh", "8x8", "chips along each axis; their product is that of a slice")
-    flags.boolean(group, "no_compile", "count from shapes alone, without libtpu")
-    group = "Size"
-    flags.integer(
-        group, "context", 8192, "tokens of a row, prompt and new ones together", lower_bound=2
-    )
-    flags.integer(
-        group, "prompt_length", None,
-        "tokens of each prompt; all of the context but one if not given",
-        lower_bound=1,
-    )  # fmt: skip
-    flags.integer(group, "batch_size", 1, "rows decoded together", lower_bound=1)
-    flags.number(
-        group, "mean_accepted_tokens", None,
-        "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
-    )  # fmt: skip
-    # What is looked up on the host is the same to a chip, and there is one draft model.
-    without = ("protect", "memory", "csd_min_count", "level_speculative_tokens")
-    add_decoding_flags(flags, without=without)
-    flags.boolean("Decoding", "audits", "rounds report on every token, as for generate --audit")
-    group = "Output"
-    flags.boolean(group, "json", "the plan as one JSON object on standard output")
-    flags.boolean(group, "help", "show this")
-    return flags
-
-
-def _plan_spec(values: FlagValues) -> PlanSpec:
+def _plan_spec(values: _PlanFlags) -> PlanSpec:
     from fly_jax.models.quantise import SELF, self_draft_type
     from fly_jax.planning.plan_spec import PlanSpec
     from fly_jax.sharding.chips import chip_named
@@ -131,17 +115,17 @@ def _plan_spec(values: FlagValues) -> PlanSpec:
     )
 
 
-def _rounds(values: FlagValues) -> RoundSpec:
+def _rounds(values: _PlanFlags) -> RoundSpec:
     """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
     from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.planning.roofline import PUBLISHED_K
 
-    config = config_from_flags(values)
+    config = values.to_config()
     if values.config is None:
-        if values.num_speculative_tokens is None:
+        if "num_speculative_tokens" not in values.given:
             config = config.replace(num_speculative_tokens=PUBLISHED_K)
         k = largest_depth(config.num_speculative_tokens)
-        if values.rule is None and config.fly.window_size >= k:
+        if "rule" not in values.given and config.fly.window_size >= k:
             config = config.replace(rule="exact")
     if not config.num_speculative_tokens:
         raise FlyJaxError(

@@ -14,17 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from absl.flags import FlagValues
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
+    DecodingFlags,
     Flags,
-    add_decoding_flags,
-    add_model_flags,
-    add_process_flags,
-    config_from_flags,
+    ModelFlags,
+    ProcessFlags,
+    flag_group,
 )
 from fly_jax.launch.inputs import (
     distributed_session,
@@ -34,6 +33,7 @@ from fly_jax.launch.inputs import (
     proposing,
     say,
 )
+from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import joint_errors, process_id
 
 if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
@@ -66,6 +66,55 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EXIT_FAILED = 1
 
 
+@flag_group("Server")
+class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
+    """Those of the command."""
+
+    host: str = parameter("127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
+    port: int = parameter(8000, "port to listen on; 0 for any that is free", low=0, high=65535)
+    served_model_name: str | None = parameter(
+        None, "name of the model; that of --target if not given", kind=str
+    )
+    api_key: str | None = parameter(
+        None,
+        f"key that requests have to bring; if not given, that of the environment variable {_KEY}, "
+        "where other users of this machine do not see it; else none",
+        kind=str,
+    )
+    num_slots: int = parameter(8, "requests decoded at a time", low=1)
+    max_length: int | None = parameter(
+        None,
+        "most tokens of a request with its answer; 2048, or the model's context if that is less, "
+        "if not given",
+        kind=int, low=2,
+    )  # fmt: skip
+    prefill_chunk: int = parameter(256, "prompt tokens taken in between two rounds", low=1)
+    rules: tuple[str, ...] = parameter(
+        (),
+        "a loosened rule that requests may ask for, such as 'fly & margin'; fly and margin if not "
+        "given",
+    )
+    max_logprobs: int = parameter(
+        0,
+        "most probable tokens at each position that requests may have the log-probabilities of; "
+        "none are computed with 0",
+        low=0, high=20,
+    )  # fmt: skip
+    load_may_change_text: bool = parameter(
+        False,
+        "with --num_speculative_tokens=auto, K is chosen for loosened and drawn requests too, so "
+        "that what they give depends on what else is decoded",
+    )
+    max_queue: int = parameter(256, "requests that may wait for a slot", low=0)
+    max_body: int = parameter(2 * 2**20, "bytes of a request's body", low=1)
+    request_timeout: float = parameter(600.0, "seconds a request may take")
+    client_timeout: float = parameter(30.0, "seconds in which a client has to take what it is sent")
+    grace_period: float = parameter(
+        30.0,
+        "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
+    )
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs the command.
 
@@ -73,10 +122,9 @@ def main(arguments: Sequence[str]) -> None:
       FlyJaxError: anything wrong with the flags, the address or the models.
       SystemExit: the engine has failed.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    without = ("memory", "csd_min_count", "csd_online")  # the server takes no memory
+    values = Flags("serve", ServeFlags, without).parse(arguments, _HELP)
+    if values is None:
         return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -85,70 +133,10 @@ def main(arguments: Sequence[str]) -> None:
             "pip install 'fly_jax[serve]'."
         )
     with distributed_session(values):
-        _serve(values, proposing(values, config_from_flags(values)))
+        _serve(values, proposing(values, values.to_config(is_embedded=values.is_embedded)))
 
 
-def _flags() -> Flags:
-    flags = Flags("serve")
-    group = "Server"
-    flags.string(group, "host", "127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
-    flags.integer(
-        group, "port", 8000, "port to listen on; 0 for any that is free",
-        lower_bound=0, upper_bound=65535,
-    )  # fmt: skip
-    flags.string(
-        group, "served_model_name", None, "name of the model; that of --target if not given"
-    )
-    flags.string(
-        group, "api_key", None,
-        f"key that requests have to bring; if not given, that of the environment variable {_KEY}, "
-        "where other users of this machine do not see it; else none",
-    )  # fmt: skip
-    flags.integer(group, "num_slots", 8, "requests decoded at a time", lower_bound=1)
-    flags.integer(
-        group, "max_length", None,
-        "most tokens of a request with its answer; 2048, or the model's context if that is less, "
-        "if not given",
-        lower_bound=2,
-    )  # fmt: skip
-    flags.integer(
-        group, "prefill_chunk", 256, "prompt tokens taken in between two rounds", lower_bound=1
-    )
-    flags.strings(
-        group, "rules",
-        "a loosened rule that requests may ask for, such as 'fly & margin'; may be given several "
-        "times; fly and margin if not given",
-    )  # fmt: skip
-    flags.integer(
-        group, "max_logprobs", 0,
-        "most probable tokens at each position that requests may have the log-probabilities of; "
-        "none are computed with 0",
-        lower_bound=0, upper_bound=20,
-    )  # fmt: skip
-    flags.boolean(
-        group, "load_may_change_text",
-        "with --num_speculative_tokens=auto, K is chosen for loosened and drawn requests too, so "
-        "that what they give depends on what else is decoded",
-    )  # fmt: skip
-    flags.integer(group, "max_queue", 256, "requests that may wait for a slot", lower_bound=0)
-    flags.integer(group, "max_body", 2 * 2**20, "bytes of a request's body", lower_bound=1)
-    flags.number(group, "request_timeout", 600.0, "seconds a request may take")
-    flags.number(
-        group, "client_timeout", 30.0, "seconds in which a client has to take what it is sent"
-    )
-    flags.number(
-        group, "grace_period", 30.0,
-        "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
-    )  # fmt: skip
-    add_model_flags(flags)
-    # The server takes no memory of corrections.
-    add_decoding_flags(flags, without=("memory", "csd_min_count", "csd_online"))
-    add_process_flags(flags)
-    flags.boolean("Output", "help", "show this")
-    return flags
-
-
-def _serve(values: FlagValues, config: DecodingConfig) -> None:
+def _serve(values: ServeFlags, config: DecodingConfig) -> None:
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import check_spec
@@ -185,7 +173,7 @@ def _serve(values: FlagValues, config: DecodingConfig) -> None:
         _answer(values, Service(name, AsyncEngine(engine), pair, builder, limits), listening)
 
 
-def _answer(values: FlagValues, service: Service, listening: socket.socket) -> None:
+def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> None:
     """What process 0 does: it serves until it is told to stop."""
     from fly_jax.serving.http.run import ServerFailed, run
 
@@ -219,7 +207,7 @@ def _answer(values: FlagValues, service: Service, listening: socket.socket) -> N
             sys.exit(_EXIT_FAILED)
 
 
-def _made(values: FlagValues, builder: RequestBuilder, kind: type[_Engine]) -> tuple[Pair, _Engine]:
+def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> tuple[Pair, _Engine]:
     """Opens the models, checks the sizes, reads the weights, and makes an engine of them."""
     from fly_jax.engine.engine import DEFAULT_LENGTH
     from fly_jax.engine.request import check_sizes
@@ -227,7 +215,9 @@ def _made(values: FlagValues, builder: RequestBuilder, kind: type[_Engine]) -> t
     models, mesh = open_models(values, builder.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
-    pair = load_opened(values, builder.config, models, mesh, rows=values.num_slots, longest=length)
+    pair = load_opened(
+        builder.config, models, mesh, dtype=values.dtype, rows=values.num_slots, longest=length
+    )
     engine = kind.of(
         pair,
         builder.for_engine,
@@ -242,7 +232,7 @@ def _made(values: FlagValues, builder: RequestBuilder, kind: type[_Engine]) -> t
     return pair, engine
 
 
-def _limits(values: FlagValues) -> Limits:
+def _limits(values: ServeFlags) -> Limits:
     from fly_jax.serving.http.service import Limits
 
     api_key = values.api_key if values.api_key is not None else os.environ.get(_KEY)
@@ -250,8 +240,12 @@ def _limits(values: FlagValues) -> Limits:
         raise FlyJaxError(
             f"The API key of --api_key or {_KEY} is empty; give one, or leave it out for none."
         )
-    for name in ("request_timeout", "client_timeout", "grace_period"):
-        seconds: float = getattr(values, name)
+    timeouts = {
+        "request_timeout": values.request_timeout,
+        "client_timeout": values.client_timeout,
+        "grace_period": values.grace_period,
+    }
+    for name, seconds in timeouts.items():
         if not 0 < seconds < math.inf:
             raise FlyJaxError(
                 f"--{name} is {seconds}; it must be a number of seconds above 0: correct it."

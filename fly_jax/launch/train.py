@@ -8,14 +8,17 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-
-from absl.flags import FlagValues
+from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, add_prompt_flags
+from fly_jax.launch.flags import Flags, PromptFlags, flag_group
 from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
+from fly_jax.parameters import parameter
 from fly_jax.sharding.mesh import parse_mesh, prepare_devices
+
+if TYPE_CHECKING:
+    from fly_jax.decoding.pair import Dtype
 
 _HELP = """\
 python -m fly_jax.launch train --teacher MODEL --prompts_file FILE [flags]
@@ -31,9 +34,34 @@ Examples:
 {flags}
 """
 
-_DIRECTORY = "runs/drafter"
 # Says what the answers in the directory are answers to.
 _KEY = "answers_to.json"
+
+
+@flag_group("Training")
+class _TrainFlags(PromptFlags):
+    teacher: str | None = parameter(
+        None,
+        "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
+        kind=str,
+    )
+    directory: str = parameter("runs/drafter", "where answers, checkpoints and the drafter go")
+    num_steps: int = parameter(2000, "optimiser steps of the drafter", low=1)
+    mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
+    dtype: Dtype | None = parameter(
+        None,
+        "of the teacher; the fastest here if not given",
+        kind=str, choices=("float32", "bfloat16", "int8"),
+    )  # fmt: skip
+    temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy")
+    draft_vocab_size: int = parameter(
+        8192,
+        "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
+        low=2,
+    )
+    embed_size: int = parameter(256, "width of the drafter, a multiple of 128", low=1)
+    num_layers: int = parameter(4, "layers of the drafter", low=1)
+    seed: int = parameter(0, "of the first weights, the data and the draws", low=0)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -43,10 +71,8 @@ def main(arguments: Sequence[str]) -> None:
       FlyJaxError: a flag or a file that will not do, or a directory with another run.
       KeyboardInterrupt: with the way to go on.
     """
-    flags = _flags()
-    values = flags.parse(arguments)
-    if values.help:
-        print(_HELP.format(flags=flags.help()))
+    values = Flags("train", _TrainFlags).parse(arguments, _HELP)
+    if values is None:
         return
     try:
         _distil(values)
@@ -55,37 +81,10 @@ def main(arguments: Sequence[str]) -> None:
         raise KeyboardInterrupt(f"Go on where it was with: {again}") from interrupt
 
 
-def _flags() -> Flags:
-    into, group = Flags("train"), "Training"
-    into.string(
-        group, "teacher", None,
-        "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
-    )  # fmt: skip
-    into.string(group, "directory", _DIRECTORY, "where answers, checkpoints and the drafter go")
-    into.integer(group, "num_steps", 2000, "optimiser steps of the drafter", lower_bound=1)
-    into.string(group, "mesh", "1x1", "where the teacher lies, such as 8x8")
-    into.choice(
-        group, "dtype", None, ("float32", "bfloat16", "int8"), "of the teacher; the fastest "
-        "here if not given",
-    )  # fmt: skip
-    into.number(group, "temperature", 0.0, "of the teacher's answers; 0 is greedy")
-    into.integer(
-        group, "draft_vocab_size", 8192,
-        "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
-        lower_bound=2,
-    )  # fmt: skip
-    into.integer(group, "embed_size", 256, "width of the drafter, a multiple of 128", lower_bound=1)
-    into.integer(group, "num_layers", 4, "layers of the drafter", lower_bound=1)
-    into.integer(group, "seed", 0, "of the first weights, the data and the draws", lower_bound=0)
-    into.boolean(group, "help", "show this")
-    add_prompt_flags(into, group)
-    return into
-
-
-def _distil(values: FlagValues) -> None:
+def _distil(values: _TrainFlags) -> None:
     """Has the teacher continue prompts, reads along, and trains the drafter on what it said."""
-    _check(values)
-    prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
+    teacher, file = _checked(values)
+    prompts = read_prompts(file, skip_bad=values.skip_bad_prompts)
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, 1)
 
@@ -98,19 +97,21 @@ def _distil(values: FlagValues) -> None:
     from fly_jax.training import distillation
     from fly_jax.training.trainer import steps_done, train
 
-    opened = open_pair(values.teacher)
+    opened = open_pair(teacher)
     _, ids = encode_prompts(values, prompts, opened)
     directory = Path(values.directory)
     _claim(directory, {
         "teacher": identity(opened.target.path),
         "dtype": values.dtype or opened.default_dtype,
         "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
-        **{name: values[name].value for name in ("temperature", "max_new_tokens", "seed")},
+        "temperature": values.temperature,
+        "max_new_tokens": values.max_new_tokens,
+        "seed": values.seed,
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     rows = min(values.batch_size, len(ids))
     longest = max(map(len, ids)) + values.max_new_tokens
-    pair = load_opened(values, config, opened, mesh, rows=rows, longest=longest)
+    pair = load_opened(config, opened, mesh, dtype=values.dtype, rows=rows, longest=longest)
     documents = distillation.continued(
         Engine.of(
             pair,
@@ -156,7 +157,8 @@ def _distil(values: FlagValues) -> None:
     say(f"The drafter is in {folder}: give --draft {directory}.")
 
 
-def _check(values: FlagValues) -> None:
+def _checked(values: _TrainFlags) -> tuple[str, str]:
+    """The teacher and the file of prompts, once all that can be checked is."""
     from fly_jax.training.distillation import HEAD_SIZE, HEADS_PER_KV_HEAD
 
     if values.teacher is None:
@@ -175,6 +177,7 @@ def _check(values: FlagValues) -> None:
         )
     if values.temperature < 0:
         raise FlyJaxError(f"--temperature is {values.temperature}; give 0 or more.")
+    return values.teacher, values.prompts_file
 
 
 def _claim(directory: Path, wanted: dict[str, object]) -> None:

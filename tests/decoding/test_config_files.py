@@ -18,7 +18,7 @@ from fly_jax.decoding.config import (
 )
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, add_decoding_flags, decoding_overrides
+from fly_jax.launch.flags import DecodingFlags, Flags
 from fly_jax.parameters import parameter
 from fly_jax.verification.data import data_tree
 from fly_jax.verification.rules import (
@@ -300,9 +300,9 @@ def test_a_new_rule_is_its_file_and_its_registration(
     assert load_config(path).to_rule() == Lucky(0.25) & Fly()
     path.write_text("luck = 2\n")
     assert "luck is 2; it must be a number of at least 0 and of at most 1" in sentence(path)
-    flags = Flags("generate")
-    add_decoding_flags(flags)
-    values = flags.parse(["--rule=lucky", "--luck=0.75"])
-    assert DecodingConfig(**decoding_overrides(values)).to_rule() == Lucky(0.75)
+    flags = Flags("generate", DecodingFlags)
+    values = flags.parse(["--rule=lucky", "--luck=0.75"], "")
+    assert values is not None
+    assert values.to_config().to_rule() == Lucky(0.75)
     assert "lucky: how much of it; 0.5 if not given" in flags.help()
     assert "margin, lucky, several joined" in " ".join(flags.help().split())

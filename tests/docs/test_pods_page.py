@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fly_jax.launch import generate
+from fly_jax.launch.flags import Flags
+from fly_jax.launch.generate import GenerateFlags
 from fly_jax.sharding.mesh import parse_mesh
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -172,9 +173,11 @@ def test_jobset_is_one_v5e_64_slice(jobset: dict[str, Any]) -> None:
     assert parse_mesh(generate_flags(container["args"]).mesh).num_devices == 64
 
 
-def generate_flags(arguments: list[str]) -> Any:
+def generate_flags(arguments: list[str]) -> GenerateFlags:
     """The flags as the command reads them: a name that it lacks is an error."""
-    return generate._flags().parse(arguments)
+    values = Flags("generate", GenerateFlags).parse(arguments, "")
+    assert values is not None
+    return values
 
 
 def test_slurm_script() -> None:

@@ -309,12 +309,12 @@ def _verify(
     A branch only reads the cache: one that returned it would have it copied.
     """
     cache = state.target.with_length(state.length - 1)
-    most = draft.tokens.shape[1]
+    num_draft = draft.tokens.shape[1]
     is_short = _may_be_short(static, drafter)
 
     def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
         def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
-            tokens, missing = draft.tokens[:, :width], most - width
+            tokens, missing = draft.tokens[:, :width], num_draft - width
             hidden, new = target.hidden(_block(state.tokens, state.length, tokens), cache)
             seen = evidence(
                 target.logits(hidden),
@@ -332,13 +332,13 @@ def _verify(
             )
             wanted = drafter is not None and drafter.needs_hidden
             padded = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))) if wanted else None
-            return seen, new.padded(most + 1), padded
+            return seen, new.padded(num_draft + 1), padded
 
         return run
 
     widths = static.widths(drafter)
     if len(widths) == 1:
-        return at(most)()
+        return at(num_draft)()
     longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
     index = jnp.searchsorted(jnp.asarray(widths), longest)
     return jax.lax.switch(index, [at(width) for width in widths])

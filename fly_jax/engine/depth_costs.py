@@ -58,7 +58,7 @@ class DepthCosts:
 
     Attributes:
       depths: what K is chosen from, in ascending order.
-      most: the largest K.
+      num_speculative_tokens: K, the largest of them.
       current: K of the last round that was read.
       num_rounds: that were read, by K.
     """
@@ -69,8 +69,8 @@ class DepthCosts:
         Args:
           depths: see the class.
         """
-        self.depths, self.most = tuple(depths), max(depths)
-        self.current = self.most
+        self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
+        self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
         self._seconds: dict[Program, np.ndarray] = {}
         self._given: dict[Program, np.ndarray] = {}
@@ -78,7 +78,7 @@ class DepthCosts:
         self._num_plain = self._num_drafted = 0
         self._wait, self._tries = _FIRST_WAIT, 0
         self._tried = itertools.cycle(self.depths[1:])
-        self._trial = self.most
+        self._trial = self.num_speculative_tokens
 
     def learn(self, program: Program, seconds: Sequence[float]) -> None:
         """Takes what a round of each depth takes."""
@@ -127,7 +127,7 @@ class DepthCosts:
         """
         known = self._seconds.get(program)
         if known is None or not may_vary:
-            return _only(self.most, self.depths)
+            return _only(self.num_speculative_tokens, self.depths)
         if self._num_plain >= self._wait:  # how much is accepted is seen only where there is some
             self._tries, self._num_plain, self._trial = _TRIES, 0, next(self._tried)
             self._wait = min(2 * self._wait, _LONGEST_WAIT)

@@ -93,7 +93,7 @@ class Table(Drafter):
     """Proposes what stands in a table of next tokens, -1 for unknown; learns every correction."""
 
     table: Array
-    size = 3
+    num_tokens = 3
     may_fall_short = True
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Memory:
@@ -132,7 +132,7 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
     if below:
         draft = random_draft(PAIR, 0.2)
         given = dataclasses.replace(drafter, table=_next_tokens(PROMPTS))  # type: ignore[call-arg]
-        drafter = DraftModel(draft.parameters(), given, config=CONFIG, size=K)
+        drafter = DraftModel(draft.parameters(), given, config=CONFIG, num_tokens=K)
     spec = RoundSpec(Exact(), RoundStatic(K, None, EOS))
     rows = decode(spec, drafter, PROMPTS, MOST_TOKENS)
     expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
@@ -176,7 +176,7 @@ class Echo(Drafter):
     """Reads the next token off the target's own hidden state, and proposes it again and again."""
 
     unembedding: Array
-    size = 1
+    num_tokens = 1
     needs_hidden = True
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Pieces:

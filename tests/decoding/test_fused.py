@@ -84,7 +84,7 @@ def foreign_engine(
     length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         text[row, : len(prompt)] = prompt
-    drafter = DraftModel(draft.parameters(), spec.static.lookup, config=CONFIG, size=DRAFTED)
+    drafter = DraftModel(draft.parameters(), spec.static.lookup, config=CONFIG, num_tokens=DRAFTED)
     target_cache, drafter_state = prefilled(target, drafter, text)
     keys = draft_keys = verify_keys = keys_from(seed, len(PROMPTS))
     emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]

@@ -115,7 +115,9 @@ def draft(
     for index, prompt in enumerate(prompts):
         text[index, : len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    drafter = DraftModel(random_target(pair).parameters(), lookup, config=CONFIG, size=DRAFTED)
+    drafter = DraftModel(
+        random_target(pair).parameters(), lookup, config=CONFIG, num_tokens=DRAFTED
+    )
     return drafted(drafter, text, length, keys_from(seed, ROWS), sampling)
 
 

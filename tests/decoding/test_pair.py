@@ -94,7 +94,7 @@ def test_a_name_that_no_file_system_takes_is_refused(folders: tuple[Path, Path])
 class Toy(fly_jax.Drafter):
     """Proposes the last token again and again."""
 
-    size: int = 1
+    num_tokens: int = 1
 
     def propose(
         self, state: Any, text: Any, length: Any, num_tokens: int, *, wanted: Any = None, **_: Any

@@ -69,7 +69,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
             drafter,
             config=model.config,
             layout=model.layout,
-            size=sizes[level],
+            num_tokens=sizes[level],
             lags=level > 0,
             rests=level == 0 and 0 in static.depths,
         )

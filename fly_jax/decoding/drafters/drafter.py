@@ -42,7 +42,7 @@ class Drafter(abc.ABC):
     (`lax.cond`, `lax.switch`), since the compiler would copy its caches.
 
     Attributes:
-      size: tokens that it proposes at a time where a draft model asks it.
+      num_tokens: tokens that it proposes at a time where a draft model asks it.
       may_fall_short: it may propose fewer tokens than it was asked for.
       adapts: a row that wants fewer tokens may save a pass.
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
@@ -50,7 +50,7 @@ class Drafter(abc.ABC):
       needs_hidden: `prefill` and `observe` are given the target's hidden states.
     """
 
-    size: int
+    num_tokens: int
     may_fall_short: bool = False
     adapts: bool = False
     resumes: bool = False

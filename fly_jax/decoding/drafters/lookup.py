@@ -63,11 +63,6 @@ class Lookup(Drafter):
         """It keeps nothing but the text."""
         return True
 
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """Most tokens after a match."""
-        return self.num_tokens
-
     def propose(
         self,
         state: tuple[()],

@@ -80,7 +80,7 @@ class DraftModel(Drafter):
       below: what proposes to it, if anything.
       config: of the model.
       layout: how its arrays lie on a mesh; None on one device.
-      size: see `Drafter`.
+      num_tokens: see `Drafter`.
       lags: it lies below another drafter, and so is asked only now and then.
       rests: there may be rounds in which it is not asked at all.
     """
@@ -89,7 +89,7 @@ class DraftModel(Drafter):
     below: Drafter | None = None
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-    size: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
@@ -136,7 +136,8 @@ class DraftModel(Drafter):
         """What lies below writes, and its proposal, stand beyond what this model has drafted."""
         below = self.below
         # A row that has its K tokens may be fed a proposal while it waits for the others.
-        return num_tokens + (1 if below is None else max(1 + below.size, below.room(below.size)))
+        held = 1 if below is None else max(1 + below.num_tokens, below.room(below.num_tokens))
+        return num_tokens + held
 
     def propose(
         self,
@@ -155,7 +156,7 @@ class DraftModel(Drafter):
         logits = None
         if sampling is not None:
             # A row that has its tokens while others go on writes its logits after those of the K.
-            room = num_tokens + 1 + (0 if self.below is None else self.below.size)
+            room = num_tokens + 1 + (0 if self.below is None else self.below.num_tokens)
             logits = jnp.zeros((text.shape[0], room, self.config.vocab_size), jnp.float32)
         progress = _Progress(
             text=text,
@@ -236,8 +237,8 @@ class _Run:
         # One token comes from the pass itself, so of the last one there is no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
         proposal, state = below.propose(
-            progress.below, progress.text, end, below.size,
-            wanted=jnp.minimum(useful, below.size), sampling=self.sampling, keys=self.keys,
+            progress.below, progress.text, end, below.num_tokens,
+            wanted=jnp.minimum(useful, below.num_tokens), sampling=self.sampling, keys=self.keys,
         )  # fmt: skip
         tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
         width = tokens.shape[1]

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_pair import write_pair
 
+from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
+
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
+    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -21,17 +31,50 @@ def models(tiny_pair: tuple[Path, Path]) -> list[str]:
     return [f"--target={target}", f"--draft={draft}", "--dtype=float32"]
 
 
+@pytest.fixture(scope="session")
+def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name the tiny pair, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(tiny_pair[0], folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return [f"--target={folder}", f"--draft={tiny_pair[1]}"]
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading weights fails."""
+
+    def load(*_: object, **__: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(pair_module, "load_llama", load)
+
+
+@pytest.fixture
+def decoded(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs generate, and gives the objects that it prints."""
+
+    def run(*arguments: str) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        assert main([*arguments, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command line that must end with status 2 and one sentence, and returns that."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, words: Sequence[str] = ()) -> str:
         assert main(arguments) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.endswith(".\n")
         assert captured.err.count("\n") == 1
         assert "Traceback" not in captured.err
+        for word in words:
+            assert word in captured.err
         return captured.err
 
     return run

@@ -12,14 +12,13 @@ from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 
 RULES = {"exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
-ALL = ",".join(RULES)
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
 MAX_NEW_TOKENS = 24
 ROWS = 3
 
 
-def results(pair: Pair, rules: str = ALL) -> dict[str, list[list[object]]]:
+def results(pair: Pair) -> dict[str, list[list[object]]]:
     """What follows each prompt, why, and after how many rounds it is done; by rule."""
     return {
         name: [
@@ -30,13 +29,12 @@ def results(pair: Pair, rules: str = ALL) -> dict[str, list[list[object]]]:
             )
         ]
         for name, (rule, drafted) in RULES.items()
-        if name in rules.split(",")
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("target", "draft", "mesh", "rules", "coordinator_address"):
+    for name in ("target", "draft", "mesh", "coordinator_address"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--process_id", type=int)
@@ -45,9 +43,7 @@ def main() -> None:
     process = detect_process(given.coordinator_address, given.num_processes, given.process_id)
     initialize(process, timeout=240)
     pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
-    (given.folder / f"results_{process.process_id}.json").write_text(
-        json.dumps(results(pair, given.rules))
-    )
+    (given.folder / f"results_{process.process_id}.json").write_text(json.dumps(results(pair)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # Far more than it takes, for machines that do other things as well.
@@ -32,8 +32,6 @@ class Job:
         *,
         program: Sequence[str] = LAUNCH,
         stdin: str = "",
-        own: Mapping[int, Sequence[str]] | None = None,
-        homes: Mapping[int, Path] | None = None,
         absent: Sequence[int] = (),
     ) -> None:
         """Starts them.
@@ -44,8 +42,6 @@ class Job:
           number: of processes.
           program: the interpreter's arguments that come first.
           stdin: what process 0 reads; the others' standard input is empty.
-          own: more arguments of single processes.
-          homes: home folders of single processes.
           absent: those that do not start.
         """
         self.folder = folder
@@ -54,8 +50,6 @@ class Job:
         for index in sorted(set(range(number)) - set(absent)):
             command = [*program, *arguments, *place, f"--process_id={index}"]
             environment = _environment() | {"TMPDIR": str(folder)}
-            if homes and index in homes:
-                environment["HOME"] = str(homes[index])
             self._path("in", index).write_text(stdin if index == 0 else "")
             with (
                 self._path("in", index).open() as read,
@@ -64,7 +58,7 @@ class Job:
             ):
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, *command, *(own or {}).get(index, [])],
+                        [sys.executable, *command],
                         stdin=read, stdout=out, stderr=err, env=environment,
                     )
                 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,21 +21,8 @@ from fly_jax.launch.__main__ import main
 from fly_jax.launch.view import TextView
 from fly_jax.models.tokenizer import load_tokenizer
 
-TEMPLATE = (
-    "{% for one in messages %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
 Typed = str | type[BaseException]
-
-
-@pytest.fixture(scope="module")
-def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The flags that name the tiny pair, with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(tiny_pair[0], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return [f"--target={folder}", f"--draft={tiny_pair[1]}"]
 
 
 @pytest.fixture
@@ -217,7 +203,3 @@ def test_tokens_have_the_colours_of_their_reasons(
     monkeypatch.setattr(chat, "TextView", painting)
     answers, _ = talk("Ada has 3")
     assert "\x1b[" in answers[0]
-
-
-def test_a_model_without_a_template(refused: Callable[..., str], models: list[str]) -> None:
-    assert "no chat template" in refused("chat", *models)

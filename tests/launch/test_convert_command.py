@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,44 +12,46 @@ from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints import load as module
 
 
-def decoded(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[int]]:
-    assert main([*arguments, "--prompt=Ada has 3", "--json", "--max_new_tokens=12"]) == 0
-    return [json.loads(line)["token_ids"] for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def tokens(decoded: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[int]]:
+    given = ["--prompt=Ada has 3", "--max_new_tokens=12"]
+    return lambda *flags: decoded(*flags, *given)[0]["token_ids"]
 
 
 def test_tokens_are_those_of_the_source_on_every_mesh(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: tuple[Path, Path], tmp_path: Path, tokens: Callable[..., list[int]]
 ) -> None:
     target = tiny_pair[0]
     output = tmp_path / "output"
     assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
     flags = ("--rule=autoregressive", "--dtype=float32")
-    expected = decoded(capsys, f"--target={target}", *flags)
-    assert decoded(capsys, f"--target={output}", *flags) == expected
-    assert decoded(capsys, f"--target={output}", *flags, "--mesh=2x4") == expected
+    expected = tokens(f"--target={target}", *flags)
+    assert tokens(f"--target={output}", *flags) == expected
+    assert tokens(f"--target={output}", *flags, "--mesh=2x4") == expected
 
 
 def test_int8_decodes_alike_from_either_side(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pair: tuple[Path, Path], tmp_path: Path, tokens: Callable[..., list[int]]
 ) -> None:
     """Quantised while it loads, or converted before."""
     for name, source in zip(("target", "draft"), tiny_pair, strict=True):
         folder = f"--output={tmp_path / name}"
         assert main(["convert", f"--target={source}", folder, "--dtype=int8"]) == 0
-    loaded = decoded(capsys, f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=int8")
+    loaded = tokens(f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=int8")
     folders = (f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}")
-    assert decoded(capsys, *folders, "--dtype=bfloat16") == loaded
+    assert tokens(*folders, "--dtype=bfloat16") == loaded
 
 
 def test_what_is_wrong(
     refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target = f"--target={tiny_pair[0]}"
-    assert "--target" in refused("convert", f"--output={tmp_path / 'a'}")
-    assert "--output" in refused("convert", target)
-    assert "/nowhere" in refused("convert", "--target=/nowhere", f"--output={tmp_path / 'a'}")
-    assert "is no conversion" in refused("convert", target, f"--output={tiny_pair[1]}")
-    assert "dtype" in refused("convert", target, f"--output={tmp_path / 'a'}", "--dtype=int4")
+    output = f"--output={tmp_path / 'a'}"
+    refused("convert", output, words=["--target"])
+    refused("convert", target, words=["--output"])
+    refused("convert", "--target=/nowhere", output, words=["/nowhere"])
+    refused("convert", target, f"--output={tiny_pair[1]}", words=["is no conversion"])
+    refused("convert", target, output, "--dtype=int4", words=["dtype"])
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(

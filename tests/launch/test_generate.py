@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,29 +31,23 @@ def given(*prompts: str) -> list[str]:
     return [f"--prompt={prompt}" for prompt in prompts]
 
 
-def records(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> list[dict]:
-    assert main([*arguments, *SIZES, "--json"]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+Decoded = Callable[..., list[dict[str, Any]]]
 
 
-def test_several_drafts(
-    models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_drafts(models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded) -> None:
     """The target as a draft below the draft: the same text."""
     below = [f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2"]
-    found = records(capsys, [*models, *below, *given(*PROMPTS)])
-    alone = records(capsys, [*models, *given(*PROMPTS)])
+    found = decoded(*models, *below, *given(*PROMPTS), *SIZES)
+    alone = decoded(*models, *given(*PROMPTS), *SIZES)
     kept = ("token_ids", "why", "num_rounds")
     assert [[record[key] for key in kept] for record in found] == [
         [record[key] for key in kept] for record in alone
     ]
 
 
-def test_json_objects(
-    models: list[str], tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_objects(models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded) -> None:
     tokenizer = load_tokenizer(tiny_pair[0])
-    found = records(capsys, [*models, *given(*PROMPTS)])
+    found = decoded(*models, *given(*PROMPTS), *SIZES)
     assert [record["prompt"] for record in found] == PROMPTS
     for record in found:
         assert record.keys() == KEYS
@@ -71,11 +67,9 @@ def test_json_objects(
     assert "m" in "".join(record["why"] for record in found)
 
 
-def test_exact_gives_the_tokens_of_autoregressive(
-    models: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exact_gives_the_tokens_of_autoregressive(models: list[str], decoded: Decoded) -> None:
     rules = [
-        records(capsys, [*models, *given(*PROMPTS), f"--rule={rule}", *batch])
+        decoded(*models, *given(*PROMPTS), f"--rule={rule}", *batch, *SIZES)
         for rule, batch in (("autoregressive", []), ("exact", []), ("exact", ["--batch_size=2"]))
     ]
     one, exact, batched = ([record["token_ids"] for record in found] for found in rules)
@@ -85,8 +79,10 @@ def test_exact_gives_the_tokens_of_autoregressive(
     assert sum(record["num_rounds"] for record in rules[1]) < sum(map(len, one))
 
 
-def test_text_is_what_json_says(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = records(capsys, [*models, *given(*PROMPTS)])
+def test_text_is_what_json_says(
+    models: list[str], decoded: Decoded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = decoded(*models, *given(*PROMPTS), *SIZES)
     assert main([*models, *given(*PROMPTS), *SIZES]) == 0
     captured = capsys.readouterr()
     assert captured.out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in found)
@@ -94,10 +90,10 @@ def test_text_is_what_json_says(models: list[str], capsys: pytest.CaptureFixture
     assert "\x1b" not in captured.out + captured.err
 
 
-def test_sampling_is_the_seeds(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_is_the_seeds(models: list[str], decoded: Decoded) -> None:
     arguments = [*models, *given("Boris"), "--rule=sampled"]
     first, again, other = (
-        records(capsys, [*arguments, f"--seed={seed}"])[0]["token_ids"] for seed in (1, 1, 2)
+        decoded(*arguments, f"--seed={seed}", *SIZES)[0]["token_ids"] for seed in (1, 1, 2)
     )
     assert first == again != other
 
@@ -132,13 +128,13 @@ def test_without_prompts_and_models(
 
 
 def test_a_config_is_overridden_by_flags(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], tmp_path: Path, decoded: Decoded
 ) -> None:
     config = tmp_path / "slow.toml"
     config.write_text('rule = "autoregressive"\n')
     arguments = [*models, *given("Boris"), f"--config={config}"]
-    assert records(capsys, arguments)[0]["rule"] == "autoregressive"
-    assert records(capsys, [*arguments, "--rule=exact"])[0]["rule"] == "exact"
+    assert decoded(*arguments, *SIZES)[0]["rule"] == "autoregressive"
+    assert decoded(*arguments, "--rule=exact", *SIZES)[0]["rule"] == "exact"
 
 
 def test_bad_lines_are_skipped_on_request(
@@ -156,22 +152,19 @@ def test_bad_lines_are_skipped_on_request(
         assert f"line {number}" in captured.err
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("2x2", 4), ("8x8", 64)])
-def test_a_mesh_changes_no_token(
-    models: list[str], mesh: str, devices: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mesh_changes_no_token(models: list[str], decoded: Decoded) -> None:
     """In a process of its own, where the devices have to be simulated."""
-    single = records(capsys, [*models, *given(*PROMPTS)])
+    single = decoded(*models, *given(*PROMPTS), *SIZES)
     command = [sys.executable, "-m", "fly_jax.launch", *models, *given(*PROMPTS), *SIZES]
     finished = subprocess.run(
-        [*command, "--json", f"--mesh={mesh}"],
+        [*command, "--json", "--mesh=8x8"],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert finished.returncode == 0, finished.stderr
-    assert f"{devices} simulated devices" in finished.stderr.splitlines()[0]
+    assert "64 simulated devices" in finished.stderr.splitlines()[0]
     sharded = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
 
@@ -186,3 +179,39 @@ def test_auto_depth_is_a_word_for_k(
         assert main([*flags, f"--num_speculative_tokens={k}", "--max_new_tokens=12", "--json"]) == 0
         tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert tokens[0] == tokens[1]
+
+
+LOOKED_UP = ["--prompt=Ada has 3 apples and Ada has 3", "--max_new_tokens=12"]
+EXACT = ["--rule=exact", "--num_speculative_tokens=4"]
+
+
+def test_the_lookup_or_nothing_drafts(
+    tiny_pair: tuple[Path, Path], decoded: Decoded, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [*LOOKED_UP, f"--target={tiny_pair[0]}", "--dtype=float32"]
+    assert main([*target, "--json"]) == 0
+    captured = capsys.readouterr()
+    alone = json.loads(captured.out)
+    assert alone["rule"] == "autoregressive"
+    assert captured.err.count("one token at a time") == 1
+    assert main([*target, "--draft=ngram", *EXACT, "--json"]) == 0
+    captured = capsys.readouterr()
+    named = json.loads(captured.out)
+    assert "one token at a time" not in captured.err
+    (implied,) = decoded(*target, "--prompt_lookup_max=4", *EXACT)
+    assert named["token_ids"] == implied["token_ids"] == alone["token_ids"]
+    assert named["num_draft_tokens"] == implied["num_draft_tokens"] > 0
+
+
+def test_the_embedded_target_takes_the_lookup(decoded: Decoded) -> None:
+    (found,) = decoded(*LOOKED_UP, "--draft=ngram", *EXACT)
+    (expected,) = decoded(*LOOKED_UP, "--rule=autoregressive")
+    assert found["token_ids"] == expected["token_ids"]
+    assert found["num_draft_tokens"] > 0
+
+
+def test_what_proposes_alone_stands_alone(
+    tiny_pair: tuple[Path, Path], refused: Callable[..., str]
+) -> None:
+    drafts = ["--draft=ngram", f"--draft={tiny_pair[1]}"]
+    refused("--prompt=x", f"--target={tiny_pair[0]}", *drafts, words=["proposes alone"])

@@ -14,29 +14,7 @@ LAUNCH = [sys.executable, "-m", "fly_jax.launch"]
 
 
 def test_an_unknown_command_is_told_which_exist(refused: Callable[..., str]) -> None:
-    sentence = refused("genrate")
-    assert "genrate" in sentence
-    for command in COMMANDS:
-        assert command in sentence
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--promt=x"], ["--promt", "--prompt"]),
-        (["--rule=lucky"], ["lucky", "autoregressive", "exact", "sampled", "fly"]),
-        (["--max_new_tokens=many"], ["max_new_tokens", "many"]),
-        (["--batch_size=0"], ["batch_size", "0"]),
-        (["--seed=-1"], ["seed", "-1"]),
-        (["--prompt"], ["--prompt"]),
-        (["--json", "generate"], ["generate"]),
-        (["train", "--mesh=8x8"], ["No --teacher"]),
-    ],
-)
-def test_wrong_flags(refused: Callable[..., str], arguments: list[str], words: list[str]) -> None:
-    sentence = refused(*arguments)
-    for word in words:
-        assert word in sentence
+    refused("genrate", words=["genrate", *COMMANDS])
 
 
 @pytest.mark.parametrize("command", COMMANDS)

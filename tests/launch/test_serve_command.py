@@ -25,36 +25,6 @@ SIZES = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--pref
 SHORT = "--max_length=50"  # few programs are compiled
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--num_slots=0"], "num_slots"),
-        (["--max_length=97"], "at most 96, the target's context"),
-        (["--rules=nonsense"], "there is no rule 'nonsense'"),
-        (["--rules=csd"], "memory"),
-        (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], "window_size=20"),
-        (["--window_size=9", "--rules=fly"], "window_size=9"),
-        (["--request_timeout=0"], "--request_timeout is 0.0"),
-        (["--api_key= "], "is empty"),
-        (["--host=no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
-        (["--port=70000"], "port"),
-        (["--memory=x"], "no flag --memory"),
-    ],
-)
-def test_what_is_refused_before_weights_are_read(
-    refused: Callable[..., str],
-    models: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    flags: list[str],
-    words: str,
-) -> None:
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("weights are read")
-
-    monkeypatch.setattr(serve, "load_opened", load)
-    assert words in refused("serve", *models, *SIZES, "--port=0", *flags)
-
-
 def test_a_port_that_is_taken(refused: Callable[..., str], models: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

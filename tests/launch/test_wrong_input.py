@@ -1,0 +1,227 @@
+"""Whatever is wrong is one sentence and status 2, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fly_jax.launch.__main__ import main
+
+pytestmark = pytest.mark.usefixtures("no_weights")
+
+REFUSED = {
+    "flags": [  # no models
+        (["--promt=x"], ["--promt", "--prompt"]),
+        (["--rule=lucky"], ["lucky", "autoregressive", "exact", "sampled", "fly"]),
+        (["--max_new_tokens=many"], ["max_new_tokens", "many"]),
+        (["--batch_size=0"], ["batch_size", "0"]),
+        (["--seed=-1"], ["seed", "-1"]),
+        (["--prompt"], ["--prompt"]),
+        (["--json", "generate"], ["generate"]),
+        (["train", "--mesh=8x8"], ["No --teacher"]),
+    ],
+    "generate": [
+        (["--prompt="], ["Prompt 1", "empty"]),
+        (["--prompt=x", "--prompt=\udcff"], ["Prompt 2", "Unicode"]),
+        (["--prompt=" + "Ada " * 200], ["Prompt 1", "96"]),
+        (["--prompts_file=/nowhere/prompts.txt"], ["/nowhere/prompts.txt"]),
+        (["--config=/nowhere/config.toml"], ["/nowhere/config.toml"]),
+    ],
+    "generate x": [  # and a prompt
+        (["--mesh=8y8"], ["8y8"]),
+        (["--mesh=3x3"], ["9", "8"]),
+        (["--num_speculative_tokens=6"], ["num_speculative_tokens=6", "window"]),
+        (["--num_speculative_tokens=0"], ["num_speculative_tokens"]),
+        (["--num_speculative_tokens=5000"], ["5000", "96"]),
+        (["--rule=exact", "--temperature=0.5"], ["exact", "sampled"]),
+        (["--rule=sampled", "--temperature=0"], ["sampled", "exact"]),
+        (["--temperature=nan"], ["nan"]),
+        (["--top_p=0.5"], ["top_p"]),
+        (["--rule=sampled", "--top_p=1.5"], ["top_p", "1.5"]),
+        (["--prompt_lookup_max=-1"], ["prompt_lookup_max"]),
+        (["--prompt_lookup_max=2", "--prompt_lookup_min=3"], ["prompt_lookup_min"]),
+        (["--rule=exact & fly"], ["exact & fly", "exact is lossless"]),
+        (["--rule=autoregressive | csd"], ["autoregressive is lossless"]),
+        (["--rule=sampled & margin"], ["sampled is lossless"]),
+        (["--rule=fly & lucky"], ["lucky", "lenience"]),
+        (["--rule=fly &"], ["fly &", "fly & margin"]),
+        (["--rule=fly + csd"], ["joined by &"]),
+        (["--rule=fly()"], ["joined by &"]),
+        (["--rule="], ["joined by &"]),
+        (["--rule=csd", "--temperature=0.7"], ["csd is greedy", "0.7"]),
+        (["--rule=csd", "--csd_consistency=0", "--nocsd_memory"], ["csd", "neither"]),
+        (["--rule=csd", "--memory=/nowhere/memory.npz"], ["/nowhere/memory.npz"]),
+        (["--rule=fly", "--memory=x"], ["--memory", "rule fly", "csd"]),
+        (["--rule=csd", "--nocsd_memory", "--memory=x"], ["--memory", "csd", "leave"]),
+        (["--rule=margin", "--update_memory"], ["--update_memory", "margin"]),
+        (["--rule=csd", "--update_memory"], ["give --memory as well"]),
+        (["--rule=csd", "--update_memory", "--memory=x", "--nocsd_online"], ["--csd_online"]),
+        (["--rule=csd", "--csd_min_count=-1"], ["csd_min_count"]),
+        (["--rule=lossy", "--lossy_threshold=0.7"], ["lossy_threshold", "0.5"]),
+        (["--rule=lossy", "--lossy_threshold=1.7"], ["lossy_threshold", "at most 1"]),
+        (["--rule=lenience", "--lenience=0"], ["lenience is 0"]),
+        (["--rule=margin", "--margin_gap=nan"], ["margin_gap"]),
+        (["--rule=typical", "--typical_delta=-1"], ["typical_delta"]),
+        (["--window_size=-1"], ["window_size"]),
+        (["--risk_budget=-1"], ["risk_budget is -1"]),
+        (["--risk_budget=nan"], ["risk_budget"]),
+        (["--protect=("], ["protect", "'('"]),
+        (["--protect=a", "--protect=[z"], ["[z"]),
+        (["--num_speculative_tokens=2", "--rule=fly & margin"], ["window_size=6"]),
+        (["--audit=/nowhere/audit.jsonl"], ["/nowhere/audit.jsonl", "cannot be written"]),
+        (["--audit=FOLDER/prompts.txt"], ["no audit"]),
+        (["--audit=FOLDER"], ["cannot be written"]),
+        (["--noaudit_exact"], ["--audit"]),
+    ],
+    "plan": [
+        (["--rule=autoregressive"], ["autoregressive", "every plan"]),
+        (["--rule=fly", "--num_speculative_tokens=3"], ["window_size=6"]),
+        (["--prompt_lookup_max=-1"], ["prompt_lookup_max is -1"]),
+        (["--chip=v9"], ["no chip 'v9'", "v5e", "h200"]),
+        (["--mesh=3x3"], ["mesh 3x3 needs 9 chips", "64"]),
+        (["--mesh=8by8"], ["'8by8' is not a mesh"]),
+        (["--target=llama-9"], ["no preset 'llama-9'", "llama-3.1-405b"]),
+        (["--draft=llama-2-7b"], ["vocabular"]),
+        (["--context=200000"], ["context is 200000", "131072"]),
+        (["--prompt_length=8192"], ["8192", "context"]),
+        (["--mean_accepted_tokens=30"], ["30", "1 to 26"]),
+    ],
+    "serve": [
+        (["--num_slots=0"], ["num_slots"]),
+        (["--max_length=97"], ["at most 96, the target's context"]),
+        (["--rules=nonsense"], ["there is no rule 'nonsense'"]),
+        (["--rules=csd"], ["memory"]),
+        (["--num_speculative_tokens=auto", "--rule=fly", "--window_size=20"], ["window_size=20"]),
+        (["--window_size=9", "--rules=fly"], ["window_size=9"]),
+        (["--request_timeout=0"], ["--request_timeout is 0.0"]),
+        (["--api_key= "], ["is empty"]),
+        (["--host=no.such.host.invalid"], ["cannot listen on no.such.host.invalid"]),
+        (["--port=70000"], ["port"]),
+        (["--memory=x"], ["no flag --memory"]),
+    ],
+    "gate": [  # that calibrate looks for
+        (["--max_disagreement=0"], ["max_disagreement is 0", "0.02"]),
+        (["--max_disagreement=2"], ["at most 1"]),
+        (["--max_regret=-1"], ["max_regret is -1", "nats"]),
+        (["--max_regret=nan"], ["max_regret"]),
+        ([], ["--max_disagreement or --max_regret"]),
+        (["--max_disagreement=0.1", "--max_regret=0.1"], ["either"]),
+        (["--max_regret=0.1", "--memory=x"], ["either --memory or --gate"]),
+        (["--max_regret=0.1", "--rule=exact"], ["exact", "margin"]),
+        (["--max_regret=0.1", "--rule=fly | csd"], ["fly | csd"]),
+        (["--max_regret=0.1", "--rule=unlucky"], ["unlucky"]),
+        (["--max_regret=0.1", "--window_size=6"], ["window_size=6"]),
+        (["--max_regret=0.1", "--num_speculative_tokens=3"], ["window_size=4"]),
+        (["--max_regret=0.1", "--config=/nowhere.toml"], ["/nowhere.toml"]),
+        (["--max_regret=0.1", "--gate=/nowhere/found.toml"], ["/nowhere/found.toml"]),
+        (["--max_regret=0.1", "--gate=found.json"], ["found.json", ".toml"]),
+        (["--max_regret=0.1", "--gate=FOLDER/there.toml"], ["there already"]),
+        (["--max_regret=0.1", "--prompts_file=/nowhere.txt"], ["/nowhere.txt"]),
+    ],
+}
+
+
+PROMPTS = "".join(f"Ada has {number} apples\n" for number in range(12))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "words"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows]
+)
+def test_flags(
+    refused: Callable[..., str],
+    models: list[str],
+    tmp_path: Path,
+    kind: str,
+    flags: list[str],
+    words: list[str],
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPTS)
+    (tmp_path / "there.toml").touch()
+    files = [f"--prompts_file={prompts}", f"--gate={tmp_path / 'found.toml'}"]
+    serving = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--port=0"]
+    begun = {
+        "flags": [],
+        "generate": models,
+        "generate x": [*models, "--prompt=x"],
+        "plan": ["plan"],
+        "serve": ["serve", *models, *serving, "--prefill_chunk=32"],
+        "gate": ["calibrate", *models, *files, "--num_speculative_tokens=6"],
+    }
+    given = [one.replace("FOLDER", str(tmp_path)) for one in flags]
+    refused(*begun[kind], *given, words=words)
+    assert prompts.read_text() == PROMPTS, "it was written over"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": \n', ["line 3", "JSON"]),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ["line 2", "UTF-8"]),
+        (b'{"prompt": "a"}\n{"text": "b"}\n', ["line 2", "prompt"]),
+        (b'{"prompt": "a"}\n["b"]\n', ["line 2", "prompt"]),
+        (b'{"prompt": "a"}\n{"prompt": 3}\n', ["line 2", "prompt"]),
+        (b'{"prompt": ""}\n', ["line 1", "empty"]),
+        (b'{"prompt": "\\ud800"}\n', ["line 1", "Unicode"]),
+        (b"a\n\xe9\n", ["line 2", "UTF-8"]),
+        (b"\n \n", ["no prompt"]),
+    ],
+)
+def test_lines_of_a_prompts_file(
+    refused: Callable[..., str],
+    models: list[str],
+    tmp_path: Path,
+    content: bytes,
+    words: list[str],
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    refused(*models, f"--prompts_file={file}", words=[str(file), *words])
+
+
+def test_nothing_left_after_skipping(models: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("nonsense\n")
+    assert main([*models, f"--prompts_file={file}", "--skip_bad_prompts"]) == 2
+
+
+def test_a_target_without_a_draft(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path]
+) -> None:
+    target = f"--target={tiny_pair[0]}"
+    refused(target, "--prompt=x", "--rule=exact", words=["--draft"])
+    refused(target, "--prompt=x", "--rule=autoregressive", "--compare", words=["--compare"])
+
+
+def test_missing_model(refused: Callable[..., str], tiny_pair: tuple[Path, Path]) -> None:
+    assert "/nowhere/target" in refused(
+        "--target=/nowhere/target", f"--draft={tiny_pair[1]}", "--prompt=x"
+    )
+    assert "/nowhere/draft" in refused(
+        f"--target={tiny_pair[0]}", "--draft=/nowhere/draft", "--prompt=x"
+    )
+
+
+def test_broken_draft(
+    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Truncated weights, and a vocabulary that is not the target's."""
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_pair[1], draft)
+    flags = [f"--target={tiny_pair[0]}", f"--draft={draft}", "--prompt=x"]
+    weights = draft / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert "model.safetensors" in refused(*flags)
+    weights.write_bytes(whole)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    assert "300" in refused(*flags)
+    # The same below a good draft, and before any weight is read.
+    assert "300" in refused(flags[0], f"--draft={tiny_pair[1]}", f"--draft={draft}", "--prompt=x")
+    assert "at least 1" in refused(*flags, "--level_speculative_tokens=0")
+    assert "defer" in refused(*flags, "--boundary=sometimes")

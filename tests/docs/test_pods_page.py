@@ -20,76 +20,47 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 # The fields of each kind of object on the way from a JobSet (jobset.x-k8s.io/v1alpha2) over a Job
 # (batch/v1) to a container (v1): what the API server knows, as far as one would write it by hand.
-# A field by another name is refused there, and so it is here. True marks what must be given.
-Schema = dict[str, tuple[Any, bool]]
-METADATA: Schema = {
-    "name": (str, False),
-    "namespace": (str, False),
-    "labels": ({str: str}, False),
-    "annotations": ({str: str}, False),
+# A field by another name is refused there, and so it is here. "!" marks what must be given.
+METADATA = {"name": str, "namespace": str, "labels": {str: str}, "annotations": {str: str}}
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "command": [str],
+    "args": [str],
+    "env": [{"name!": str, "value": str}],
+    "ports": [{"containerPort!": int, "name": str}],
+    "resources": {"requests": {str: int}, "limits": {str: int}},
+    "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
 }
-CONTAINER: Schema = {
-    "name": (str, True),
-    "image": (str, True),
-    "command": ([str], False),
-    "args": ([str], False),
-    "env": ([{"name": (str, True), "value": (str, False)}], False),
-    "ports": ([{"containerPort": (int, True), "name": (str, False)}], False),
-    "resources": ({"requests": ({str: int}, False), "limits": ({str: int}, False)}, False),
-    "volumeMounts": (
-        [{"name": (str, True), "mountPath": (str, True), "readOnly": (bool, False)}],
-        False,
-    ),
+CLAIM = {"claimName!": str, "readOnly": bool}
+POD = {
+    "containers!": [CONTAINER],
+    "volumes": [{"name!": str, "persistentVolumeClaim": CLAIM}],
+    "nodeSelector": {str: str},
+    "restartPolicy!": str,  # a Job's pods may not have the default, Always
+    "hostNetwork": bool,
+    "dnsPolicy": str,
+    "subdomain": str,
 }
-CLAIM: Schema = {"claimName": (str, True), "readOnly": (bool, False)}
-POD: Schema = {
-    "containers": ([CONTAINER], True),
-    "volumes": ([{"name": (str, True), "persistentVolumeClaim": (CLAIM, False)}], False),
-    "nodeSelector": ({str: str}, False),
-    "restartPolicy": (str, True),  # a Job's pods may not have the default, Always
-    "hostNetwork": (bool, False),
-    "dnsPolicy": (str, False),
-    "subdomain": (str, False),
+JOB = {
+    "completionMode": str,
+    "parallelism": int,
+    "completions": int,
+    "backoffLimit": int,
+    "activeDeadlineSeconds": int,
+    "template!": {"metadata": METADATA, "spec!": POD},
 }
-JOB: Schema = {
-    "completionMode": (str, False),
-    "parallelism": (int, False),
-    "completions": (int, False),
-    "backoffLimit": (int, False),
-    "activeDeadlineSeconds": (int, False),
-    "template": ({"metadata": (METADATA, False), "spec": (POD, True)}, True),
+SPEC = {
+    "network": {"enableDNSHostnames": bool, "subdomain": str},
+    "failurePolicy": {"maxRestarts": int},
+    "successPolicy": {"operator!": str, "targetReplicatedJobs": [str]},
+    "replicatedJobs!": [
+        {"name!": str, "replicas": int, "template!": {"metadata": METADATA, "spec!": JOB}}
+    ],
+    "suspend": bool,
+    "ttlSecondsAfterFinished": int,
 }
-JOBSET: Schema = {
-    "apiVersion": (str, True),
-    "kind": (str, True),
-    "metadata": (METADATA, True),
-    "spec": (
-        {
-            "network": (
-                {"enableDNSHostnames": (bool, False), "subdomain": (str, False)},
-                False,
-            ),
-            "failurePolicy": ({"maxRestarts": (int, False)}, False),
-            "successPolicy": (
-                {"operator": (str, True), "targetReplicatedJobs": ([str], False)},
-                False,
-            ),
-            "replicatedJobs": (
-                [
-                    {
-                        "name": (str, True),
-                        "replicas": (int, False),
-                        "template": ({"metadata": (METADATA, False), "spec": (JOB, True)}, True),
-                    }
-                ],
-                True,
-            ),
-            "suspend": (bool, False),
-            "ttlSecondsAfterFinished": (int, False),
-        },
-        True,
-    ),
-}
+JOBSET = {"apiVersion!": str, "kind!": str, "metadata!": METADATA, "spec!": SPEC}
 
 
 def faults(value: Any, schema: Any, at: str = "") -> list[str]:
@@ -111,13 +82,16 @@ def faults(value: Any, schema: Any, at: str = "") -> list[str]:
         return [
             fault for key, one in value.items() for fault in faults(one, schema[str], f"{at}.{key}")
         ]
-    missing = [f"{at}.{key} is missing" for key in schema if schema[key][1] and key not in value]
-    unknown = [f"{at}.{key} is no field" for key in value if key not in schema]
-    known = [key for key in value if key in schema]
+    known = {key.rstrip("!"): inner for key, inner in schema.items()}
+    needed = {key.rstrip("!") for key in schema if key.endswith("!")}
     return [
-        *missing,
-        *unknown,
-        *(fault for key in known for fault in faults(value[key], schema[key][0], f"{at}.{key}")),
+        *(f"{at}.{key} is missing" for key in needed - value.keys()),
+        *(f"{at}.{key} is no field" for key in value.keys() - known.keys()),
+        *(
+            fault
+            for key in value.keys() & known.keys()
+            for fault in faults(value[key], known[key], f"{at}.{key}")
+        ),
     ]
 
 

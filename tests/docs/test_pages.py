@@ -1,0 +1,249 @@
+"""The pages of docs/: their blocks run as printed, and they name what there is."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import fly_jax
+from fly_jax.evaluation.audit import Mismatch
+from fly_jax.evaluation.audit_summary import CLASSES
+from fly_jax.integrations.vllm_tpu.startup import asked_for, decoding_config, known
+from fly_jax.launch import generate, inputs
+from fly_jax.launch.__main__ import main
+from fly_jax.launch.inputs import built_in_prompts
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
+    return [text for kind, text in found if kind == language]
+
+
+def executed(page: str, number: int) -> dict[str, Any]:
+    """The namespace in which all blocks of a page have run."""
+    names: dict[str, Any] = {}
+    assert len(blocks(page)) == PAGES[page].count("```") / 2 == number, "a block is new: test it"
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def library() -> dict[str, Any]:
+    return executed("library", 10)
+
+
+@pytest.fixture(scope="module")
+def engine() -> dict[str, Any]:
+    return executed("engine", 3)
+
+
+def test_the_rules_differ_as_the_page_says(library: dict[str, Any]) -> None:
+    plain, exact, fast = library["plain"], library["exact"], library["fast"]
+    assert plain.num_rounds == len(plain.token_ids) > 10
+    assert exact.token_ids == plain.token_ids
+    assert exact.num_rounds < plain.num_rounds
+    assert fast.num_rounds <= exact.num_rounds
+    assert len(library["drawn"].token_ids) > 10
+
+
+def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
+    pair = library["pair"]
+    whole = fly_jax.generate(
+        pair,
+        library["prompts"],
+        rule=fly_jax.Fly(),
+        max_new_tokens=64,
+        batch_size=2,
+    )
+    written = {
+        state.generation.prompt_token_ids: text for state, text in library["written"].items()
+    }
+    assert [written[one.prompt_token_ids] for one in whole] == [
+        pair.tokenizer.decode(one.token_ids, continues=True) for one in whole
+    ]
+    assert all(written.values())
+
+
+@pytest.mark.parametrize("name", ["loop_exact", "loop_fly"])
+def test_a_foreign_loop_gives_the_tokens_of_generate(library: dict[str, Any], name: str) -> None:
+    rule = fly_jax.Exact() if name == "loop_exact" else fly_jax.Fly()
+    count = 0 if name == "loop_exact" else library["K"]
+    (expected,) = fly_jax.generate(
+        library["pair"],
+        library["ids"][:1],
+        rule=rule,
+        num_speculative_tokens=count,
+        protect=(),
+        max_new_tokens=48,
+    )
+    assert library[name] == expected.token_ids
+    assert len(library[name]) > 10
+    assert (expected.num_rescued_tokens > 0) == (name == "loop_fly")
+
+
+def test_a_rule_of_ones_own_rescues(library: dict[str, Any]) -> None:
+    assert len(library["loop_doubt"]) > 10
+    assert library["loop_doubt"] != library["loop_exact"]
+
+
+def test_each_row_of_a_batch_has_its_own_rule(library: dict[str, Any]) -> None:
+    assert library["mixed"].num_accepted.shape == (3,)
+
+
+def test_the_foreign_loop_fits_on_the_page() -> None:
+    (loop,) = [block for block in blocks("library") if "def decode(" in block]
+    body = loop.split("def decode(")[1]
+    assert len(body.splitlines()) <= 12
+    (rule,) = [block for block in blocks("library") if "class Doubt" in block]
+    assert len([line for line in rule.splitlines() if line]) <= 21, "twenty, and the loop"
+    assert "pair" not in body, "a foreign engine has no pair"
+
+
+def test_steps_give_the_tokens_of_generate(library: dict[str, Any]) -> None:
+    (expected,) = fly_jax.generate(
+        library["pair"],
+        library["ids"][:1],
+        rule=fly_jax.Fly(),
+        num_speculative_tokens=library["K"],
+        protect=(),
+        max_new_tokens=len(library["stepwise"]),
+    )
+    settled = len(expected.token_ids)  # the steps of the page go on after an end of text
+    assert settled >= 4, "each of the four rounds settles a token at least"
+    assert library["stepwise"][:settled] == expected.token_ids
+
+
+def test_sharded_logits_give_the_same_evidence(library: dict[str, Any]) -> None:
+    shards = library["sharded"].sharding.shard_shape(library["sharded"].shape)
+    assert shards[2] * jax.device_count() == library["vocab_size"]
+    assert jax.device_count() > 1
+    for name in ("argmax", "accepted", "replacement"):
+        here, there = getattr(library["on_one"], name), getattr(library["on_mesh"], name)
+        np.testing.assert_array_equal(here, there)
+    np.testing.assert_allclose(library["on_one"].entropy, library["on_mesh"].entropy, rtol=1e-5)
+
+
+def test_a_call_that_cannot_work_says_why(library: dict[str, Any]) -> None:
+    assert "num_speculative_tokens=6" in library["refusal"]
+    assert "window_size=6" in library["refusal"]
+
+
+def test_the_page_uses_the_public_api_only() -> None:
+    code = "".join(blocks("library"))
+    assert not re.search(r"(from|import) fly_jax\.", code)
+    used = set(re.findall(r"fly_jax\.(\w+)", code))
+    assert used
+    assert used <= set(fly_jax.__all__)
+
+
+def test_rules_and_draws_differ(engine: dict[str, Any]) -> None:
+    found = {name: one.generation for name, one in engine["states"].items()}
+    assert all(len(one.token_ids) > 4 for one in found.values())
+    assert found["lossless"].num_rescued_tokens == 0
+    assert found["drawn"].token_ids != found["lossless"].token_ids
+    assert engine["states"]["lossless"].num_reused == len(engine["prompt"]) - 1 or (
+        len(engine["prompt"]) < 16
+    )
+
+
+def test_asyncio_gives_the_same_answers(engine: dict[str, Any]) -> None:
+    pair, config = engine["pair"], engine["pair"].config()
+    alone = fly_jax.generate(pair, engine["texts"], config, max_new_tokens=32, batch_size=5)
+    assert engine["answers"] == [pair.tokenizer.decode(one.token_ids) for one in alone]
+    assert engine["engine"].is_idle
+
+
+def audit_block(language: str) -> str:
+    assert PAGES["audit"].count("```") == 2 * 3, "a block is new: test it"
+    (text,) = blocks("audit", language)
+    return text
+
+
+def test_the_commands_of_an_audit_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two of the built-in prompts, enough for --prompt 2, and without the comparison."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(inputs, "built_in_prompts", lambda: built_in_prompts()[:2])
+    monkeypatch.setattr(generate, "_compare", lambda *_: None)
+    printed = []
+    for line in audit_block("bash").splitlines():
+        python, module, name, *arguments = shlex.split(line)
+        assert (python, module, name) == ("python", "-m", "fly_jax.launch")
+        assert main(arguments) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[1] == printed[2]
+    # What is shown on the page has the form of what is printed now.
+    form = re.compile(r"[\d.]+|\s+")
+    shown = [form.sub("", line) for line in audit_block("text").splitlines()]
+    now = [form.sub("", line) for line in printed[1].splitlines()]
+    assert shown[:3] == now[:3]
+    for heading in ("classrescued", "draftkept"):
+        assert {line for line in shown if line.startswith(heading)} == {
+            line for line in now if line.startswith(heading)
+        }
+    assert "Prompt 2" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_block_of_an_audit_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(audit_block("python"), "audit.md", "exec"), {})
+    assert "nats" in capsys.readouterr().out
+    assert set(re.findall(r"fly_jax\.(\w+)", audit_block("python"))) <= set(fly_jax.__all__)
+
+
+def test_the_keys_and_classes_are_those_of_the_file() -> None:
+    cells = re.findall(r"^\| (`.*?`) \|", PAGES["audit"], re.MULTILINE)
+    named = {key for cell in cells for key in re.findall(r"`(\w+)`", cell)}
+    assert named == {field.name for field in dataclasses.fields(Mismatch)}
+    listed = audit_block("text").split("class ")[1].split("\n\n")[0].splitlines()[1:]
+    for line in listed:
+        name = next(name for name in CLASSES if line.startswith(name))
+        assert line.endswith(CLASSES[name])
+
+
+def test_a_loop_of_ones_own_runs() -> None:
+    (block,) = [text for text in blocks("integrations") if "fly_jax.verify" in text]
+    names: dict[str, object] = {}
+    exec(block, names)
+    assert names["emitted"]
+
+
+def test_settings_are_those_that_there_are() -> None:
+    page = PAGES["integrations"]
+    table = page[page.index("| setting |") : page.index("It works with every method")]
+    named = {
+        name
+        for row in table.strip().splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert {"rule", "protect", "any_version", "risk_budget"} <= named
+    assert named <= known().keys()
+
+
+def test_what_the_commands_ask_for_can_be_had() -> None:
+    (server,) = blocks("integrations", "bash")
+    texts = dict(re.findall(r"--(\S+)-config '(.*)'", server))
+    speculative, additional = json.loads(texts["speculative"]), json.loads(texts["additional"])
+    asked = asked_for(additional["fly_jax"], {})
+    assert asked is not None
+    assert decoding_config(asked, speculative["num_speculative_tokens"]).rule == "fly"
+    (offline,) = [text for text in blocks("integrations") if "vllm" in text]
+    ast.parse(offline)
+
+
+def test_files_that_are_named_are_there() -> None:
+    for name in re.findall(r"\]\(((?:\.\./)?[\w/]+\.\w+)", PAGES["integrations"]):
+        assert (ROOT / "docs" / name).exists(), name

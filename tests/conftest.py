@@ -1,35 +1,33 @@
 """Eight simulated devices for every test, programs that compile fast, and one folder for them.
 
-All is set before any JAX backend exists. The folder lives as long as the run: workers and the
-commands that tests start take each other's programs from it. Nearly all the time of the tests is
-that of compiling small programs, and what they compute does not depend on how well LLVM does it.
+All is set before any JAX backend exists. Workers, the commands that tests start and the next run
+take each other's programs from the folder; `pytest --cache-clear` empties it. Nearly all the time
+of the tests is that of compiling small programs, and what they compute does not depend on how well
+LLVM does it.
 """
 
 from __future__ import annotations
 
-import atexit
 import gc
+import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if "FLY_JAX_TESTS" not in os.environ:  # workers inherit it
-    os.environ["FLY_JAX_TESTS"] = tempfile.mkdtemp(prefix="fly_jax_tests_")
-    atexit.register(shutil.rmtree, os.environ["FLY_JAX_TESTS"], ignore_errors=True)
-os.environ["FLY_JAX_COMPILATION_CACHE"] = os.environ["FLY_JAX_TESTS"]
-# Programs that compile faster are not worth a file: with each, JAX looks at all that are there.
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+os.environ["FLY_JAX_COMPILATION_CACHE"] = str(
+    Path(__file__).parents[1] / ".pytest_cache/d/programs"
+)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jaxlib
 import jaxtyping
 import pytest
+import shape_checks
 
-jaxtyping.install_import_hook("fly_jax", "shape_checks.checked")
+shape_checks.install()
 
 from fly_jax.sharding.mesh import enable_compilation_cache  # noqa: E402
 
@@ -43,16 +41,34 @@ os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 # Tracing makes many objects and little garbage: the default of 700 takes a tenth of the time.
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # from now on no command that a test runs in this process changes their number
 enable_compilation_cache()
 
 
+_TESTS = Path(__file__).parent
 _MOST_MAPS = 40_000  # of 65,530; a file of tests adds some thousand
-_LONGEST_FILES = ("planning", "docs", "launch")
+# From the longest on: what begins last is short, so that no worker waits for another.
+_SLOW = (
+    "planning/test_compiled_plans.py",
+    "planning/test_no_copies_on_slices.py",
+    "planning/test_no_copies.py",
+    "launch/test_many_processes.py",
+    "docs/test_readme.py",
+    "docs/test_pages.py",
+    "docs/test_notebook.py",
+    "decoding/test_mesh_decoding.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the longest files, so that no worker waits for another's last one."""
-    items.sort(key=lambda item: item.path.parent.name not in _LONGEST_FILES)
+    """Begins with the slow files, which are marked as such."""
+    places: dict[pytest.Item, int] = {}
+    for item in items:
+        name = item.path.relative_to(_TESTS).as_posix()
+        places[item] = _SLOW.index(name) if name in _SLOW else len(_SLOW)
+        if name in _SLOW:
+            item.add_marker("slow")
+    items.sort(key=places.__getitem__)
 
 
 @pytest.fixture
@@ -61,6 +77,16 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="module")
+def uncached() -> Iterator[None]:
+    """For what libtpu compiles: without a TPU it is written into a cache and cannot be read."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture

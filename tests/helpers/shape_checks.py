@@ -7,24 +7,55 @@ import typing
 from collections.abc import Callable
 from typing import Any, Union
 
+import jaxtyping
 from beartype import beartype
-from jaxtyping import AbstractArray
+
+
+def install() -> None:
+    """Checks what is imported of fly_jax from now on; functions that name no shape stay as fast."""
+    decorator = jaxtyping.jaxtyped  # which the hook puts on every function
+
+    def selective(*, typechecker: Callable[..., Any]) -> Callable[[Any], Any]:
+        def decorate(one: Any) -> Any:
+            return decorator(one, typechecker=typechecker) if _names_shapes(one) else one
+
+        return decorate
+
+    jaxtyping.jaxtyped = selective
+    jaxtyping.install_import_hook("fly_jax", "shape_checks.checked")
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A type checker for `jaxtyping.install_import_hook` that looks at arrays alone."""
+    """A type checker that looks at arrays alone."""
     hints = {name: _of_any_array(hint) for name, hint in function.__annotations__.items()}
-    shapes = {name: hint for name, hint in hints.items() if hint is not Any}
-    # JAX rebuilds dataclasses around whatever stands for their arrays: axes, shardings, objects.
-    if not shapes or function.__name__ == "__init__":
-        return function
-    function.__annotations__ = shapes
-    return beartype(function)
+    function.__annotations__ = {name: hint for name, hint in hints.items() if hint is not Any}
+    return beartype(function) if function.__annotations__ else function
+
+
+def _names_shapes(one: Any) -> bool:
+    """Whether a function does, or what a method is made of.
+
+    Classes do not: JAX rebuilds dataclasses around whatever stands for their arrays.
+    """
+    function = getattr(one, "fget", None) or getattr(one, "__func__", one)
+    if not isinstance(function, types.FunctionType):
+        return False
+    return any(
+        _of_any_array(_meant(hint, function)) is not Any
+        for hint in function.__annotations__.values()
+    )
+
+
+def _meant(hint: Any, function: types.FunctionType) -> Any:
+    try:
+        return eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    except NameError:  # what only type checkers import, or what is defined later
+        return Any
 
 
 def _of_any_array(hint: Any) -> Any:
     """The annotation with NumPy's arrays for JAX's too, or Any where it names no shape."""
-    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         return hint.dtype[Any, hint.dim_str]
     arguments = typing.get_args(hint)
     changed = tuple(_of_any_array(one) for one in arguments)

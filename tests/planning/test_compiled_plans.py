@@ -24,10 +24,13 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
-)
+pytestmark = [
+    pytest.mark.usefixtures("uncached"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
+    ),
+]
 
 V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))

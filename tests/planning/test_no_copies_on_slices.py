@@ -20,10 +20,13 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
-)
+pytestmark = [
+    pytest.mark.usefixtures("uncached"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
+    ),
+]
 
 K = 5
 LARGE, MIDDLE, SMALL, LITTLE = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 
@@ -100,6 +101,7 @@ def resident_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> i
     return held_bytes(layout, config, workload.matrices) + caches
 
 
+@functools.cache  # many sizes of one pair are compared
 def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
     """Bytes that one device holds of a model's own parameters: a target's own draft shares some."""
     specs = parameter_specs(config, matrices).values()
@@ -108,6 +110,7 @@ def held_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None 
     return _bytes(layout, own)
 
 
+@functools.cache
 def parameter_bytes(layout: Layout, config: LlamaConfig, matrices: MatrixType | None = None) -> int:
     """Bytes that one device reads of a model's parameters: bfloat16, or integers with scales."""
     return _bytes(layout, parameter_specs(config, matrices).values())

@@ -14,6 +14,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.engine.engine import Engine
 from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
+from fly_jax.launch.flags import BatchFlags
 from fly_jax.launch.inputs import say
 from fly_jax.sharding.processes import process_id
 from fly_jax.verification.rules import Rule
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.request import Generation
-    from fly_jax.launch.generate import GenerateFlags
 
 
 def check_audit(path: Path) -> None:
@@ -74,24 +74,37 @@ class Auditor:
 
 @contextlib.contextmanager
 def auditing(
-    values: GenerateFlags,
+    file: str,
+    values: BatchFlags,
     config: DecodingConfig,
     pair: Pair,
     spec: RoundSpec,
     prompts: Sequence[str],
     ids: Sequence[Sequence[int]],
+    *,
+    exact: bool,
 ) -> Iterator[Auditor]:
-    """Opens the audit, after it has decoded the prompts losslessly where that is wanted.
+    """Opens the audit, after it has decoded the prompts losslessly.
 
     Before the engine begins, since it would stand still meanwhile, and prompts seem slow.
+
+    Args:
+      file: where to; only process 0 writes.
+      values: how many prompts are decoded together, and how far.
+      config: how they are decoded.
+      pair: what decodes them.
+      spec: of the engine.
+      prompts: their texts.
+      ids: their tokens.
+      exact: they are decoded losslessly, unless they are so anyhow or are drawn.
     """
     measure = spec.static.needs(spec.rule).entropy
     assert measure is not None
     limits = {"max_new_tokens": values.max_new_tokens, "num_prompts": len(ids)}
     settings = {**config.to_dict(), **limits}
     run = Run(FORMAT, VERSION, config.rule, measure.name, settings)
-    exact: Sequence[Generation | None] = [None] * len(ids)
-    if config.is_loosened and spec.sampling is None and values.audit_exact is not False:
+    own: Sequence[Generation | None] = [None] * len(ids)
+    if exact and config.is_loosened and spec.sampling is None:
         say(f"Decoding {len(ids)} prompts exactly, to say what differs from that ...")
         # By exact speculation, which is faster than doing without.
         most = values.max_new_tokens
@@ -103,11 +116,11 @@ def auditing(
             num_slots=values.batch_size,
             with_texts=False,
         )
-        exact = lossless.generate(ids, most)
+        own = lossless.generate(ids, most)
         lossless.forget()
     with contextlib.ExitStack() as stack:
-        file = None
-        if values.audit is not None and process_id() == 0:
-            file = stack.enter_context(Path(values.audit).open("w", encoding="utf-8"))
-            write_run(file, run)
-        yield Auditor(file, run, pair, spec.rule, prompts, exact)
+        out = None
+        if process_id() == 0:
+            out = stack.enter_context(Path(file).open("w", encoding="utf-8"))
+            write_run(out, run)
+        yield Auditor(out, run, pair, spec.rule, prompts, own)

@@ -199,7 +199,9 @@ def _decode(
             from fly_jax.launch.auditing import auditing
 
             texts = [prompt.text for prompt in prompts]
-            audit = stack.enter_context(auditing(values, config, pair, engine.spec, texts, ids))
+            wanted = values.audit_exact is not False
+            given = (values.audit, values, config, pair, engine.spec, texts, ids)
+            audit = stack.enter_context(auditing(*given, exact=wanted))
         states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:

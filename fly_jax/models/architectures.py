@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.rules import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -660,13 +657,6 @@ def groups(config: LlamaConfig) -> list[Group]:
     outer = [name for name, spec in parameter_specs(config).items() if spec.axes[0] != "layers"]
     layers = [Group(f"layer_{index:03}", index) for index in range(config.num_layers)]
     return [Group(name, None) for name in outer] + layers
-
-
-def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
-    """Where a parameter lies: as the layout says, or on the first device."""
-    if layout is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return layout.sharding(spec.axes, spec.shape)
 
 
 def scale_name(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.slots import Slots
@@ -19,7 +20,7 @@ from fly_jax.serving.http.app import HEADERS, page
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
 from fly_jax.serving.http.service import Limits
-from fly_jax.verification.rules import VLLM_NAMES
+from fly_jax.verification.rules import VLLM_NAMES, Exact
 
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -29,7 +30,7 @@ _NAME = re.compile(r"fly_jax:\w+")
 @pytest.fixture(scope="module")
 def metrics() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
-    spec = types.SimpleNamespace(num_speculative_tokens=2)
+    spec = RoundSpec(Exact(), RoundStatic(2, depths=(0, 2)))
     costs = DepthCosts((0, 2))
     engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), num_waiting=0, costs=costs)
     text = ServerMetrics(cast(Engine, engine)).text().decode()

@@ -13,6 +13,7 @@ import pytest
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
+from fly_jax.sharding import mesh
 from fly_jax.sharding.mesh import enable_compilation_cache
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=4", "--window_size=2", "--json"]
@@ -117,7 +118,7 @@ def test_what_was_not_read_for_longest_goes(
         os.utime(folder / name, (1e9 - age, 1e9))
     enable_compilation_cache(tmp_path)
     assert len(list(folder.iterdir())) == 4
-    monkeypatch.setattr(compilation_cache, "_MOST_BYTES", 20)
+    monkeypatch.setattr(mesh, "_MOST_BYTES", 20)
     enable_compilation_cache(tmp_path)
     assert {file.name for file in folder.iterdir()} == {"newest", "newer"}
 

@@ -24,12 +24,11 @@ from fly_jax.models.architectures import (
     LlamaConfig,
     ParameterSpec,
     config_of,
-    parameter_sharding,
     parameter_specs,
     read_config,
 )
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout, parameter_sharding
 
 StoredType = Literal["bfloat16", "float32", "int8"]
 

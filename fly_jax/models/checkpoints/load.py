@@ -28,7 +28,6 @@ from fly_jax.models.architectures import (
     ParameterSpec,
     config_fields,
     groups,
-    parameter_sharding,
     parameter_specs,
     shared_vocabulary,
 )
@@ -58,7 +57,7 @@ from fly_jax.models.checkpoints.source import Arranged, Source, is_gguf
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout, parameter_sharding
 
 WEIGHTS = "model.safetensors"
 # The numbers of glibc's malloc.h.

@@ -27,15 +27,20 @@ _WIDTH = 96
 _Class = TypeVar("_Class")
 _Values = TypeVar("_Values")
 
+# The head and the own flags of each group.
+_DECLARED: dict[type, tuple[str, list[Parameter]]] = {}
+
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def flag_group(head: str = "") -> Callable[[type[_Class]], type[_Class]]:
     """Declares flags: a class decorator. Without a head it unites the groups it inherits from."""
 
     def declare(declaring: type[_Class]) -> type[_Class]:
+        group = dataclasses.dataclass(frozen=True, kw_only=True)(declaring)
         if head:
-            setattr(declaring, "head", head)  # noqa: B010
-        return dataclasses.dataclass(frozen=True, kw_only=True)(declaring)
+            names = group.__annotations__
+            _DECLARED[group] = head, [one for one in parameters_of(group) if one.field in names]
+        return group
 
     return declare
 
@@ -76,10 +81,9 @@ class Flags(Generic[_Values]):
         self._groups: dict[str, dict[str, str]] = {}
         self._decoding: list[str] = []
         for group in kind.__mro__:
-            head: str = vars(group).get("head", "")
-            for one in parameters_of(group) if head else ():
-                if one.field in vars(group)["__annotations__"]:
-                    self._add(head, one, one.default, one.help)
+            head, declared = _DECLARED.get(group, ("", []))
+            for one in declared:
+                self._add(head, one, one.default, one.help)
             if group is DecodingFlags:
                 self._add_decoding(without)
         asks = Parameter("help", "help", bool, False, "show this")

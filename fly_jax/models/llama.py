@@ -11,10 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs, scale_name
+from fly_jax.models.architectures import (
+    INT8,
+    LlamaConfig,
+    ParameterSpec,
+    parameter_specs,
+    scale_name,
+)
 from fly_jax.models.attention import Part, attend_cached, attention, rotate, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.sharding.rules import Layout
@@ -423,3 +430,10 @@ def _rms_norm(
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
+    """Where a parameter lies: as the layout says, or on the first device."""
+    if layout is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return layout.sharding(spec.axes, spec.shape)

@@ -9,14 +9,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 MeshAxes = tuple[str, ...]
@@ -175,10 +168,3 @@ class Layout:
     def devices(self, names: MeshAxes) -> int:
         """Devices along these axes of the mesh together."""
         return math.prod(self.mesh.shape.get(name, 1) for name in names)
-
-
-def parameter_sharding(layout: Layout | None, spec: NamedShape) -> Sharding:
-    """Where a parameter lies: as the layout says, or on the first device."""
-    if layout is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return layout.sharding(spec.axes, spec.shape)

@@ -28,7 +28,8 @@ from fly_jax.models.architectures import (
     read_config,
 )
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
-from fly_jax.sharding.rules import Layout, parameter_sharding
+from fly_jax.models.llama import parameter_sharding
+from fly_jax.sharding.rules import Layout
 
 StoredType = Literal["bfloat16", "float32", "int8"]
 

@@ -54,10 +54,10 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranged, Source, is_gguf
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.models.quantise import quantised
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from fly_jax.sharding.rules import Layout, parameter_sharding
+from fly_jax.sharding.rules import Layout
 
 WEIGHTS = "model.safetensors"
 # The numbers of glibc's malloc.h.

@@ -1,1 +1,1 @@
-"""What the project exists for: evidence, acceptance rules, drafters, the round and host loop."""
+"""Drafters, the round on the device, and the pair and the config that it is made of."""

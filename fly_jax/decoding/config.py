@@ -72,7 +72,7 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is never rescued, and what the rule csd knows; each parameter's help says what it is."""
+    """Tokens that are never rescued, and the memory of the rule csd."""
 
     protect: tuple[str, ...] = parameter(
         (),
@@ -259,7 +259,7 @@ class DecodingConfig:
         return dataclasses.replace(self.sampling, top_k=self.sampling.top_k or None, top_p=top_p)
 
     def to_lookup(self) -> Lookup | None:
-        """What proposes to the last draft model, or to the target, if a lookup does.
+        """The lookup that proposes to the last draft model, or to the target; None without one.
 
         Raises:
           FlyJaxError: sizes that do not go together.
@@ -270,7 +270,7 @@ class DecodingConfig:
         return _made(Lookup, values)
 
     def side_by_side(self) -> tuple[DecodingConfig, ...]:
-        """What a comparison runs: one token at a time, the lossless rule, and the loosened one.
+        """The configs of a comparison: one token at a time, the lossless rule, the loosened one.
 
         That is FLy unless another one is chosen; then FLy as published goes before it, with this
         config's gate and window. Where FLy was not asked for and its window does not fit, it is
@@ -489,7 +489,7 @@ _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
 
 @dataclasses.dataclass(frozen=True)
 class RoundStatic:
-    """What a round is compiled for, beside the models and what kind of rule it has.
+    """The static part of a round, for which it is compiled, beside the models and the kind of rule.
 
     Attributes:
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
@@ -559,12 +559,12 @@ class RoundStatic:
         return self.reports_mismatches or self.audits or self.max_logprobs > 0
 
     @property
-    def learns_pace(self) -> bool:
+    def learns_stats(self) -> bool:
         """A row that joins others begins with their rates: where no token depends on them."""
         return bool(self.depths) and not self.deferred_window
 
     def needs(self, rule: Rule) -> Needs:
-        """What the evidence carries: what the rule reads, what is asked for, an audit's entropy.
+        """The fields of the evidence: the rule's, those that are asked for, an audit's entropy.
 
         That is the one over the whole vocabulary where the rule asks for that anyhow, and
         otherwise the one that FLy's gate is published with.
@@ -585,7 +585,7 @@ class RoundStatic:
 
 @dataclasses.dataclass(frozen=True)
 class RoundSpec:
-    """What is done in each round. The numbers of `rule` and `sampling` are data.
+    """A rule, a sampling and the static part of a round. Numbers of the first two are data.
 
     Attributes:
       rule: which draft tokens are kept.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
 
-from fly_jax.decoding.depth import Pace, expected_tokens, strict_rate
+from fly_jax.decoding.depth import AcceptanceStats, expected_tokens, strict_rate
 from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.evidence import TargetEvidence
@@ -92,7 +92,7 @@ def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Deferral:
-    """What a round opens: `is_new` rows keep their first refused mismatch provisionally.
+    """Windows that a round opens: `is_new` rows keep their first refused mismatch provisionally.
 
     Attributes:
       is_new: rows that open a window in this round.
@@ -110,7 +110,7 @@ class Deferral:
 def defer(
     verdict: Verdict,
     seen: TargetEvidence,
-    pace: Pace,
+    stats: AcceptanceStats,
     room: Int[Array, " rows"],
     num_drafted: Int[Array, " rows"],
     window_size: int,
@@ -120,7 +120,7 @@ def defer(
     Args:
       verdict: what the rule alone decides.
       seen: the evidence it decided on.
-      pace: the rows' rates.
+      stats: the rows' rates.
       room: tokens that each row may still emit.
       num_drafted: draft tokens of each row's block.
       window_size: W.
@@ -131,7 +131,7 @@ def defer(
     why = jnp.take_along_axis(verdict.why, at, axis=1)[:, 0]
     remaining = index + 1 + window_size - num_drafted
     is_new = (why == Why.REFUSED_BOUNDARY) & (index < num_drafted)
-    is_new &= pays(pace, num_draft, num_drafted - index, remaining)
+    is_new &= pays(stats, num_draft, num_drafted - index, remaining)
     # A window that the row's limit would cut off could never be completed.
     is_new &= room >= num_drafted + 1 + 2 * remaining
 
@@ -156,7 +156,10 @@ def defer(
 
 
 def pays(
-    pace: Pace, num_draft: int, saved: Int[Array, " rows"], remaining: Int[Array, " rows"]
+    stats: AcceptanceStats,
+    num_draft: int,
+    saved: Int[Array, " rows"],
+    remaining: Int[Array, " rows"],
 ) -> Bool[Array, " rows"]:
     """Whether more tokens are expected from deferring each row's mismatch than from refusing it.
 
@@ -167,13 +170,13 @@ def pays(
     accepted draft tokens, and E expected from the row's rates.
 
     Args:
-      pace: the rows' rates.
+      stats: the rows' rates.
       num_draft: K.
       saved: K + 1 - j of each row.
       remaining: r of each row.
     """
-    next_round = expected_tokens(pace, num_draft, 0)
-    completed = jnp.minimum(strict_rate(pace) ** remaining, MOST_COMPLETED)
+    next_round = expected_tokens(stats, num_draft, 0)
+    completed = jnp.minimum(strict_rate(stats) ** remaining, MOST_COMPLETED)
     return completed * (saved + next_round) > next_round
 
 
@@ -200,7 +203,7 @@ def is_broken(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settlement:
-    """What a round with deferral leaves.
+    """The rows as a round with deferral leaves them.
 
     Attributes:
       text: the rows' tokens, the target's own in place of a mismatch that was dropped.

@@ -21,8 +21,8 @@ _PRIOR_LOOSE_RATE = 0.95
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pace:
-    """What is known of a row's draft, and of the machine, when the next K is chosen.
+class AcceptanceStats:
+    """The counts of a row's draft, and the machine's seconds, from which the next K is chosen.
 
     The counts fade from round to round.
 
@@ -41,12 +41,12 @@ class Pace:
     seconds: Float32[Array, " depths"]
 
 
-def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
+def initial_stats(rows: int, seconds: Float32[Array, " depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
     mismatches = _PRIOR_TOKENS * (1 - _PRIOR_STRICT_RATE)
     refused = _PRIOR_TOKENS * (1 - _PRIOR_LOOSE_RATE)
     full = jnp.full((rows,), 1.0, jnp.float32)
-    return Pace(
+    return AcceptanceStats(
         matched=full * _PRIOR_TOKENS * _PRIOR_STRICT_RATE,
         rescued=full * (mismatches - refused),
         refused=full * refused,
@@ -55,26 +55,28 @@ def initial_pace(rows: int, seconds: Float32[Array, " depths"]) -> Pace:
     )
 
 
-def rows_begun(pace: Pace, rows: Int[Array, " few"]) -> Pace:
+def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
     """With a guess for rows that begin: what all rows have seen so far, their last ones too.
 
-    Where nothing has been seen it is that of `initial_pace`.
+    Where nothing has been seen it is that of `initial_stats`.
     """
-    guess = initial_pace(1, pace.seconds)
+    guess = initial_stats(1, stats.seconds)
     names = ("matched", "rescued", "refused", "cut")
-    seen = {name: jnp.sum(getattr(pace, name)) for name in names}
+    seen = {name: jnp.sum(getattr(stats, name)) for name in names}
     total = sum(seen.values())
     scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     begun = {
-        name: getattr(pace, name)
+        name: getattr(stats, name)
         .at[rows]
         .set(jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]))
         for name in names
     }
-    return dataclasses.replace(pace, **begun)
+    return dataclasses.replace(stats, **begun)
 
 
-def observe(pace: Pace, verdict: Verdict, live: Bool[Array, " rows"]) -> Pace:
+def observe(
+    stats: AcceptanceStats, verdict: Verdict, live: Bool[Array, " rows"]
+) -> AcceptanceStats:
     """Counts what became of a round's draft; a row without one, or not live, stays as it is."""
     why = verdict.why
     live &= why[:, 0] != Why.DROPPED
@@ -87,20 +89,22 @@ def observe(pace: Pace, verdict: Verdict, live: Bool[Array, " rows"]) -> Pace:
     cut = why == Why.REFUSED_BOUNDARY
     refused = ~matched & ~rescued & ~cut & (why != Why.DROPPED)
     return dataclasses.replace(
-        pace,
-        matched=count(matched, pace.matched),
-        rescued=count(rescued, pace.rescued),
-        refused=count(refused, pace.refused),
-        cut=count(cut, pace.cut),
+        stats,
+        matched=count(matched, stats.matched),
+        rescued=count(rescued, stats.rescued),
+        refused=count(refused, stats.refused),
+        cut=count(cut, stats.cut),
     )
 
 
-def strict_rate(pace: Pace) -> Float32[Array, " rows"]:
+def strict_rate(stats: AcceptanceStats) -> Float32[Array, " rows"]:
     """Share of the draft tokens that the lossless rule takes."""
-    return pace.matched / (pace.matched + pace.rescued + pace.refused + pace.cut)
+    return stats.matched / (stats.matched + stats.rescued + stats.refused + stats.cut)
 
 
-def expected_tokens(pace: Pace, depth: int, strict_tail: Count) -> Float32[Array, " rows"]:
+def expected_tokens(
+    stats: AcceptanceStats, depth: int, strict_tail: Count
+) -> Float32[Array, " rows"]:
     """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
@@ -108,25 +112,25 @@ def expected_tokens(pace: Pace, depth: int, strict_tail: Count) -> Float32[Array
     positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
 
     Args:
-      pace: the rows' counts.
+      stats: the rows' counts.
       depth: K.
       strict_tail: last positions of a block in which no mismatch is kept, of all rows or of each.
     """
-    kept = pace.matched + pace.rescued
-    loose = kept / (kept + pace.refused)
+    kept = stats.matched + stats.rescued
+    loose = kept / (kept + stats.refused)
     position = jnp.arange(1, depth + 1)
-    strict = strict_rate(pace)
+    strict = strict_rate(stats)
     rate = jnp.where(position <= depth - column(strict_tail), loose[:, None], strict[:, None])
     return 1 + jnp.sum(jnp.cumprod(rate, axis=1), axis=1)
 
 
 def choose_depth(
-    pace: Pace, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
+    stats: AcceptanceStats, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
     """Index of the depth from which all live rows together expect most tokens a second.
 
     With the index come the tokens that they expect from each.
     """
-    expected = [expected_tokens(pace, k, strict_tail) for k in depths]
+    expected = [expected_tokens(stats, k, strict_tail) for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
-    return jnp.argmax(totals / pace.seconds).astype(jnp.int32), totals
+    return jnp.argmax(totals / stats.seconds).astype(jnp.int32), totals

@@ -70,7 +70,7 @@ def check_prompt(
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What decoding needs.
+    """A target with its drafts and tokenizer: all that decoding needs.
 
     Attributes:
       target: the model whose text is wanted.
@@ -124,7 +124,7 @@ class Pair:
         audits: bool = False,
         **given: Any,
     ) -> RoundSpec:
-        """What is done in each round, with this pair.
+        """The spec of the rounds, with this pair.
 
         Args:
           config: see `config`.
@@ -146,7 +146,7 @@ class Pair:
         )
 
     def proposing(self, spec: RoundSpec) -> Sequence[Llama] | Drafter:
-        """What proposes in rounds of this kind: the draft models, or what stands in their place."""
+        """The draft models of rounds of this kind, or the drafter in their place."""
         drafter = self.drafter
         if isinstance(drafter, str) and spec.static.num_speculative_tokens:
             drafter = build_drafter(drafter, self.target, spec.static)

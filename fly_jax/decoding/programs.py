@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import most_provisional, no_windows
-from fly_jax.decoding.depth import initial_pace, rows_begun
+from fly_jax.decoding.depth import initial_stats, rows_begun
 from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
@@ -109,7 +109,7 @@ class AttentionBuckets:
 
 
 class Rows(NamedTuple):
-    """What is decoded; see `Programs.put_rows`."""
+    """Prompts on the devices; see `Programs.put_rows`."""
 
     text: Int[Array, "rows capacity"]
     lengths: Int[Array, " rows"]
@@ -319,7 +319,7 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """What the programs know when they are compiled: of the target, the caches and the rounds."""
+    """Static facts of the target, the caches and the rounds, for which programs are compiled."""
 
     config: LlamaConfig
     layout: Layout | None
@@ -378,7 +378,7 @@ def _before_rounds(static: RoundStatic, rows: Rows, target: KVCache, drafting: A
         drafter=drafting,
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
-        pace=None if rows.seconds is None else initial_pace(number, rows.seconds),
+        stats=None if rows.seconds is None else initial_stats(number, rows.seconds),
         window=no_windows(number, window, static.reports, static.max_logprobs) if window else None,
     )
 
@@ -392,7 +392,7 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
         limits=zeros,
         seeds=zeros.astype(jnp.uint32),
         budget=None if state.rule.budget is None else zeros.astype(jnp.float32),
-        seconds=None if state.pace is None else state.pace.seconds,
+        seconds=None if state.stats is None else state.stats.seconds,
     )
     return _begin(shapes, state.target.capacity, drafter, rows)
 
@@ -458,8 +458,8 @@ def _insert(
     leaves, structure = jax.tree.flatten(state)
     both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
     found = cast(DecodeState, jax.tree.unflatten(structure, [inserted(*one) for one in both]))
-    if shapes.static.learns_pace and state.pace is not None:
-        found = dataclasses.replace(found, pace=rows_begun(state.pace, slots))
+    if shapes.static.learns_stats and state.stats is not None:
+        found = dataclasses.replace(found, stats=rows_begun(state.stats, slots))
     return _whole_numbers(shapes.layout, found), found.length[slots]
 
 

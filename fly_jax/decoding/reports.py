@@ -1,4 +1,4 @@
-"""What is known of every settled token: from the device, and as one object per token."""
+"""Reports on every settled token: from the device, and as one object per token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reports:
-    """What draft, target and rule said at the position of each token; a few numbers, no logits.
+    """A few numbers of draft, target and rule at the position of each token, no logits.
 
     Attributes:
       draft: what was drafted there; -1 at a bonus token, which has no draft token.
@@ -128,7 +128,7 @@ class TokenReport:
 
     @property
     def refused_by(self) -> Why | None:
-        """What refused the draft token of a corrected position; None at any other."""
+        """The reason why a draft token was refused; None at a position without a correction."""
         if self.why != Why.CORRECTED:
             return None
         return Why.REFUSED_WINDOW if self.deferred else self.verdict

@@ -26,7 +26,7 @@ from fly_jax.verification.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """What a round settles, as `RoundOutput` has it."""
+    """Tokens that a round settles, as `RoundOutput` has them."""
 
     tokens: Int[Array, "rows width"]
     why: Int[Array, "rows width"]
@@ -44,9 +44,9 @@ def settle_all(
     ends: Bool[Array, " rows"] | None,
 ) -> tuple[DecodeState, Emitted]:
     """Appends what was accepted; `ends` is `RuleInputs.ends`."""
-    if state.pace is not None:
-        pace = observe(state.pace, verdict, ~state.finished)
-        state = dataclasses.replace(state, pace=pace)
+    if state.stats is not None:
+        stats = observe(state.stats, verdict, ~state.finished)
+        state = dataclasses.replace(state, stats=stats)
     state, tokens, why, count = append(static, state, proposal.tokens, verdict, ends)
     state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
     reports = report(proposal.tokens, seen, verdict.why, why) if static.reports else None
@@ -63,12 +63,12 @@ def settle_deferring(
 ) -> tuple[DecodeState, Emitted]:
     """`settle_all`, where the end of a row may be provisional."""
     drafted = proposal.num_drafted
-    assert state.pace is not None
+    assert state.stats is not None
     assert state.window is not None
     live, before, window = ~state.finished, state.length, state.window
     room = state.limit - state.length
-    whole, new = defer(verdict, seen, state.pace, room, drafted, static.deferred_window)
-    pace = observe(state.pace, whole, live)
+    whole, new = defer(verdict, seen, state.stats, room, drafted, static.deferred_window)
+    stats = observe(state.stats, whole, live)
     state, _, why, count = append(static, state, proposal.tokens, whole, ends)
     ended = state.finished & live
     broken = is_broken(window, seen, drafted, count)
@@ -100,7 +100,7 @@ def settle_deferring(
         length=left.length,
         finished=jnp.where(left.rolled_back, ends_anew, state.finished),
         rule=rule,
-        pace=pace,
+        stats=stats,
         window=left.window,
     )
     return state, Emitted(left.tokens, left.why, left.count, left.reports, left.rolled_back)
@@ -258,10 +258,10 @@ def _depth(
     static: RoundStatic, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
 ) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
     """K of this round, where it is chosen, and the tokens that are expected of it."""
-    if not static.depths or state.pace is None:
+    if not static.depths or state.stats is None:
         return None, None
     strict_tail = 0 if static.deferred_window else inputs.rule.strict_tail
-    chosen, expected = choose_depth(state.pace, live, static.depths, strict_tail)
+    chosen, expected = choose_depth(state.stats, live, static.depths, strict_tail)
     if state.window is not None:  # which only draft tokens can complete
         is_open = jnp.any(state.window.is_open & live)
         chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)

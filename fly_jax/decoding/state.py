@@ -1,4 +1,4 @@
-"""What a round takes and returns: everything on the device that changes from round to round."""
+"""Arguments and results of a round: everything on the device that changes between rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32, Key
 
 from fly_jax.decoding.deferral import OpenWindow
-from fly_jax.decoding.depth import Pace
+from fly_jax.decoding.depth import AcceptanceStats
 from fly_jax.decoding.reports import Reports
 from fly_jax.models.cache import KVCache
 from fly_jax.verification.evidence import TargetEvidence
@@ -34,7 +34,7 @@ class DecodeState:
       drafter: the drafter's state; None without one.
       keys: [rows], random state of each row, so that no row's draws depend on another.
       rule: what the rule knows of each row.
-      pace: how often the draft is accepted; None where neither K nor deferral depends on it.
+      stats: how often the draft is accepted; None where neither K nor deferral depends on it.
       window: what is provisional at the end of each row; None where nothing ever is.
     """
 
@@ -46,7 +46,7 @@ class DecodeState:
     drafter: Any
     keys: Key[Array, " rows"]
     rule: RuleState
-    pace: Pace | None = None
+    stats: AcceptanceStats | None = None
     window: OpenWindow | None = None
 
     def attending(self, positions: int | None) -> DecodeState:
@@ -61,18 +61,18 @@ class DecodeState:
 
     def choosing(self, seconds: Float32[Array, " depths"]) -> DecodeState:
         """The same rows, with the seconds of a round from which the next ones choose K."""
-        assert self.pace is not None
-        return dataclasses.replace(self, pace=dataclasses.replace(self.pace, seconds=seconds))
+        assert self.stats is not None
+        return dataclasses.replace(self, stats=dataclasses.replace(self.stats, seconds=seconds))
 
     def without_stats(self) -> DecodeState:
         """The same rows, with nothing known of what is accepted."""
-        return dataclasses.replace(self, pace=jax.tree.map(jnp.zeros_like, self.pace))
+        return dataclasses.replace(self, stats=jax.tree.map(jnp.zeros_like, self.stats))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RuleInputs:
-    """What the host may exchange between two rounds without compiling anew.
+    """Numbers that the host may exchange between two rounds without compiling anew.
 
     Attributes:
       rule: which draft tokens are kept; its numbers are scalars or one per row.
@@ -96,7 +96,7 @@ class RuleInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundOutput:
-    """What leaves the device: a few numbers per row, for each round of a dispatch.
+    """The output of a dispatch: a few numbers per row and round leave the device.
 
     A round that did not run, since every row had finished, is all zeros; where a dispatch is a
     single one it always runs, and settles nothing in a finished row.
@@ -141,7 +141,7 @@ class RoundOutput:
 def corrections(
     output: RoundOutput, rows: Sequence[int] | slice = slice(None)
 ) -> list[tuple[int, int]]:
-    """What exact verification would have corrected: pairs of draft token and target's choice.
+    """Corrections of exact verification: pairs of draft token and target's choice.
 
     Args:
       output: on the host, with `reports`.

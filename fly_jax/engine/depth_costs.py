@@ -36,7 +36,7 @@ Program = tuple[int, int]
 
 
 class Round(NamedTuple):
-    """What a round has done.
+    """The depth and the tokens of a round.
 
     Attributes:
       depth: its K.

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
     @property
     def program(self) -> tuple[int, int, int]:
-        """What is compiled for: rows, size, and positions."""
+        """Its program: rows, size, and positions."""
         return self.rows, self.size, self.attended
 
 

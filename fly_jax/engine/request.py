@@ -1,4 +1,4 @@
-"""What the engine is asked for, and what has become of it."""
+"""Requests to the engine, and what has become of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settled:
 
 @dataclasses.dataclass
 class Generation:
-    """What one prompt became, and what it took.
+    """The continuation of one prompt, and its figures.
 
     Attributes:
       prompt_token_ids: the prompt.

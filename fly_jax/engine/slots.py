@@ -175,7 +175,7 @@ class Dispatch:
 
     @property
     def program(self) -> tuple[int, int]:
-        """What it ran by: slots, and positions."""
+        """Its program: slots, and positions."""
         return len(self.occupants), self.attended
 
     @property
@@ -240,7 +240,7 @@ class RowNumbers:
         *,
         sampled: bool,
     ) -> RuleInputs:
-        """What the round reads of these requests.
+        """The numbers that a round reads of these requests.
 
         Args:
           programs: for which they are put on the devices.
@@ -317,7 +317,7 @@ def _replaced(
 
 
 class MemoryKeys:
-    """What the rounds look mismatches up in."""
+    """The pairs that rounds look mismatches up in."""
 
     def __init__(self, programs: Programs) -> None:
         """Nothing is on the devices yet."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NoReturn, TypeVar
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit import Continuation, Mismatch, Run
+from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run
 
 FORMAT = "fly_jax audit"
 VERSION = 1

@@ -1,4 +1,4 @@
-"""What an audit comes to: which pairs of tokens, which kinds of token, and what it changed."""
+"""The sums of an audit: pairs of tokens, kinds of token, and answers that changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fly_jax.evaluation.audit import Mismatch
 from fly_jax.evaluation.audit_file import Audit
+from fly_jax.evaluation.mismatches import Mismatch
 
 # In this order: a pair is of the first class that one of its two tokens belongs to.
 CLASSES = {
@@ -72,7 +72,7 @@ class PairCount:
 
 @dataclasses.dataclass(frozen=True)
 class ClassCount:
-    """What was kept and refused of one class.
+    """Mismatches of one class, kept and refused.
 
     Attributes:
       rescues: kept.

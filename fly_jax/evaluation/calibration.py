@@ -131,5 +131,5 @@ def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int
 
 
 def _digest(prompts: Sequence[Sequence[int]], *values: int | str) -> str:
-    """What makes two runs the same."""
+    """A digest that two runs share if they are the same."""
     return hashlib.sha256(json.dumps([list(map(list, prompts)), *values]).encode()).hexdigest()

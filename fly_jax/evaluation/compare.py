@@ -31,7 +31,7 @@ _HEADINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """What one rule did on all prompts.
+    """The figures of one rule on all prompts.
 
     Attributes:
       name: of the rule.

@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
-    """What was found, and what it did on the prompts that it was not found on.
+    """A setting that meets a bound, and its figures on prompts that it was not found on.
 
     Attributes:
       config: the setting.

@@ -1,4 +1,4 @@
-"""What was drafted and what the target said to it, round by round, and what rules make of it."""
+"""Rounds on record, drafts with the target's evidence, and how other rules would end them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rounds:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What each prompt's continuation took and risked.
+    """Costs and risks of each prompt's continuation.
 
     Attributes:
       tokens: that settled.

@@ -1,4 +1,4 @@
-"""What the calibration of a gate varies, and the bound that it is to meet."""
+"""The strictness that the calibration of a gate varies, and the bound that it is to meet."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Bound:
             )
 
     def of(self, tally: Tally) -> Real[np.ndarray, " prompts"]:
-        """What each prompt's rescues add up to."""
+        """The risk of each prompt's rescues together."""
         return tally.rescues if self.risk == "disagreement" else tally.regret
 
     def rate(self, tally: Tally) -> float:
@@ -119,7 +119,7 @@ CALIBRATED = tuple(_OF_RULE)
 
 
 def strictness_of(config: DecodingConfig) -> Strictness:
-    """What is varied: the number of the first rule that is named.
+    """The number that is varied: that of the first rule that is named.
 
     Raises:
       FlyJaxError: a config whose decoding cannot be judged from single rounds, or has no such

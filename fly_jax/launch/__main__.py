@@ -84,7 +84,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """What is still buffered cannot be written; Python would complain about it at exit."""
+    """Drops buffered output that cannot be written; Python would complain about it at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -1,4 +1,4 @@
-"""What generate writes down with --audit, prompt by prompt."""
+"""The audit of generate --audit, written prompt by prompt."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.engine.engine import Engine
-from fly_jax.evaluation.audit import Run, audited
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, check_writable, write_prompt, write_run
+from fly_jax.evaluation.mismatches import Run, audited
 from fly_jax.launch.flags import BatchFlags
 from fly_jax.launch.inputs import say
 from fly_jax.sharding.processes import process_id

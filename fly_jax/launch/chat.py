@@ -98,12 +98,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _beginning(values: ChatFlags) -> list[dict[str, str]]:
-    """What goes before all that is said."""
+    """The messages that go before the conversation."""
     return [] if values.system is None else [{"role": "system", "content": values.system}]
 
 
 class Conversation:
-    """What was said, and how it goes on."""
+    """A conversation, and how it goes on."""
 
     def __init__(
         self, values: ChatFlags, config: DecodingConfig, models: OpenPair, pair: Pair

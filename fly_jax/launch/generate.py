@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run(values: GenerateFlags) -> None:
-    """What each process does. Only the first one reads prompts and is heard."""
+    """Runs in each process. Only the first one reads prompts and is heard."""
     has_prompts = bool(values.prompt) or values.prompts_file is not None
     compares = values.compare or (not has_prompts and values.has_draft)
     config = _config(values, compares)
@@ -147,7 +147,7 @@ def _check_memory(values: GenerateFlags, config: DecodingConfig) -> None:
 
 
 def _memory(values: GenerateFlags, inputs: Inputs) -> CorrectionMemory:
-    """What the rule begins with, in all processes: with others the devices would part ways."""
+    """The memory that the rule begins with, the same in all processes."""
     with joint_errors():
         memory = _read_memory(values, inputs.config, inputs.models.target.tokenizer)
     for draft_token, target_token, count in broadcast(memory.counts()):

@@ -1,4 +1,4 @@
-"""What the commands that decode begin with: prompts and models, each read and checked once."""
+"""The beginning of commands that decode: prompts and models, each read and checked once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What to continue.
+    """A prompt, or a conversation, to continue.
 
     Attributes:
       text: the prompt; of a conversation its last message.
@@ -69,7 +69,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What is known before the weights are read, the same in all processes.
+    """Facts that are known before weights are read, the same in all processes.
 
     Attributes:
       config: how prompts will be decoded.

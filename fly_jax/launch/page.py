@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-from fly_jax.evaluation.audit import Continuation, Mismatch
 from fly_jax.evaluation.audit_file import Audit
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
+from fly_jax.evaluation.mismatches import Continuation, Mismatch
 from fly_jax.launch.view import CONTROLS
 from fly_jax.verification.rules import Why
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [s
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
     from fly_jax.serving.http.request_builder import RequestBuilder
-    from fly_jax.serving.http.service import Limits, Service
+    from fly_jax.serving.http.service import ServerLimits, Service
 
 _HELP = """\
 python -m fly_jax.launch serve [flags]
@@ -174,7 +174,7 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
 
 
 def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> None:
-    """What process 0 does: it serves until it is told to stop."""
+    """Runs in process 0: serves until it is told to stop."""
     from fly_jax.serving.http.run import ServerFailed, run
 
     if service.limits.api_key is None and values.host not in _LOOPBACK:
@@ -232,8 +232,8 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     return pair, engine
 
 
-def _limits(values: ServeFlags) -> Limits:
-    from fly_jax.serving.http.service import Limits
+def _limits(values: ServeFlags) -> ServerLimits:
+    from fly_jax.serving.http.service import ServerLimits
 
     api_key = values.api_key if values.api_key is not None else os.environ.get(_KEY)
     if api_key is not None and not api_key.strip():
@@ -250,7 +250,7 @@ def _limits(values: ServeFlags) -> Limits:
             raise FlyJaxError(
                 f"--{name} is {seconds}; it must be a number of seconds above 0: correct it."
             )
-    return Limits(
+    return ServerLimits(
         max_queue=values.max_queue,
         max_body=values.max_body,
         request_timeout=values.request_timeout,
@@ -260,7 +260,7 @@ def _limits(values: ServeFlags) -> Limits:
 
 
 def _name(target: str | None) -> str:
-    """What the model is called: a file or a folder by its own name, a hub id as it is."""
+    """The name of the model: that of a file or a folder, or a hub id as it is."""
     if target is None:
         return "fly_jax-embedded"
     path = Path(target)

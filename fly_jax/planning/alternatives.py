@@ -1,4 +1,4 @@
-"""What else would fit, and which draft model pays: counted from shapes.
+"""Other layouts and types that fit, and draft models that pay: counted from shapes.
 
 What fits is corrected by what the compiler said of the plan itself. On a pod a draft pass is mostly
 latency, so that fewer layers may weigh more than better guesses.

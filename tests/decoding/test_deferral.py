@@ -182,7 +182,7 @@ def test_windows_are_deferred_completed_and_rolled_back() -> None:
 @pytest.fixture
 def always_deferring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Windows stay open whatever the rates say, in programs of one test alone."""
-    monkeypatch.setattr(deferral, "pays", lambda pace, *sizes: pace.matched >= 0)
+    monkeypatch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
     jax.clear_caches()
     yield
     jax.clear_caches()

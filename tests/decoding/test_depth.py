@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from random_pairs import CAPACITY, ROWS, SPECS, batch_engine, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.depth import Pace, choose_depth, expected_tokens, initial_pace, observe
+from fly_jax.decoding.depth import (
+    AcceptanceStats,
+    choose_depth,
+    expected_tokens,
+    initial_stats,
+    observe,
+)
 from fly_jax.engine.depth_costs import DepthCosts
 from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Exact, Verdict, Why
@@ -18,9 +24,9 @@ from fly_jax.verification.rules import Exact, Verdict, Why
 counts = st.floats(0.5, 50, width=32)
 
 
-def pace_of(matched: float, rescued: float, refused: float, cut: float) -> Pace:
+def pace_of(matched: float, rescued: float, refused: float, cut: float) -> AcceptanceStats:
     one = [jnp.asarray([value], jnp.float32) for value in (matched, rescued, refused, cut)]
-    return Pace(*one, seconds=jnp.ones(1))
+    return AcceptanceStats(*one, seconds=jnp.ones(1))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -46,7 +52,7 @@ def test_observe_counts_what_ended_the_block() -> None:
     why[3] = Why.MATCHED
     zeros = jnp.zeros(4, jnp.int32)
     verdict = Verdict(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(why), zeros)
-    before = Pace(*(jnp.zeros(4) for _ in range(4)), seconds=jnp.ones(2))
+    before = AcceptanceStats(*(jnp.zeros(4) for _ in range(4)), seconds=jnp.ones(2))
     after = observe(before, verdict, jnp.array([True, True, True, False]))
     np.testing.assert_array_equal(after.matched, [1, 1, 5, 0])
     np.testing.assert_array_equal(after.rescued, [1, 0, 0, 0])
@@ -63,14 +69,16 @@ def test_observe_counts_what_ended_the_block() -> None:
 def test_the_depth_of_most_tokens_a_second(
     matched: float, refused: float, seconds: tuple[float, ...], chosen: int
 ) -> None:
-    pace = pace_of(matched, 0.0, refused, 0.0)
-    pace = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, jnp.asarray(seconds))
-    assert int(choose_depth(pace, jnp.array([True]), (2, 6, 12), 0)[0]) == chosen
+    stats = pace_of(matched, 0.0, refused, 0.0)
+    stats = AcceptanceStats(
+        stats.matched, stats.rescued, stats.refused, stats.cut, jnp.asarray(seconds)
+    )
+    assert int(choose_depth(stats, jnp.array([True]), (2, 6, 12), 0)[0]) == chosen
 
 
 def test_finished_rows_have_no_say() -> None:
     good, bad = pace_of(90.0, 0.0, 0.1, 0.0), pace_of(0.1, 0.0, 9.0, 0.0)
-    both = Pace(
+    both = AcceptanceStats(
         *(
             jnp.concatenate((getattr(good, name), getattr(bad, name)))
             for name in ("matched", "rescued", "refused", "cut")
@@ -82,9 +90,9 @@ def test_finished_rows_have_no_say() -> None:
 
 
 def test_the_first_guess_is_a_rate_between_0_and_1() -> None:
-    pace = initial_pace(3, jnp.ones(2))
-    assert pace.matched.shape == (3,)
-    assert all(float(jnp.min(value)) >= 0 for value in (pace.rescued, pace.refused, pace.cut))
+    stats = initial_stats(3, jnp.ones(2))
+    assert stats.matched.shape == (3,)
+    assert all(float(jnp.min(value)) >= 0 for value in (stats.rescued, stats.refused, stats.cut))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from fly_jax.launch import serve
 from fly_jax.serving.http.app import HEADERS, page
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
-from fly_jax.serving.http.service import Limits
+from fly_jax.serving.http.service import ServerLimits
 from fly_jax.verification.rules import VLLM_NAMES, Exact
 
 _ROOT = Path(__file__).parents[2]
@@ -76,8 +76,8 @@ def test_flags_and_fields_exist(capsys: pytest.CaptureFixture[str]) -> None:
     own = _PAGE[_PAGE.index("## The field `fly`") : _PAGE.index("All rules that requests")]
     for name in re.findall(r"^\| `(\w+)`|`([a-z]+_[a-z_]+)`", own, re.MULTILINE):
         assert (name[0] or name[1]) in {*FlyFields.model_fields, *VLLM_NAMES}, name
-    assert Limits().max_queue == serve.ServeFlags.max_queue
-    assert Limits().max_body == serve.ServeFlags.max_body
+    assert ServerLimits().max_queue == serve.ServeFlags.max_queue
+    assert ServerLimits().max_body == serve.ServeFlags.max_body
 
 
 class _Seen(HTMLParser):

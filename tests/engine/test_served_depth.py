@@ -11,7 +11,7 @@ import pytest
 from random_pairs import EOS, MAX_LENGTH, greedy, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.depth import Pace, choose_depth
+from fly_jax.decoding.depth import AcceptanceStats, choose_depth
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
@@ -183,11 +183,13 @@ def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
     costs, program = DepthCosts(DEPTHS), (1, 256)
     costs.learn(program, [1.0, 2.0, 3.0])
     costs.observe(program, rounds(4, 4), None)
-    pace = Pace(*(jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)), seconds=jnp.ones(3))
+    stats = AcceptanceStats(
+        *(jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)), seconds=jnp.ones(3)
+    )
 
     def chosen() -> int:
         seconds = jnp.asarray(costs.next(program, may_vary=True))
-        now = Pace(pace.matched, pace.rescued, pace.refused, pace.cut, seconds)
+        now = AcceptanceStats(stats.matched, stats.rescued, stats.refused, stats.cut, seconds)
         return DEPTHS[int(choose_depth(now, jnp.array([True]), DEPTHS, 0)[0])]
 
     # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit import Continuation, Mismatch, Run, final_answer
 from fly_jax.evaluation.audit_file import (
     FORMAT,
     VERSION,
@@ -21,6 +20,7 @@ from fly_jax.evaluation.audit_file import (
     write_run,
 )
 from fly_jax.evaluation.audit_summary import CLASSES, summarise, table, token_class
+from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run, final_answer
 
 RUN = Run(FORMAT, VERSION, "fly & margin", "top_3", {"window_size": 6, "num_prompts": 4})
 

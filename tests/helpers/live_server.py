@@ -25,7 +25,7 @@ from fly_jax.engine.request import Generation, RequestState, Settled
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
-from fly_jax.serving.http.service import Limits, Service
+from fly_jax.serving.http.service import ServerLimits, Service
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
@@ -159,7 +159,7 @@ def live_server(folder: Path) -> Iterator[Live]:
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()
     engine.gate.set()
-    limits = Limits(max_queue=QUEUE, max_body=20_000, api_key=KEY)
+    limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_key=KEY)
     service = Service(NAME, AsyncEngine(engine), pair, builder, limits)
     listening = bound("127.0.0.1", 0)
     url = address(listening)

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fly_jax.evaluation.audit import Continuation, Mismatch, Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION, Audit
+from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run
 from fly_jax.launch.page import page
 
 EVIL = '<script>alert("1")</script> & \x1b[31m'

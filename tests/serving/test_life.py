@@ -22,7 +22,7 @@ from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
-from fly_jax.serving.http.service import Limits, Service
+from fly_jax.serving.http.service import ServerLimits, Service
 from fly_jax.verification.rules import Exact
 
 
@@ -46,7 +46,7 @@ def service() -> Service:
     tokenizer = types.SimpleNamespace(chat_template=None)
     pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
     builder = RequestBuilder.of(DecodingConfig().without_draft())
-    return Service("stuck", AsyncEngine(engine), pair, builder, Limits())
+    return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits())
 
 
 def fail(*_: object, **__: object) -> None:

@@ -1,1 +1,1 @@
-"""What proposes draft tokens: draft models, chains of them, and the lookup."""
+"""Drafters: draft models, chains of them, and the lookup."""

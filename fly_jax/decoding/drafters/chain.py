@@ -1,4 +1,4 @@
-"""What proposes in a decoder: what it is given, or a chain of draft models over the lookup."""
+"""The drafter of an engine: the one that is given, or a chain of draft models over the lookup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_UNSTACKED_LAYERS = 32
 def checked_drafter(
     target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, static: RoundStatic
 ) -> Drafter | None:
-    """What proposes: what was given, the lookup alone, or nothing where K is 0.
+    """The drafter: the one that was given, the lookup alone, or None where K is 0.
 
     Raises:
       FlyJaxError: K is asked for and nothing proposes, too few or many draft models, or one of

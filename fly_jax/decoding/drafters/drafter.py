@@ -1,4 +1,4 @@
-"""What a round knows of whatever proposes its draft tokens."""
+"""The protocol between a round and its drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fly_jax.verification.sampling import Sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes.
+    """The proposal of a drafter.
 
     Attributes:
       tokens: [rows, K].

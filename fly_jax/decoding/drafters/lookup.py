@@ -74,7 +74,7 @@ class Lookup(Drafter):
         sampling: Sampling | None = None,
         keys: Key[Array, " rows"] | None = None,
     ) -> tuple[Draft, tuple[()]]:
-        """What followed the row's last tokens where they stood before; nothing is drawn."""
+        """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
         tokens, found = look_up(self, text, length, num_tokens)
         found = found if wanted is None else jnp.minimum(found, wanted)
         return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state

@@ -37,7 +37,7 @@ _Carry = TypeVar("_Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftModelState:
-    """What a draft model carries from round to round.
+    """The state of a draft model between rounds.
 
     Attributes:
       cache: valid up to its length, as far as the text has not changed since.
@@ -51,7 +51,7 @@ class DraftModelState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Progress:
-    """What has been drafted so far; passes are also those of the models below."""
+    """The draft so far; passes are also those of the models below."""
 
     text: Int[Array, "rows capacity"]
     count: Int[Array, " rows"]
@@ -63,7 +63,7 @@ class _Progress:
 
 
 class _Passed(NamedTuple):
-    """What one pass gives, for as many tokens as the widest one is fed."""
+    """The results of one pass, padded to the widest one."""
 
     chosen: Int[Array, "rows time"]
     logits: Float[Array, "rows time vocab"] | None
@@ -133,7 +133,7 @@ class DraftModel(Drafter):
         return DraftModelState(cache, below)
 
     def room(self, num_tokens: int) -> int:
-        """What lies below writes, and its proposal, stand beyond what this model has drafted."""
+        """Adds room for the level below: it writes and proposes beyond this model's draft."""
         below = self.below
         # A row that has its K tokens may be fed a proposal while it waits for the others.
         held = 1 if below is None else max(1 + below.num_tokens, below.room(below.num_tokens))
@@ -288,7 +288,7 @@ class _Run:
         )
 
     def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:
-        """What a pass over the last token, and after it a proposal, adds."""
+        """The progress after a pass over the last token and a proposal behind it."""
         end = self.length + progress.count
         cache = progress.cache.with_length(end - 1).written(passed.new, self.model.layout)
         progress = dataclasses.replace(progress, cache=cache)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from fly_jax.engine.request import RequestState, Settled
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit import Run
+from fly_jax.evaluation.mismatches import Run
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.serving.async_engine import TokenStream
 from fly_jax.serving.http.metrics import ServerMetrics

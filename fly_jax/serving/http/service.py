@@ -13,8 +13,8 @@ from typing import Literal
 from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.engine.request import Request
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit import Run
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
+from fly_jax.evaluation.mismatches import Run
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import (
@@ -32,7 +32,7 @@ _MAX_UNREAD = 1024  # dispatches
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds on what clients may do.
 
     Attributes:
@@ -66,7 +66,12 @@ class Service:
     """
 
     def __init__(
-        self, name: str, engine: AsyncEngine, pair: Pair, builder: RequestBuilder, limits: Limits
+        self,
+        name: str,
+        engine: AsyncEngine,
+        pair: Pair,
+        builder: RequestBuilder,
+        limits: ServerLimits,
     ) -> None:
         """Is not ready yet; see the class."""
         self.name, self.engine, self.pair = name, engine, pair

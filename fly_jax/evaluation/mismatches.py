@@ -1,4 +1,4 @@
-"""What an audit says: which mismatches a run kept and which it refused, and what became of each.
+"""The events of an audit: mismatches that a run kept or refused, and what became of each.
 
 Nothing here needs JAX: an audit is read where the models are not.
 """
@@ -22,7 +22,7 @@ Window = Literal["held", "completed", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What all prompts of an audit have in common; the event "run".
+    """The settings that all prompts of an audit share; the event "run".
 
     Attributes:
       format: what the file is.
@@ -95,7 +95,7 @@ class Mismatch:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What a prompt became; the event "prompt".
+    """The continuation of a prompt; the event "prompt".
 
     Attributes:
       prompt: index of the prompt, from 0.
@@ -148,7 +148,7 @@ def audited(
     budget: float | None = None,
     exact: Generation | None = None,
 ) -> tuple[list[Mismatch], Continuation]:
-    """What an audit says of one prompt.
+    """The events of one prompt.
 
     Args:
       index: of the prompt.
@@ -224,7 +224,7 @@ def _window(report: TokenReport, has_window: bool) -> Window | None:
 
 
 def refused_by(report: TokenReport) -> str | None:
-    """What refused the draft token of a corrected position, as `Mismatch.refused_by` has it."""
+    """The reason of a correction, as `Mismatch.refused_by` has it."""
     if report.refused_by is None:
         return None
     return report.refused_by.name.lower().removeprefix("refused").removeprefix("_") or "always"

@@ -241,6 +241,7 @@ def test_draws(live: Live) -> None:
         ("", {"prompt": "a", "fly": {"rule": "typical"}}, 400, "rule_not_served", "exact, margin"),
         ("", {"prompt": "a", "fly": {"rule": "autoregressive"}}, 400, "rule_not_served", "exact"),
         ("", {"prompt": "a", "fly": {"rule": "fly & ("}}, 400, None, "joined by &"),
+        ("", {"prompt": "a", "fly": {"rule": "&".join(["(fly|fly)"] * 14)}}, 400, None, "16384"),
         ("", {"prompt": "a", "fly": {"margin_gap": -1}}, 400, None, "margin_gap is -1"),
         ("", {"prompt": "a", "fly": {"rule": "fly", "window_size": 9}}, 400, None, "window_size=9"),
         (CHAT, {"messages": []}, 400, None, "messages"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Alternative
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
 from fly_jax.verification.rules import (
@@ -34,6 +37,7 @@ from fly_jax.verification.rules import (
     Why,
     accept,
 )
+from fly_jax.verification.rules.loosened import rule_names
 from fly_jax.verification.sampling import Sampling
 
 ROWS, VOCAB = 8, 6
@@ -317,6 +321,9 @@ def test_rules_of_python_numbers_are_hashable() -> None:
         (lambda: Margin(gap=-1.0), "margin_gap"),
         (lambda: Margin(gap=math.nan), "margin_gap"),
         (lambda: (Fly() & Margin()).check(6), "window_size=6"),
+        (lambda: functools.reduce(operator.and_, [Fly() | Csd()] * 4), "makes 16 alternatives"),
+        (lambda: functools.reduce(operator.and_, [Fly()] * 9), "joins 9 rules"),
+        (lambda: functools.reduce(operator.or_, [Fly()] * 9), "joins 9 rules"),
     ],
 )
 def test_what_cannot_mean_anything_is_refused(make: Callable[[], object], words: str) -> None:
@@ -324,6 +331,36 @@ def test_what_cannot_mean_anything_is_refused(make: Callable[[], object], words:
         make()
     assert "\n" not in str(error.value)
     assert str(error.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("&".join(["(fly|fly)"] * 14), "joins 28 rules, which makes 16384 alternatives"),
+        ("&".join(["(fly|csd)"] * 4), "joins 8 rules, which makes 16 alternatives"),
+        ("|".join(["fly"] * 9), "joins 9 rules"),
+        ("(" * 10**6 + "fly" + ")" * 10**6, "in at most 256 characters"),
+        ("~" * 10**6 + "fly", "in at most 256 characters"),
+        ("&".join(["fly"] * 10**6), "in at most 256 characters"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_text_is_counted_before_anything_is_made_of_it(text: str, words: str) -> None:
+    for read in (
+        rule_names,
+        lambda text: DecodingConfig(rule=text),
+        lambda text: DecodingConfig().replace(rule=text),
+        lambda text: decoding_config({"rule": text}, 15),
+    ):
+        with pytest.raises(FlyJaxError, match=words) as error:
+            read(text)
+        assert len(str(error.value)) < 600
+
+
+def test_the_largest_combinations() -> None:
+    for text in ("|".join(["fly"] * 8), "(fly|csd)&(fly|margin)&(fly|typical)&lossy&lenience"):
+        rule = DecodingConfig(rule=text).to_rule()
+        assert len(rule.clauses()) == 8
 
 
 def test_one_alternative_that_can_rescue_is_enough() -> None:

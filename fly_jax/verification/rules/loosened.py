@@ -24,7 +24,7 @@ from fly_jax.verification.rules.conditions import (
     Window,
     WindowKind,
 )
-from fly_jax.verification.rules.rule import Loose
+from fly_jax.verification.rules.rule import Loose, check_size
 
 
 @data_tree
@@ -270,15 +270,18 @@ LOSSLESS_RULES = ("autoregressive", "exact", "sampled")
 
 _OPERATORS: dict[type, Callable[..., Any]] = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 _Rule = TypeVar("_Rule")
+_LONGEST_TEXT = 256  # so that none is nested too deeply to be read
 
 
 def rule_names(text: str) -> tuple[str, ...]:
     """The rules that an expression is made of, in its order.
 
     Raises:
-      FlyJaxError: no expression of rules, an unknown rule, or a lossless rule in a combination.
+      FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
+        many rules or alternatives.
     """
-    names: tuple[str, ...] = _folded(text, lambda name: (name,), lambda _, one, other: one + other)
+    names: tuple[str, ...]
+    names, num_alternatives = _folded(text, lambda name: ((name,), 1), _names_and_alternatives)
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
@@ -290,7 +293,16 @@ def rule_names(text: str) -> tuple[str, ...]:
                 f"rule is {text!r}, and {name} is lossless, which nothing can be added to or taken "
                 f"from; combine only {', '.join(RULES)}."
             )
+    check_size(f"rule is {text!r}, which", len(names), num_alternatives)
     return names
+
+
+def _names_and_alternatives(
+    join: Callable[..., Any], one: tuple[tuple[str, ...], int], other: tuple[tuple[str, ...], int]
+) -> tuple[tuple[str, ...], int]:
+    """The names of both sides; of &, each alternative of the one with each of the other."""
+    count = one[1] * other[1] if join is operator.and_ else one[1] + other[1]
+    return one[0] + other[0], count
 
 
 def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
@@ -302,9 +314,12 @@ def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
 def _folded(text: str, of_name: Callable[[str], Any], of_both: Callable[..., Any]) -> Any:
     """The value of an expression, from its names and from each operator with its two sides."""
     no_expression = FlyJaxError(
-        f"rule is {text!r}; it must be the name of a rule, or names joined by & (what both would "
-        "keep), | (what either would keep) and parentheses, such as 'fly & margin'."
+        f"rule is {text[:_LONGEST_TEXT]!r}; it must be the name of a rule, or names joined by & "
+        "(what both would keep), | (what either would keep) and parentheses, such as "
+        f"'fly & margin', in at most {_LONGEST_TEXT} characters."
     )
+    if len(text) > _LONGEST_TEXT:
+        raise no_expression
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

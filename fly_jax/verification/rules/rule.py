@@ -33,6 +33,9 @@ from fly_jax.verification.rules.conditions import (
     strict_tail,
 )
 
+# Rules in one combination, and the alternatives that they make.
+_MOST_COMBINED = 8
+
 
 class Rule:
     """Which mismatches are rescued: those that meet all of any one of its `clauses`.
@@ -130,6 +133,11 @@ class Loose(Rule):
 
     is_limited: ClassVar[bool] = False
 
+    @property
+    def num_rules(self) -> int:
+        """So many rules are combined in it."""
+        return 1
+
     def clauses(self) -> tuple[Clause, ...]:
         """The alternatives, any of which is enough for a rescue."""
         raise NotImplementedError
@@ -158,7 +166,7 @@ class Combination(Loose):
       right: another, with the same entropy if both have one.
 
     Raises:
-      FlyJaxError: a rule that cannot be combined, or different entropies.
+      FlyJaxError: a rule that cannot be combined, too many of them, or different entropies.
     """
 
     operator: Literal["&", "|"] = dataclasses.field(metadata=STATIC)
@@ -176,7 +184,15 @@ class Combination(Loose):
                 raise FlyJaxError(
                     f"{type(rule).__name__} cannot be part of a combination: {reason}."
                 )
+        sides = len(self.left.clauses()), len(self.right.clauses())
+        num_alternatives = sum(sides) if self.operator == "|" else math.prod(sides)
+        check_size("The combination", self.num_rules, num_alternatives)
         _ = self.needs  # which must be the same for both
+
+    @property
+    def num_rules(self) -> int:
+        """Those of both sides."""
+        return self.left.num_rules + self.right.num_rules
 
     def clauses(self) -> tuple[Clause, ...]:
         """Of |, those of both; of &, each of the one with each of the other."""
@@ -184,6 +200,16 @@ class Combination(Loose):
         if self.operator == "|":
             return ones + others
         return tuple(one & other for one in ones for other in others)
+
+
+def check_size(combination: str, num_rules: int, num_alternatives: int) -> None:
+    """Raises FlyJaxError for too large a combination, before its alternatives are built."""
+    if max(num_rules, num_alternatives) > _MOST_COMBINED:
+        raise FlyJaxError(
+            f"{combination} joins {num_rules} rules, which makes {num_alternatives} alternatives "
+            f"(& multiplies those of its sides); at most {_MOST_COMBINED} of each are possible: "
+            "join fewer."
+        )
 
 
 @data_tree

@@ -26,8 +26,6 @@ Depth = int | Literal["auto"]
 # What K is chosen from where it is not given: 0 where drafting does not pay, and few others, since
 # each is a width of the target's pass in every program of rounds.
 AUTO_DEPTHS = (0, 2, 5, 15)
-# What `re.compile` raises for what is no regular expression.
-PATTERN_ERRORS = (re.error, OverflowError, RecursionError)
 # Of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
@@ -100,8 +98,6 @@ class DecodingConfig:
     Attributes:
       values: all parameters and their values, temperature None where none was given.
       given_rule: the rule, where it was given as one.
-      drafting: how many tokens are drafted.
-      limits: what is never rescued.
       sampling: how target and draft are drawn from; temperature 0 is greedy.
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
         or one or several of the registered rules, joined by & (rescues what both would), | (what
@@ -315,7 +311,7 @@ def check_patterns(patterns: Iterable[str]) -> None:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except PATTERN_ERRORS as error:
+        except (re.error, OverflowError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise FlyJaxError(
                 f"protect is {pattern!r}, which is no regular expression ({reason}); correct it, "
@@ -432,57 +428,51 @@ def from_reference_json(values: Any) -> DecodingConfig:
     """
     if not isinstance(values, dict):
         raise FlyJaxError("a JSON object was expected; write the reference code's keys in braces.")
-    check_keys(values, (*_REFERENCE_KINDS, *_REFERENCE_IGNORED))
-    for name, kind in _REFERENCE_KINDS.items():
+    check_keys(values, (*_REFERENCE_DEFAULTS, *_REFERENCE_IGNORED))
+    for name, default in _REFERENCE_DEFAULTS.items():
         if name in values:
-            Parameter(name, name, kind, default=kind(), help="").check_given(values[name])
-    if values.get("dual_tok"):
+            Parameter(name, name, type(default), default, help="").check_given(values[name])
+    given = _REFERENCE_DEFAULTS | values
+    if given["dual_tok"]:
         raise FlyJaxError(
             "dual_tok is true; draft and target must share a tokenizer: choose such a pair and "
             "leave the key out."
         )
     if "spd_k" not in values:
         raise FlyJaxError("spd_k is missing; give the number of draft tokens of a round.")
-    temperature = values.get("temperature", 0.0)
-    rule = "sampled" if temperature > 0 else "exact"
-    window_size = 0
-    if values.get("enable_fly", False):
-        rule = "fly"
-        if not values.get("abla_no_window", False):
-            if "win_len" not in values:
-                raise FlyJaxError("win_len is missing; enable_fly needs the window's length.")
-            window_size = values["win_len"]
-    if not values.get("use_sd", True):
-        rule = "autoregressive"
-    use_ngram = values.get("use_ngram", False)
+    has_window = given["enable_fly"] and not given["abla_no_window"]
+    if has_window and "win_len" not in values:
+        raise FlyJaxError("win_len is missing; enable_fly needs the window's length.")
+    rule = "sampled" if given["temperature"] > 0 else "exact"
+    rule = "fly" if given["enable_fly"] else rule
     return DecodingConfig(
-        rule=rule,
-        num_speculative_tokens=values["spd_k"],
-        entropy_threshold=values.get("entropy_thre", 0.0),
-        window_size=window_size,
+        rule=rule if given["use_sd"] else "autoregressive",
+        num_speculative_tokens=given["spd_k"],
+        entropy_threshold=given["entropy_thre"],
+        window_size=given["win_len"] if has_window else 0,
         window="reference",
         entropy="top_k",
         entropy_top_k=3,
-        prompt_lookup_max=values.get("max_ngram_size", 3) if use_ngram else 0,
+        prompt_lookup_max=given["max_ngram_size"] if given["use_ngram"] else 0,
         prompt_lookup_min=1,
-        prompt_lookup_tokens=values.get("num_ngram_pred_tokens", 10),
+        prompt_lookup_tokens=given["num_ngram_pred_tokens"],
         prompt_lookup_match="earliest",
-        temperature=temperature,
+        temperature=given["temperature"],
     )
 
 
-_REFERENCE_KINDS: dict[str, type] = {
-    "spd_k": int,
-    "enable_fly": bool,
-    "win_len": int,
-    "entropy_thre": float,
-    "abla_no_window": bool,
-    "use_ngram": bool,
-    "max_ngram_size": int,
-    "num_ngram_pred_tokens": int,
-    "temperature": float,
-    "dual_tok": bool,
-    "use_sd": bool,
+_REFERENCE_DEFAULTS: dict[str, Any] = {
+    "spd_k": 0,  # must be given
+    "enable_fly": False,
+    "win_len": 0,  # must be given with enable_fly
+    "entropy_thre": 0.0,
+    "abla_no_window": False,
+    "use_ngram": False,
+    "max_ngram_size": 3,
+    "num_ngram_pred_tokens": 10,
+    "temperature": 0.0,
+    "dual_tok": False,
+    "use_sd": True,
 }
 _REFERENCE_IGNORED = ("target_model_path", "draft_model_path", "verbose")
 
@@ -585,13 +575,7 @@ class RoundStatic:
 
 @dataclasses.dataclass(frozen=True)
 class RoundSpec:
-    """A rule, a sampling and the static part of a round. Numbers of the first two are data.
-
-    Attributes:
-      rule: which draft tokens are kept.
-      static: all that a round compiles anew for.
-      sampling: how target and draft are drawn from; None for greedy decoding.
-    """
+    """A rule, a sampling and the static part of a round. Numbers of the first two are data."""
 
     rule: Rule
     static: RoundStatic
@@ -616,11 +600,6 @@ class RoundSpec:
         audits: bool = False,
     ) -> RoundSpec:
         """The rounds that a config describes.
-
-        Args:
-          config: how to decode.
-          num_drafts: draft models.
-          eos_token_ids, rounds_per_dispatch, audits: see `RoundStatic`.
 
         Raises:
           FlyJaxError: values of which no round can be made.

@@ -95,10 +95,8 @@ class Deferral:
     """Windows that a round opens: `is_new` rows keep their first refused mismatch provisionally.
 
     Attributes:
-      is_new: rows that open a window in this round.
       index: of the mismatch in the block.
       remaining: draft tokens of later blocks that the window still needs.
-      regret: of the mismatch.
     """
 
     is_new: Bool[Array, " rows"]
@@ -119,11 +117,8 @@ def defer(
 
     Args:
       verdict: what the rule alone decides.
-      seen: the evidence it decided on.
-      stats: the rows' rates.
       room: tokens that each row may still emit.
       num_drafted: draft tokens of each row's block.
-      window_size: W.
     """
     index = verdict.num_accepted
     num_draft = verdict.why.shape[1]
@@ -170,7 +165,6 @@ def pays(
     accepted draft tokens, and E expected from the row's rates.
 
     Args:
-      stats: the rows' rates.
       num_draft: K.
       saved: K + 1 - j of each row.
       remaining: r of each row.
@@ -180,27 +174,17 @@ def pays(
     return completed * (saved + next_round) > next_round
 
 
-def is_broken(
-    window: OpenWindow,
-    seen: TargetEvidence,
-    num_drafted: Int[Array, " rows"],
-    count: Int[Array, " rows"],
-) -> Bool[Array, " rows"]:
-    """Rows whose open window this block fails: by a mismatch in it, or by ending before it does.
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """Tokens that a round settles, as `RoundOutput` has them."""
 
-    Args:
-      window: as it was before the round.
-      seen: the evidence of the block.
-      num_drafted: draft tokens of each row's block.
-      count: tokens of the block up to an end of text or the limit.
-    """
-    needed = jnp.minimum(window.remaining, num_drafted)
-    steps = jnp.arange(seen.accepted.shape[1])
-    mismatch = jnp.any((steps < needed[:, None]) & ~seen.accepted, axis=1)
-    return window.is_open & (mismatch | (count < needed))
+    tokens: Int[Array, "rows width"]
+    why: Int[Array, "rows width"]
+    count: Int[Array, " rows"]
+    reports: Reports | None
+    rolled_back: Bool[Array, " rows"] | None = None
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settlement:
     """The rows as a round with deferral leaves them.
@@ -208,24 +192,16 @@ class Settlement:
     Attributes:
       text: the rows' tokens, the target's own in place of a mismatch that was dropped.
       length: tokens of each row, provisional ones included.
-      tokens: [rows, provisional + block], those that settle, the first `count` of each row.
-      why: of the same tokens.
-      reports: of the same tokens, if they are asked for.
-      count: tokens that settle.
+      emitted: the tokens that settle; rows whose provisional end was dropped are rolled back.
       window: the provisional end that is left.
-      rolled_back: rows whose provisional end was dropped.
       charged: tokens of the block whose rescues count against the risk budget.
       refund: what goes back to the risk budget.
     """
 
     text: Int[Array, "rows capacity"]
     length: Int32[Array, " rows"]
-    tokens: Int[Array, "rows width"]
-    why: Int8[Array, "rows width"]
-    reports: Reports | None
-    count: Int32[Array, " rows"]
+    emitted: Emitted
     window: OpenWindow
-    rolled_back: Bool[Array, " rows"]
     charged: Int32[Array, " rows"]
     refund: Float32[Array, " rows"]
 
@@ -239,23 +215,26 @@ def close(
     block: tuple[Int[Array, "rows block"], Reports | None],
     count: Int[Array, " rows"],
     num_drafted: Int[Array, " rows"],
-    broken: Bool[Array, " rows"],
+    accepted: Bool[Array, "rows draft"],
     ended: Bool[Array, " rows"],
 ) -> Settlement:
     """Settles what is certain, keeps the rest open, and rolls back what has failed.
 
     Args:
       window: as it was before the round.
-      new: what the round opens.
       replacement: the target's token at the new mismatch.
       text: the rows' tokens with the block's appended.
       length: of each row before the round.
       block: `Why` of the block's tokens, and their reports if they are asked for.
       count: tokens of the block that were appended; 0 in a row that had finished.
       num_drafted: draft tokens of each row's block.
-      broken: from `is_broken`.
-      ended: the row's text ends with this block.
+      accepted: draft tokens that the lossless rule takes.
     """
+    # A block fails an open window by a mismatch in it, or by ending before it does.
+    needed = jnp.minimum(window.remaining, num_drafted)
+    is_needed = jnp.arange(accepted.shape[1]) < needed[:, None]
+    mismatch = jnp.any(is_needed & ~accepted, axis=1)
+    broken = window.is_open & (mismatch | (count < needed))
     live = count > 0
     # What the block loses to an older window or to an end of text opens nothing.
     is_new = new.is_new & ~broken & (new.index < count)
@@ -284,10 +263,13 @@ def close(
     return Settlement(
         text=text,
         length=end.astype(jnp.int32),
-        tokens=_taken(text, begin[:, None] + steps),
-        why=whys,
-        reports=reports,
-        count=settled.astype(jnp.int32),
+        emitted=Emitted(
+            tokens=_taken(text, begin[:, None] + steps),
+            why=whys,
+            count=settled.astype(jnp.int32),
+            reports=reports,
+            rolled_back=failed,
+        ),
         window=OpenWindow(
             start=start,
             replacement=replacement,
@@ -296,7 +278,6 @@ def close(
             reports=left_reports,
             regret=jnp.where(is_new, new.regret, window.regret),
         ),
-        rolled_back=failed,
         charged=jnp.where(failed, jnp.maximum(start - length, 0), count),
         refund=jnp.where(failed & ~is_new, window.regret, 0),
     )

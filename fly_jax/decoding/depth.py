@@ -112,8 +112,6 @@ def expected_tokens(
     positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
 
     Args:
-      stats: the rows' counts.
-      depth: K.
       strict_tail: last positions of a block in which no mismatch is kept, of all rows or of each.
     """
     kept = stats.matched + stats.rescued

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from fly_jax.decoding.state import DecodeState, RuleInputs
+from fly_jax.decoding.state import DecodeState, RuleInputs, map_caches
 from fly_jax.models.cache import KVCache
 
 # A state of this many rows is decoded by this many, or that part of it.
@@ -40,12 +40,7 @@ def row_axis(few: Array | jax.ShapeDtypeStruct, many: Array) -> int | None:
 
 
 def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
-    """The first rows of a state, with whole caches.
-
-    Args:
-      whole: of all rows.
-      few: of so many rows, of which only the shapes matter.
-    """
+    """The first rows of a state, with whole caches: as many as `few` has, by its shapes."""
 
     def rows(shape: Any, one: Any) -> Any:
         if isinstance(one, KVCache):
@@ -53,7 +48,7 @@ def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
         axis = row_axis(shape, one)
         return one if axis is None else jax.lax.slice_in_dim(one, 0, shape.shape[axis], axis=axis)
 
-    return _each(rows, few, whole)
+    return map_caches(rows, few, whole)
 
 
 def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
@@ -65,7 +60,7 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
         axis = row_axis(mine, one)
         return mine if axis is None else jax.lax.dynamic_update_slice_in_dim(one, mine, 0, axis)
 
-    return _each(rows, part, whole)
+    return map_caches(rows, part, whole)
 
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
@@ -76,7 +71,3 @@ def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     )
     protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
     return RuleInputs(rule, sampling, protected, inputs.memory, ends, seated)
-
-
-def _each(function: Any, few: DecodeState, whole: DecodeState) -> DecodeState:
-    return jax.tree.map(function, few, whole, is_leaf=lambda one: isinstance(one, KVCache))

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fly_jax.decoding.config import (
-    PATTERN_ERRORS,
     DecodingConfig,
     RoundSpec,
     check_patterns,
@@ -76,7 +75,6 @@ class Pair:
       target: the model whose text is wanted.
       drafts: the models that propose, the first to the target and each other one to the one before
         it; none to decode with the target alone.
-      tokenizer: of all.
       replicated: one line for each kind of axis of the target that the mesh could not divide.
       is_embedded: it is the pair that ships with the package.
       drafter: what proposes instead of draft models: a registered name, or the drafter itself.
@@ -127,10 +125,8 @@ class Pair:
         """The spec of the rounds, with this pair.
 
         Args:
-          config: see `config`.
           rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
             has its own processor, and 4 on a CPU, where dispatching takes time from the round.
-          audits: see `RoundStatic`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -141,7 +137,7 @@ class Pair:
             self.config(config, **given),
             num_drafts=len(self.drafts),
             eos_token_ids=self.tokenizer.eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch or _default_rounds(),
+            rounds_per_dispatch=rounds_per_dispatch or (4 if jax.default_backend() == "cpu" else 1),
             audits=audits,
         )
 
@@ -155,18 +151,11 @@ class Pair:
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
         """Tokens that are never rescued: control tokens, and those in which a pattern is found.
 
-        Args:
-          protect: regular expressions.
-
         Raises:
           FlyJaxError: a pattern that is no regular expression.
         """
-        try:
-            matching = self.tokenizer.matching(protect)
-        except PATTERN_ERRORS:
-            check_patterns(protect)  # says which one it is, and what is wrong with it
-            raise
-        return (*self.tokenizer.control_token_ids, *matching)
+        check_patterns(protect)
+        return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
 
 
 Dtype = Literal["float32", "bfloat16", "int8"]
@@ -177,10 +166,7 @@ class OpenPair:
     """A target and its draft models, opened and checked against each other; no weight is read.
 
     Attributes:
-      target: the model whose text is wanted.
-      drafts: see `Pair`.
       is_embedded: it is the pair that ships with the package.
-      drafter: see `Pair`.
       self_draft: such as "self:int4", the target's own matrices, rounded to draft for it.
     """
 
@@ -231,12 +217,7 @@ def open_pair(
     *,
     revision: str | None = None,
 ) -> OpenPair:
-    """Finds a target and its draft models, and checks all that can be without reading a weight.
-
-    Args:
-      target: see `load_pair`.
-      draft: see `load_pair`.
-      revision: see `load_pair`.
+    """Finds the models that `load_pair` is given; checks all that can be without reading a weight.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.
@@ -247,7 +228,8 @@ def open_pair(
         )
     drafts = (draft,) if isinstance(draft, str | Path) else tuple(draft or ())
     is_embedded = target is None and not drafts
-    drafter = next((str(one) for one in drafts if _is_drafter(str(one))), None)
+    names = map(str, drafts)
+    drafter = next((one for one in names if is_registered(one) or one.startswith(SELF)), None)
     if drafter is not None:
         if len(drafts) > 1:
             raise FlyJaxError(
@@ -268,10 +250,6 @@ def open_pair(
     for one in proposing:
         opened.check_draft(one)
     return OpenPair(opened, proposing, is_embedded, drafter, own)
-
-
-def _is_drafter(name: str) -> bool:
-    return is_registered(name) or name.startswith(SELF)
 
 
 def load_pair(
@@ -318,7 +296,10 @@ def load_pair(
     else:
         with joint_errors():
             opened = open_pair(target, draft, revision=revision)
-    devices = spec if isinstance(spec, Mesh) else _created(spec)
+    if isinstance(spec, MeshSpec) and spec.num_devices > 1:
+        # Has no effect once something else has started JAX's backend.
+        prepare_devices(spec, num_processes())
+    devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
     dtype = dtype or opened.default_dtype
     int8 = dtype == "int8"
     stored_int8 = opened.target.source.int8
@@ -358,14 +339,3 @@ def load_pair(
         is_embedded=opened.is_embedded,
         drafter=opened.drafter,
     )
-
-
-def _created(spec: MeshSpec) -> Mesh:
-    if spec.num_devices > 1:
-        # Has no effect once something else has started JAX's backend.
-        prepare_devices(spec, num_processes())
-    return create_mesh(spec)
-
-
-def _default_rounds() -> int:
-    return 4 if jax.default_backend() == "cpu" else 1

@@ -20,7 +20,7 @@ from fly_jax.decoding.drafters.chain import for_backend
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
 from fly_jax.decoding.round import decode_rounds
-from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
+from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama, Parameters
@@ -36,19 +36,13 @@ def cache_capacity(length: int, room: int) -> int:
     """Cache positions of a row of so many tokens, in whole steps.
 
     Args:
-      length: most tokens of the row.
       room: positions beyond its last token that a round may write to.
     """
     return -(-(length + room) // CAPACITY_STEP) * CAPACITY_STEP
 
 
 def attention_steps(capacity: int, *, is_whole: bool) -> tuple[int, ...]:
-    """How many positions of a cache attention may read, in ascending order; the last is all.
-
-    Args:
-      capacity: cache positions of a row.
-      is_whole: all positions are always read.
-    """
+    """How many positions of a cache attention may read, in ascending order; the last is all."""
     steps = [capacity]
     while not is_whole and steps[0] // 2 >= LEAST_ATTENDED:
         steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
@@ -60,17 +54,12 @@ class AttentionBuckets:
 
     Each step is about twice the one before it: a row's attention then reads at most about twice
     what it holds, and few programs are compiled.
-
-    Attributes:
-      steps: numbers of positions, in ascending order; the last is all.
     """
 
     def __init__(self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool) -> None:
         """For rows of any length.
 
         Args:
-          static: of the rounds.
-          capacity: cache positions of a row.
           room: positions beyond a row's last token that a round may write to.
           is_whole: all positions are always read.
         """
@@ -109,7 +98,10 @@ class AttentionBuckets:
 
 
 class Rows(NamedTuple):
-    """Prompts on the devices; see `Programs.put_rows`."""
+    """Prompts on the devices, as `Programs.begin` takes them.
+
+    `seconds` are those of a round of each depth, empty where K is fixed; None if no rate is kept.
+    """
 
     text: Int[Array, "rows capacity"]
     lengths: Int[Array, " rows"]
@@ -123,7 +115,6 @@ class Programs:
     """Target and drafter as the jitted programs take them: plain arrays and static shapes.
 
     Attributes:
-      static: what the rounds are compiled for.
       room: positions beyond a row's last token that a round may write to.
     """
 
@@ -164,9 +155,9 @@ class Programs:
         layout = self._shapes.layout
         return layout is not None and layout.mesh.is_multi_process
 
-    def put(self, value: np.ndarray, axes: tuple[str | None, ...]) -> Array:
-        """Puts a host array where the programs expect it: said in words, never implicitly."""
-        layout = self._shapes.layout
+    def put(self, value: np.ndarray) -> Array:
+        """Puts a host array on every device of the programs: said in words, never implicitly."""
+        layout, axes = self._shapes.layout, (None,) * value.ndim
         if self._is_abstract:
             sharding = layout.sharding(axes, value.shape) if layout else None
             return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
@@ -183,7 +174,7 @@ class Programs:
                 value = value.astype(np.int32)
             elif value.dtype.kind == "f":
                 value = value.astype(np.float32)
-            return self.put(value, (None,) * value.ndim)
+            return self.put(value)
 
         return jax.tree.map(put, numbers)
 
@@ -191,58 +182,43 @@ class Programs:
         """Puts a mask of tokens on the devices; ids beyond the vocabulary are left out."""
         protected = np.zeros((*rows, self.config.vocab_size), bool)
         protected[..., [token for token in token_ids if 0 <= token < protected.shape[-1]]] = True
-        return self.put(protected, (None,) * protected.ndim)
+        return self.put(protected)
 
-    def put_rows(
+    def begin(
         self,
-        text: np.ndarray,
-        lengths: np.ndarray,
-        limits: np.ndarray,
-        seeds: np.ndarray,
-        budget: np.ndarray | None,
-        seconds: np.ndarray | None,
-    ) -> Rows:
-        """Puts prompts on the devices.
-
-        Args:
-          text: [rows, capacity], the prompts.
-          lengths: of the prompts.
-          limits: length at which each row is done.
-          seeds: of each row's draws, uint32.
-          budget: risk budget of each row, for a rule with one.
-          seconds: of a round of each depth, empty where K is fixed; None if no rate is to be kept.
-        """
-        return Rows(
-            self.put(text, (None, None)),
-            self.put(lengths, (None,)),
-            self.put(limits, (None,)),
-            self.put(seeds, (None,)),
-            None if budget is None else self.put(budget, (None,)),
-            None if seconds is None else self.put(seconds, (None,)),
-        )
-
-    def begin(self, rows: Rows, positions: int) -> DecodeState:
+        text: Int[np.ndarray, "rows capacity"],
+        lengths: Int[np.ndarray, " rows"],
+        limits: Int[np.ndarray, " rows"],
+        seeds: UInt32[np.ndarray, " rows"],
+        budgets: Float32[np.ndarray, " rows"] | None,
+        positions: int,
+    ) -> DecodeState:
         """Rows of whose prompts nothing has been run; traced where the models are abstract.
 
         Args:
-          rows: what is decoded.
+          text: the prompts.
+          limits: length at which each row is done.
+          budgets: risk budget of each row, in nats, for a rule with one.
           positions: of each row's caches.
         """
-        return cast(DecodeState, self._call(_begin, self._shapes, positions, self._drafter, rows))
+        depths, needs_stats = self.static.depths, self.static.depths or self.static.deferred_window
+        rows = Rows(
+            self.put(text),
+            self.put(lengths),
+            self.put(limits),
+            self.put(seeds),
+            None if budgets is None else self.put(budgets),
+            self.put(np.zeros(len(depths), np.float32)) if needs_stats else None,
+        )
+        return self._call(_begin, self._shapes, positions, self._drafter, rows)
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
-        """A few rows, donated, of which one holds what the models hold of a row of the state.
+        """Some rows, donated, with what the models hold of a row of the state in the one at `at`.
 
-        Where their caches have fewer positions, it holds the first ones.
-
-        Args:
-          some: the few rows.
-          state: of all slots.
-          row: of the state.
-          at: which of the few rows takes it.
+        Where their caches have fewer positions, that is the first ones.
         """
         indices = self._index(row), self._index(at)
-        return cast(DecodeState, _copy_row(self._shapes, self._drafter, some, state, *indices))
+        return _copy_row(self._shapes, self._drafter, some, state, *indices)
 
     def insert(
         self, state: DecodeState, some: DecodeState, slots: Sequence[int]
@@ -252,25 +228,20 @@ class Programs:
         Where their caches have fewer positions, the others keep what they hold.
 
         Args:
-          state: of all slots.
-          some: the rows.
           slots: where each of them goes; of several with one slot the first of them stays there.
 
         Returns:
           The state, and an array that is there when the program has run.
         """
-        where = self.put(np.asarray(slots, np.int32), (None,))
-        return cast(
-            tuple[DecodeState, Array],
-            self._call(_insert, self._shapes, self._drafter, state, some, where),
-        )
+        where = self.put(np.asarray(slots, np.int32))
+        return self._call(_insert, self._shapes, self._drafter, state, some, where)
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with a row that is done."""
         return _release(state, self._index(row))
 
     def _index(self, row: int) -> Array:
-        return self.put(np.asarray(row, np.int32), ())
+        return self.put(np.asarray(row, np.int32))
 
     def prefill_chunk(
         self, state: DecodeState, size: int, start: int, attended: int
@@ -278,38 +249,19 @@ class Programs:
         """Runs `size` more tokens of the prompts of all rows; the state is donated.
 
         Args:
-          state: of the rows.
-          size: tokens of each row that are run.
-          start: those that were run before.
+          start: tokens that were run before.
           attended: positions that attention reads, at least `start`.
         """
-        begin = self.put(np.asarray(start, np.int32), ())
-        return cast(
-            DecodeState,
-            self._call(
-                _prefill_chunk,
-                self._shapes,
-                size,
-                attended,
-                self._parameters,
-                self._drafter,
-                state,
-                begin,
-            ),
-        )
+        models = (self._parameters, self._drafter)
+        begin = self._index(start)
+        return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, begin)
 
     def run(
         self, state: DecodeState, inputs: RuleInputs, num_rows: int | None = None
     ) -> tuple[DecodeState, RoundOutput]:
-        """One dispatch; the state is donated.
-
-        Args:
-          state: of the rows.
-          inputs: of the same rows.
-          num_rows: decodes the first of them alone, so many; None for all.
-        """
-        given = (self._shapes, num_rows, self._parameters, self._drafter, state, inputs)
-        return self._call(_run, *given)
+        """One dispatch of the first `num_rows` rows, None for all; the state is donated."""
+        models = (self._parameters, self._drafter)
+        return self._call(_run, self._shapes, num_rows, *models, state, inputs)
 
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program; one of abstract models is traced instead."""
@@ -332,15 +284,21 @@ class _Shapes:
 
 @functools.partial(jax.jit, static_argnames=("shapes", "positions"))
 def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows) -> DecodeState:
-    number, dtype = len(rows.text), shapes.cache_dtype
-    cache = empty_cache(shapes.config, number, positions, dtype, shapes.layout)
-    drafting = None if drafter is None else drafter.init(number, positions, dtype)
-    state = _before_rounds(shapes.static, rows, cache, drafting)
+    static, dtype = shapes.static, shapes.cache_dtype
+    number, window = len(rows.text), static.deferred_window
+    state = DecodeState(
+        tokens=rows.text,
+        length=rows.lengths,
+        limit=rows.limits,
+        finished=rows.lengths >= rows.limits,
+        target=empty_cache(shapes.config, number, positions, dtype, shapes.layout),
+        drafter=None if drafter is None else drafter.init(number, positions, dtype),
+        keys=jax.vmap(jax.random.key)(rows.seeds),
+        rule=RuleState(rows.budget),
+        stats=None if rows.seconds is None else initial_stats(number, rows.seconds),
+        window=no_windows(number, window, static.reports, static.max_logprobs) if window else None,
+    )
     return _whole_numbers(shapes.layout, state)
-
-
-def _is_cache(one: object) -> bool:
-    return isinstance(one, KVCache)
 
 
 def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
@@ -361,26 +319,9 @@ def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
     def placed(one: Any) -> Any:
         return lengths_whole(one) if isinstance(one, KVCache) else whole(one)
 
-    numbers = jax.tree.map(placed, dataclasses.replace(state, drafter=None), is_leaf=_is_cache)
-    drafting = jax.tree.map(lengths_whole, state.drafter, is_leaf=_is_cache)
-    return cast(DecodeState, dataclasses.replace(numbers, drafter=drafting))
-
-
-def _before_rounds(static: RoundStatic, rows: Rows, target: KVCache, drafting: Any) -> DecodeState:
-    """Rows before the first round, with what the models hold of them."""
-    number, window = len(rows.lengths), static.deferred_window
-    return DecodeState(
-        tokens=rows.text,
-        length=rows.lengths,
-        limit=rows.limits,
-        finished=rows.lengths >= rows.limits,
-        target=target,
-        drafter=drafting,
-        keys=jax.vmap(jax.random.key)(rows.seeds),
-        rule=RuleState(rows.budget),
-        stats=None if rows.seconds is None else initial_stats(number, rows.seconds),
-        window=no_windows(number, window, static.reports, static.max_logprobs) if window else None,
-    )
+    numbers = map_caches(placed, dataclasses.replace(state, drafter=None))
+    drafting = map_caches(lengths_whole, state.drafter)
+    return dataclasses.replace(numbers, drafter=drafting)
 
 
 def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: int) -> DecodeState:
@@ -457,7 +398,7 @@ def _insert(
 
     leaves, structure = jax.tree.flatten(state)
     both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
-    found = cast(DecodeState, jax.tree.unflatten(structure, [inserted(*one) for one in both]))
+    found = jax.tree.unflatten(structure, [inserted(*one) for one in both])
     if shapes.static.learns_stats and state.stats is not None:
         found = dataclasses.replace(found, stats=rows_begun(state.stats, slots))
     return _whole_numbers(shapes.layout, found), found.length[slots]

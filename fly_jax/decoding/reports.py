@@ -57,9 +57,6 @@ def report(
     """The reports of a block.
 
     Args:
-      draft_tokens: what was drafted.
-      seen: the target's evidence of it.
-      verdict: of the rule.
       why: the block's tokens stand there.
       deferred: mismatches whose window is left open.
     """
@@ -80,8 +77,6 @@ def no_reports(rows: int, tokens: int, num_top: int) -> Reports:
     """Room for the reports of provisional tokens, of which there are none yet.
 
     Args:
-      rows: of the state.
-      tokens: that may be provisional in each.
       num_top: tokens of `TopTokens`; 0 for None.
     """
     ids = jnp.zeros((rows, tokens), jnp.int32)
@@ -99,8 +94,6 @@ class TokenReport:
     """One settled token, and what draft, target and rule said at its position.
 
     Attributes:
-      token_id: the token.
-      why: it stands there.
       draft_id: what was drafted there; None at a bonus token.
       choice_id: the target's most probable token.
       draft_probability: in the target's plain softmax, whatever the temperature; None without a
@@ -140,8 +133,6 @@ def token_reports(
     """The reports of what one round settles in one row.
 
     Args:
-      token_ids: the tokens.
-      why: they stand there.
       reports: of a dispatch, on the host.
       at: index of the round and of the row.
     """
@@ -169,7 +160,6 @@ class TokenLogprobs:
     """Log-probabilities at the position of a settled token, in the target's plain softmax, in nats.
 
     Attributes:
-      token_id: the token.
       logprob: its own, whatever the temperature and whatever rule kept it.
       top: the most probable tokens with theirs, the most probable first.
     """
@@ -185,10 +175,8 @@ def token_logprobs(
     """The log-probabilities of what one round settles in one row.
 
     Args:
-      token_ids: the tokens.
       reports: of a dispatch, on the host, with `top`.
       at: index of the round and of the row.
-      num_top: tokens of `TokenLogprobs.top`.
     """
     assert reports.top is not None
     column = functools.partial(_column, at=at, number=len(token_ids))

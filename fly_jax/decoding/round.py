@@ -11,28 +11,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fly_jax.decoding.config import RoundStatic
-from fly_jax.decoding.deferral import close, defer, is_broken
+from fly_jax.decoding.deferral import Emitted, close, defer
 from fly_jax.decoding.depth import choose_depth, observe
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.drafters.model import slice_rows
-from fly_jax.decoding.reports import Reports, report
+from fly_jax.decoding.reports import report
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class Emitted:
-    """Tokens that a round settles, as `RoundOutput` has them."""
-
-    tokens: Int[Array, "rows width"]
-    why: Int[Array, "rows width"]
-    count: Int[Array, " rows"]
-    reports: Reports | None
-    rolled_back: Bool[Array, " rows"] | None = None
 
 
 def settle_all(
@@ -71,24 +60,17 @@ def settle_deferring(
     stats = observe(state.stats, whole, live)
     state, _, why, count = append(static, state, proposal.tokens, whole, ends)
     ended = state.finished & live
-    broken = is_broken(window, seen, drafted, count)
     reports = None
     if static.reports:
         deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
         decided = jnp.where(deferred, verdict.why, whole.why)
         reports = report(proposal.tokens, seen, decided, why, deferred)
+    block = (why, reports)
     left = close(
-        window,
-        new,
-        verdict.next_token,
-        state.tokens,
-        before,
-        (why, reports),
-        count,
-        drafted,
-        broken,
-        ended,
-    )
+        window, new, verdict.next_token, state.tokens, before, block, count, drafted,
+        seen.accepted, ended,
+    )  # fmt: skip
+    assert left.emitted.rolled_back is not None
     rule = state.rule.after(whole, left.charged)
     if rule.budget is not None:
         rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
@@ -98,12 +80,12 @@ def settle_deferring(
         state,
         tokens=left.text,
         length=left.length,
-        finished=jnp.where(left.rolled_back, ends_anew, state.finished),
+        finished=jnp.where(left.emitted.rolled_back, ends_anew, state.finished),
         rule=rule,
         stats=stats,
         window=left.window,
     )
-    return state, Emitted(left.tokens, left.why, left.count, left.reports, left.rolled_back)
+    return state, left.emitted
 
 
 def append(
@@ -166,11 +148,7 @@ def verify_step(
     """The target's pass over each row's last token and its K draft tokens.
 
     Args:
-      model: the target.
       cache: its cache, valid up to `length - 1`.
-      text: the rows' tokens.
-      length: tokens of each row.
-      draft_tokens: what to verify.
 
     Returns:
       Logits of the K + 1 tokens that may follow, and the cache with the block's keys.
@@ -188,13 +166,6 @@ def decode_round(
     inputs: RuleInputs,
 ) -> tuple[DecodeState, RoundOutput]:
     """Drafts up to K tokens, verifies them and keeps a prefix.
-
-    Args:
-      static: what the round is compiled for.
-      target: the target.
-      drafter: what proposes; None where K is 0.
-      state: the rows; rows that are finished stay as they are.
-      inputs: the rule, and what it reads besides the evidence.
 
     Returns:
       The next state, and this round's output with a leading axis of one round.

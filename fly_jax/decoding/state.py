@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,11 @@ from fly_jax.models.cache import KVCache
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, RuleState, Why
 from fly_jax.verification.sampling import Sampling
+
+
+def map_caches(function: Callable[..., Any], *trees: Any) -> Any:
+    """`jax.tree.map` in which a cache is one leaf."""
+    return jax.tree.map(function, *trees, is_leaf=lambda one: isinstance(one, KVCache))
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +56,11 @@ class DecodeState:
 
     def attending(self, positions: int | None) -> DecodeState:
         """The same rows, with caches of which attention reads so many positions."""
-        caches = (self.target, self.drafter)
-        target, drafter = jax.tree.map(
-            lambda one: one.attending(positions) if isinstance(one, KVCache) else one,
-            caches,
-            is_leaf=lambda one: isinstance(one, KVCache),
-        )
+
+        def attending(one: Any) -> Any:
+            return one.attending(positions) if isinstance(one, KVCache) else one
+
+        target, drafter = map_caches(attending, (self.target, self.drafter))
         return dataclasses.replace(self, target=target, drafter=drafter)
 
     def choosing(self, seconds: Float32[Array, " depths"]) -> DecodeState:

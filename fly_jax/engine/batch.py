@@ -34,8 +34,6 @@ def generate(
     A pair that nothing proposes to decodes one token at a time, whatever the rule.
 
     Args:
-      pair: from `load_pair`.
-      prompts: what to continue.
       config: how, but for what is given below; None for `default_config`, which the command line
         takes too.
       max_new_tokens: limit of each prompt's continuation.

@@ -39,8 +39,6 @@ class Round(NamedTuple):
     """The depth and the tokens of a round.
 
     Attributes:
-      depth: its K.
-      tokens: that settled.
       expected: tokens, had every slot with somebody in it been live, and given what its rates say.
     """
 
@@ -58,17 +56,12 @@ class DepthCosts:
 
     Attributes:
       depths: what K is chosen from, in ascending order.
-      num_speculative_tokens: K, the largest of them.
       current: K of the last round that was read.
       num_rounds: that were read, by K.
     """
 
     def __init__(self, depths: Sequence[int]) -> None:
-        """Nothing is known, so that the largest K is taken.
-
-        Args:
-          depths: see the class.
-        """
+        """Nothing is known, so that the largest K is taken."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
@@ -96,18 +89,15 @@ class DepthCosts:
         """Times a round of each depth by a program that has been compiled.
 
         Args:
-          programs: that run.
           state: of all slots, in which nobody is; donated.
-          inputs: of all slots.
           one: what each of the first `rows` slots decodes meanwhile; it has room for these rounds.
-          rows: that are decoded.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         assert attended is not None
         for depth in self.depths * _TIMINGS:
             for row in range(rows):
                 state, _ = programs.insert(state.attending(None), one, [row])
-            only = programs.put(_only(depth, self.depths), (None,))
+            only = programs.put(_only(depth, self.depths))
             state = jax.block_until_ready(state.attending(attended).choosing(only))
             begin = time.perf_counter()
             state, output = programs.run(state, inputs, rows)
@@ -122,7 +112,6 @@ class DepthCosts:
         """[depths], the seconds from which the next rounds choose.
 
         Args:
-          program: that will run.
           may_vary: no token depends on K.
         """
         known = self._seconds.get(program)
@@ -142,7 +131,6 @@ class DepthCosts:
         """Takes what a dispatch has done.
 
         Args:
-          program: that ran.
           rounds: of the dispatch, as far as they had something to do.
           seconds: that it took; None where something else ran meanwhile.
         """

@@ -21,37 +21,22 @@ from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.decoding.programs import Programs, cache_capacity
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
-from fly_jax.engine.prefill import (
-    OFFLINE_PREFILL_TOKENS,
-    Chunk,
-    ChunkPlan,
-    Prefill,
-    empty_slots,
-)
+from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, Chunk, ChunkPlan, Prefill
 from fly_jax.engine.request import (
     Generation,
     Request,
     RequestState,
     Settled,
-    check_deferred,
-    check_drawn,
-    check_logprobs,
-    check_room,
-    check_sizes,
-    check_spec,
-    check_stop,
+    check_engine,
+    check_request,
 )
 from fly_jax.engine.slots import (
-    NOTHING,
     SHARED_BLOCK,
     Dispatch,
-    MemoryKeys,
     Prefix,
-    Protection,
-    RowNumbers,
+    RowInputs,
     Seated,
     Slots,
-    check_memory,
 )
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
@@ -77,10 +62,7 @@ class Engine:
     order; where only one of them is asked, see `fly_jax.serving.lockstep`.
 
     Attributes:
-      spec: of the rounds.
-      slots: who is in which slot.
       waiting: the requests that have no slot yet, the first to come in front.
-      max_length: tokens of a request, its prompt included.
       num_reused_tokens: prompt tokens that did not have to be run, of all requests so far.
       num_prompt_tokens: those of all requests that have got a slot.
       prefill_seconds: in which prompts were run, of all requests so far.
@@ -135,7 +117,6 @@ class Engine:
           offline: nobody waits for a reply, and all requests have the rule and the sampling of
             `spec`: free slots are filled between two rounds, however long that takes, and rounds
             are made for all slots, however few are in use.
-          listener: see the class.
 
         Raises:
           FlyJaxError: no slot or no room; a sampling of all requests that are not offline; rules
@@ -144,27 +125,21 @@ class Engine:
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
-        check_sizes(num_slots, prefill_chunk, length, context)
-        if not offline:
-            check_spec(spec, rules)
+        kinds = None if offline else rules
+        check_engine(spec, kinds, memory, num_slots, prefill_chunk, length, context)
         self._own, self._tokenizer = spec.rule, tokenizer
-        self._numbers = RowNumbers(spec.rule, None if offline else rules, spec.sampling, num_slots)
-        self.spec = dataclasses.replace(spec, rule=self._numbers.united)
-        check_memory(self.spec, memory)
-        self.memory, self.listener = memory, listener
         self.drafter = checked_drafter(target, draft, spec.static)
         self._resumes = self.drafter is None or self.drafter.resumes
         self._programs = Programs(target, self.drafter, spec.static, cache_dtype)
-        self._keys = MemoryKeys(self._programs)
+        self._rows = RowInputs(self._programs, spec, kinds, protected_token_ids, num_slots)
+        self.spec = dataclasses.replace(spec, rule=self._rows.united)
+        self.memory, self.listener = memory, listener
         self.max_length = length
         self._capacity = cache_capacity(length, self._programs.room)
         self._buckets = self._programs.attention_buckets(self._capacity)
         tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
         plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=length)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
-        self._protection = Protection(
-            self._programs, protected_token_ids, spec.static.eos_token_ids, num_slots
-        )
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps)
         self.waiting: collections.deque[RequestState] = collections.deque()
@@ -202,7 +177,7 @@ class Engine:
         offline: bool = False,
         **given: Any,
     ) -> Self:
-        """An engine of a pair.
+        """An engine of a pair; see `__init__` and `RoundStatic` for what is not said here.
 
         Args:
           pair: from `load_pair`.
@@ -210,19 +185,11 @@ class Engine:
           prompts: all that will be decoded, where that is known: the engine is offline then, with
             no more slots and no longer caches than they need.
           max_new_tokens: limit of each of their continuations.
-          num_slots: see the class.
-          max_length: see the class.
-          prefill_chunk: see the class.
-          rules: see the class.
           audits: fills `Generation.reports`.
-          max_logprobs: see `RoundStatic`.
-          reports_evidence: see `RoundStatic`.
           reports_mismatches: the memory learns, whatever the rule.
-          load_may_change_text: see the class.
-          memory: see the class; None for an empty one, if the rule uses one.
-          listener: see the class.
+          memory: see `__init__`; None for an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
-          offline: see the class; so it is with `prompts`.
+          offline: so it is with `prompts` in any case.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -267,8 +234,6 @@ class Engine:
         """Requests of prompts that are decoded as `spec` says.
 
         Args:
-          prompts: token ids.
-          max_new_tokens: limit of each continuation.
           seed: of the draws of the first prompt, each other one's being one more.
 
         Raises:
@@ -310,15 +275,9 @@ class Engine:
             or a rule of a kind that it was not made for or that could rescue nothing with its K.
         """
         prompt = check_prompt(request.prompt, self._programs.config)
-        check_room(len(prompt), request.max_new_tokens, self.max_length)
-        check_stop(request.stop, self._tokenizer is not None)
-        check_logprobs(request.logprobs, self.spec.static.max_logprobs)
         rule = self._own if request.rule is None else request.rule
-        check_drawn(request, rule)
-        if self.spec.static.deferred_window:
-            check_deferred(request, rule, self.spec.static.deferred_window)
-        elif self.spec.static.num_speculative_tokens:
-            rule.check(self.spec.static.num_speculative_tokens)
+        has_tokenizer = self._tokenizer is not None
+        check_request(request, rule, self.spec.static, self.max_length, has_tokenizer=has_tokenizer)
         if not self.takes(rule):
             raise FlyJaxError(
                 f"A request asks for the rule {type(rule).__name__}, of a kind that the engine was "
@@ -334,7 +293,7 @@ class Engine:
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of a kind that the engine was made for, whatever its numbers."""
-        return self._numbers.takes(rule)
+        return self._rows.takes(rule)
 
     def cancel(self, request_state: RequestState) -> None:
         """Stops a request. Its slot is free for the next round; nothing more is read of it."""
@@ -452,9 +411,7 @@ class Engine:
 
         Where requests say how they are decoded, some of them are drawn.
         """
-        inputs = self._inputs(sampled=True) or self._inputs()
-        assert inputs is not None
-        state = state.attending(self._buckets.steps[-1])
+        state, inputs = state.attending(self._buckets.steps[-1]), self._inputs(sampled=True)
         return cast(Traced, self._programs.run(state, inputs, self._row_steps[-1]))
 
     def _check_idle(self, what: str) -> None:
@@ -466,8 +423,7 @@ class Engine:
 
     def _slots(self) -> DecodeState:
         """The state of all slots, made anew."""
-        number = self._row_steps[-1]
-        return empty_slots(self._programs, self.spec, number, self._capacity)
+        return self._prefill.rows([], self._row_steps[-1], self._capacity)
 
     def _held(self) -> DecodeState:
         """The state of all slots."""
@@ -490,22 +446,22 @@ class Engine:
           chunks: of prompts: rows, size, and positions.
           reaches: positions of rounds.
           drawn: kinds of rounds.
-          on_progress: see `warm_up`.
         """
         self._check_idle("warm up")
         programs = self._programs
-        self._protection.hold(0, None)
+        self._rows.protect(0, None)
         new_chunks = sorted(set(chunks) - self._compiled)
-        kinds = [(one, given) for one in sorted(drawn) if (given := self._inputs(sampled=one))]
+        never = bool(self.spec.static.deferred_window)
+        kinds = sorted({one and not never for one in drawn})
         rounds = [
             (drawn_too, *where)
             for where in itertools.product(reaches, self._row_steps)
-            for drawn_too, _ in kinds
+            for drawn_too in kinds
             if (drawn_too, *where) not in self._compiled
         ]
         if not (new_chunks or rounds):
             return
-        state, inputs = self._held(), dict(kinds)
+        state, inputs = self._held(), {one: self._inputs(sampled=one) for one in kinds}
         done, total = itertools.count(1), len(new_chunks) + len(rounds)
         for number, some in itertools.groupby(new_chunks, key=lambda chunk: chunk[0]):
             # What is put into a slot is what it holds.
@@ -523,7 +479,7 @@ class Engine:
             on_progress(next(done), total)
         if self.costs is not None and rounds:
             places = sorted({(attended, number) for _, attended, number in rounds})
-            state = self._time_depths(self.costs, state, kinds[0][1], places)
+            state = self._time_depths(self.costs, state, inputs[kinds[0]], places)
         self._state = jax.block_until_ready(state.without_stats())
         self._compiled |= {*new_chunks, *rounds}
 
@@ -572,7 +528,7 @@ class Engine:
             if len(found) == min(self.slots.num_free, plan.rows[-1]):
                 break
             prompt = one.request.prompt
-            prefix = self.slots.shared(prompt) if self._resumes else NOTHING
+            prefix = self.slots.shared(prompt) if self._resumes else Prefix()
             its_kind = plan.kind(prefix.length, len(prompt))
             if not found:
                 found, kind = [(one, prefix)], its_kind
@@ -614,10 +570,8 @@ class Engine:
             seconds = self.costs.next((rows, attended), may_vary=may_vary)
             if self._programs.spans_processes:  # which must all choose the same
                 seconds = np.asarray(broadcast(seconds.tolist()), np.float32)
-            state = state.choosing(self._programs.put(seconds, (None,)))
-        inputs = self._inputs(sampled=samples)
-        assert inputs is not None
-        state, output = self._programs.run(state, inputs, rows)
+            state = state.choosing(self._programs.put(seconds))
+        state, output = self._programs.run(state, self._inputs(sampled=samples), rows)
         self._state = state.attending(None)
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
@@ -625,15 +579,10 @@ class Engine:
         is_timed = follows and not (seated or self._prefill.group)
         return Dispatch(output, tuple(self.slots.occupants[:rows]), attended, is_timed, seated)
 
-    def _inputs(self, *, sampled: bool = False) -> RuleInputs | None:
-        """The numbers of all slots; None where nothing is ever drawn."""
-        if sampled and self.spec.static.deferred_window:
-            return None
-        programs, occupants = self._programs, self.slots.occupants
-        inputs = self._numbers.inputs(programs, occupants, self._protection, sampled=sampled)
-        if self.memory is not None and self.spec.rule.uses_memory:
-            inputs = dataclasses.replace(inputs, memory=self._keys.of(self.memory))
-        return inputs
+    def _inputs(self, *, sampled: bool = False) -> RuleInputs:
+        """The numbers of all slots; with deferred windows nothing is ever drawn."""
+        sampled = sampled and not self.spec.static.deferred_window
+        return self._rows.of(self.slots.occupants, self.memory, sampled=sampled)
 
     def _read(self, dispatch: Dispatch) -> list[tuple[RequestState, Settled]]:
         for seated in dispatch.seated:
@@ -647,7 +596,8 @@ class Engine:
             self.listener(output, dispatch.occupants)
         if self.costs is not None:
             rounds = rounds_run(output, dispatch.num_seats)
-            self.costs.observe(dispatch.program, rounds, taken if dispatch.is_timed else None)
+            program = (len(dispatch.occupants), dispatch.attended)
+            self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
         found = []
         for index in range(output.count.shape[0]):
             for slot, request_state in enumerate(dispatch.occupants):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int, UInt32
 
 from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
@@ -59,14 +58,7 @@ class ChunkPlan:
     """
 
     def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
-        """For prompts of a length.
-
-        Args:
-          steps: see `AttentionBuckets`; the last is the capacity.
-          tokens: see the class.
-          num_slots: prompts that may be decoded together.
-          longest: tokens of a prompt.
-        """
+        """For prompts of a length."""
         self.tokens, self._steps = tokens, steps
         sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
         while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:
@@ -99,10 +91,6 @@ class ChunkPlan:
 
     def groups(self, length: int, number: int) -> list[tuple[list[Chunk], int]]:
         """How so many prompts of one length are run that share nothing.
-
-        Args:
-          length: tokens of each prompt.
-          number: prompts.
 
         Returns:
           The chunks of a group of prompts, and how many such groups there are.
@@ -144,7 +132,6 @@ class ChunkPlan:
         """The programs that run these prompts, in whatever order they come.
 
         Args:
-          prompts: token ids.
           held: what slots hold.
           shares: a prompt also begins behind what it has in common with another, or with a slot.
           block: tokens that are shared come in multiples of this.
@@ -177,15 +164,7 @@ class Prefill:
     def __init__(
         self, programs: Programs, spec: RoundSpec, plan: ChunkPlan, capacity: int, max_length: int
     ) -> None:
-        """Nobody's prompt is being run.
-
-        Args:
-          programs: that run.
-          spec: of the rounds.
-          plan: see the class.
-          capacity: cache positions of a row.
-          max_length: see `Engine`.
-        """
+        """Nobody's prompt is being run; `capacity` is that of a row's caches, in positions."""
         self.plan = plan
         self.group: list[tuple[RequestState, Prefix]] = []
         self.begun = 0.0
@@ -198,10 +177,14 @@ class Prefill:
         """Length at which a request is done."""
         return min(len(request.prompt) + request.max_new_tokens, self._max_length)
 
-    def rows(self, requests: Sequence[RequestState], number: int) -> DecodeState:
-        """Rows of whose prompts nothing has been run; those beyond the requests are finished."""
-        lengths = np.ones(number, np.int32)
-        limits = np.ones(number, np.int32)
+    def rows(
+        self, requests: Sequence[RequestState], number: int, positions: int | None = None
+    ) -> DecodeState:
+        """Rows of whose prompts nothing has been run; those beyond the requests are finished.
+
+        Their caches have as many positions as the plan says, if not said otherwise.
+        """
+        lengths, limits = np.ones((2, number), np.int32)
         text = np.zeros((number, self._capacity), np.int32)
         seeds = np.zeros(number, np.uint32)
         budgets = np.full(number, math.inf, np.float32)
@@ -211,16 +194,17 @@ class Prefill:
             lengths[row], limits[row] = len(prompt), self.limit(one.request)
             seeds[row] = one.request.seed % 2**32
             budgets[row] = math.inf if one.budget is None else one.budget
-        positions = self.plan.positions(number)
-        return begun(self._programs, self._spec, text, positions, lengths, limits, seeds, budgets)
+        return self._programs.begin(
+            text,
+            lengths,
+            limits,
+            seeds,
+            None if self._spec.rule.budget is None else budgets,
+            positions or self.plan.positions(number),
+        )
 
     def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
-        """Takes the next prompts, behind what they share with slots of the state.
-
-        Args:
-          group: of one kind, or a single one.
-          state: of all slots.
-        """
+        """Takes the next prompts, of one kind, behind what they share with slots of the state."""
         self.group, self.begun = list(group), time.perf_counter()
         number = next(rows for rows in self.plan.rows if rows >= len(group))
         self._rows = self.rows([one for one, _ in group], number)
@@ -252,50 +236,6 @@ class Prefill:
             return
         if any(one is request for one, _ in self.group):
             self.end()
-
-
-def begun(
-    programs: Programs,
-    spec: RoundSpec,
-    text: Int[np.ndarray, "rows capacity"],
-    positions: int,
-    lengths: Int[np.ndarray, " rows"],
-    limits: Int[np.ndarray, " rows"],
-    seeds: UInt32[np.ndarray, " rows"],
-    budgets: Float32[np.ndarray, " rows"],
-) -> DecodeState:
-    """Rows on the devices, of whose prompts nothing has been run.
-
-    Args:
-      programs: that will run them.
-      spec: of the rounds, whose rule may have a budget.
-      text: the prompts.
-      positions: of each row's caches.
-      lengths: of the prompts.
-      limits: length at which each row is done.
-      seeds: of each row's draws.
-      budgets: risk budget of each row, in nats; of no meaning without a rule that has one.
-    """
-    static = programs.static
-    needs_stats = static.depths or static.deferred_window
-    rows = programs.put_rows(
-        text,
-        lengths,
-        limits,
-        seeds,
-        None if spec.rule.budget is None else budgets,
-        np.zeros(len(static.depths), np.float32) if needs_stats else None,
-    )
-    return programs.begin(rows, positions)
-
-
-def empty_slots(programs: Programs, spec: RoundSpec, num_slots: int, capacity: int) -> DecodeState:
-    """Rows that are finished from the start."""
-    ones = np.ones(num_slots, np.int32)
-    text = np.zeros((num_slots, capacity), np.int32)
-    budgets = np.full(num_slots, math.inf, np.float32)
-    seeds = ones.astype(np.uint32)
-    return begun(programs, spec, text, capacity, ones, ones, seeds, budgets)
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -8,11 +8,12 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fly_jax.decoding.config import RoundSpec
+from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport, token_logprobs, token_reports
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizer import TextStream, Tokenizer
+from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, Why
 from fly_jax.verification.sampling import Sampling
 
@@ -23,8 +24,6 @@ class Settled:
 
     Attributes:
       row: index of the prompt; in an engine, the slot.
-      token_ids: the new tokens.
-      why: why each of them stands there.
       finish_reason: "stop" (an end of text, or one of the request's stop strings), "length" (the
         limit), or None while the row goes on.
       texts: what each of them adds to the text; empty from whoever has no tokenizer.
@@ -42,15 +41,12 @@ class Generation:
     """The continuation of one prompt, and its figures.
 
     Attributes:
-      prompt_token_ids: the prompt.
       token_ids: what followed, the end-of-text token included.
-      why: why each token stands there.
       finish_reason: "stop" or "length"; in an engine also "cancelled".
       num_rounds: target passes.
       kept: of each pass over a draft, the draft tokens that settled with it as accepted ones.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
-      num_rescued_tokens: mismatches kept.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
       seconds: from when its prompt had been run to the arrival of its last token; other prompts
@@ -75,62 +71,6 @@ class Generation:
     regret: float | None = None
     reports: list[TokenReport] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
-
-    def update_from_output(
-        self,
-        output: RoundOutput,
-        at: tuple[int, int],
-        spec: RoundSpec,
-        budget: float | None,
-        *,
-        num_logprobs: int | None = None,
-        ignores_eos: bool = False,
-    ) -> Settled | None:
-        """Adds what one round has done to its row.
-
-        Args:
-          output: of a dispatch, on the host.
-          at: the round in the dispatch, and the row.
-          spec: of the rounds.
-          budget: that the row began with, in nats; None or infinite without one.
-          num_logprobs: tokens of `TokenLogprobs.top`; None for no log-probabilities.
-          ignores_eos: the row does not end at an end of text.
-
-        Returns:
-          What has settled; None where nothing has.
-        """
-        index, row = at
-        count, drafted = int(output.count[at]), int(output.num_drafted[at])
-        if count == 0 and drafted == 0:
-            return None
-        tokens = tuple(output.tokens[index, row, :count].tolist())
-        why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
-        self.token_ids.extend(tokens)
-        self.why.extend(why)
-        if output.reports is not None and spec.static.audits:
-            self.reports += token_reports(tokens, why, output.reports, at)
-        if output.reports is not None and num_logprobs is not None:
-            self.logprobs += token_logprobs(tokens, output.reports, at, num_logprobs)
-        self.num_rounds += 1
-        if drafted:
-            self.kept.append(int(output.num_accepted[at]))
-        self.num_draft_tokens += drafted
-        self.num_accepted_tokens += int(output.num_accepted[at])
-        self.num_rescued_tokens += int(output.num_rescued[at])
-        self.num_draft_passes += int(output.num_draft_passes[index])
-        # A row without a budget may be beside one with it.
-        if output.budget is not None and budget is not None and math.isfinite(budget):
-            self.regret = max(budget - float(output.budget[at]), 0.0)
-        if output.rolled_back is not None:
-            self.num_rollbacks += int(output.rolled_back[at])
-        if not tokens:
-            return None  # all of it is provisional
-        reason = None
-        if output.finished[at]:
-            is_end = tokens[-1] in spec.static.eos_token_ids and not ignores_eos
-            reason = "stop" if is_end else "length"
-            self.finish_reason = reason
-        return Settled(row, tokens, why, reason)
 
     def stop(self, num_dropped: int) -> None:
         """Ends at a stop string, without the tokens that settled behind it."""
@@ -160,11 +100,8 @@ class Request:
     """A prompt to continue, and how. Nothing of it depends on what else is decoded.
 
     Attributes:
-      prompt: token ids.
-      max_new_tokens: limit of the continuation.
       rule: which draft tokens are kept; None for the engine's own rule.
       sampling: how tokens are drawn; None for greedy decoding.
-      seed: of the draws.
       stop: texts before which the continuation ends, wherever tokens cut them.
       logprobs: fills `Generation.logprobs` with so many of the most probable tokens at each
         position, besides each token itself; None for not at all.
@@ -188,12 +125,8 @@ class RequestState:
     """A request that was handed in.
 
     Attributes:
-      request: what is asked for.
-      rule: the request's own, or the engine's.
       budget: what the rule may lose to the target, in nats; None for any amount.
-      generation: what the prompt has become so far.
       num_reused: tokens of the prompt that another request had brought into the caches.
-      is_finished: nothing more will come.
       submitted: when it was handed in, by `time.perf_counter`.
       seated: when its prompt had been dispatched and it got a slot; None before.
       prefilled: when its prompt had been run, as far as the host has seen; None before.
@@ -202,13 +135,7 @@ class RequestState:
     """
 
     def __init__(self, request: Request, rule: Rule, tokenizer: Tokenizer | None = None) -> None:
-        """Waits.
-
-        Args:
-          request: has been checked.
-          rule: what it is decoded with.
-          tokenizer: spells its tokens; None if nobody asks for text.
-        """
+        """Waits."""
         self.request, self.rule = request, rule
         self.budget = None if rule.budget is None else float(rule.budget)
         self._stop_checker = None if tokenizer is None else StopChecker(tokenizer, request.stop)
@@ -243,15 +170,46 @@ class RequestState:
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
     ) -> Settled | None:
-        """Adds what one round has done to its row; see `Generation.update_from_output`."""
-        return self.generation.update_from_output(
-            output,
-            at,
-            spec,
-            self.budget,
-            num_logprobs=self.request.logprobs,
-            ignores_eos=self.request.ignores_eos,
-        )
+        """Adds what one round has done to its row.
+
+        Args:
+          output: of a dispatch, on the host.
+          at: the round in the dispatch, and the row.
+
+        Returns:
+          What has settled; None where nothing has.
+        """
+        one, (index, row) = self.generation, at
+        count, drafted = int(output.count[at]), int(output.num_drafted[at])
+        if count == 0 and drafted == 0:
+            return None
+        tokens = tuple(output.tokens[index, row, :count].tolist())
+        why = tuple(Why(code) for code in output.why[index, row, :count].tolist())
+        one.token_ids.extend(tokens)
+        one.why.extend(why)
+        if output.reports is not None and spec.static.audits:
+            one.reports += token_reports(tokens, why, output.reports, at)
+        if output.reports is not None and self.request.logprobs is not None:
+            one.logprobs += token_logprobs(tokens, output.reports, at, self.request.logprobs)
+        one.num_rounds += 1
+        if drafted:
+            one.kept.append(int(output.num_accepted[at]))
+        one.num_draft_tokens += drafted
+        one.num_accepted_tokens += int(output.num_accepted[at])
+        one.num_rescued_tokens += int(output.num_rescued[at])
+        one.num_draft_passes += int(output.num_draft_passes[index])
+        # A row without a budget may be beside one with it.
+        if output.budget is not None and self.budget is not None and math.isfinite(self.budget):
+            one.regret = max(self.budget - float(output.budget[at]), 0.0)
+        if output.rolled_back is not None:
+            one.num_rollbacks += int(output.rolled_back[at])
+        if not tokens:
+            return None  # all of it is provisional
+        reason = None
+        if output.finished[at]:
+            is_end = tokens[-1] in spec.static.eos_token_ids and not self.request.ignores_eos
+            reason = one.finish_reason = "stop" if is_end else "length"
+        return Settled(row, tokens, why, reason)
 
     def detokenize(self, settled: Settled) -> Settled | None:
         """Adds the texts to what has settled, and ends the generation at a stop string.
@@ -267,8 +225,21 @@ class RequestState:
         return shown
 
 
-def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
-    """Raises FlyJaxError for an engine without a slot or room for a request."""
+def check_engine(
+    spec: RoundSpec,
+    rules: Sequence[Rule] | None,
+    memory: CorrectionMemory | None,
+    num_slots: int,
+    prefill_chunk: int,
+    max_length: int,
+    context: int,
+) -> None:
+    """Raises FlyJaxError for an engine of which nothing could be asked.
+
+    Args:
+      rules: that requests may ask for; None where all are decoded as `spec` says.
+      context: of the target.
+    """
     if num_slots < 1 or prefill_chunk < 1:
         raise FlyJaxError(
             f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
@@ -279,31 +250,20 @@ def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: in
             f"max_length is {max_length}; it must be at least 2, a prompt's token and a new one, "
             f"and at most {context}, the target's context: correct it."
         )
-
-
-def check_room(length: int, max_new_tokens: int, max_length: int) -> None:
-    """Raises FlyJaxError for a prompt that leaves no room, or no new token asked for."""
-    if length >= max_length:
-        raise FlyJaxError(
-            f"The prompt has {length} tokens and the engine was made for {max_length} with the "
-            "answer; shorten it, or raise max_length."
-        )
-    if max_new_tokens < 1:
-        raise FlyJaxError(
-            f"max_new_tokens is {max_new_tokens}; decoding needs at least 1: raise it."
-        )
-
-
-def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
-    """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
-    if spec.sampling is not None:
+    if rules is not None and spec.sampling is not None:
         raise FlyJaxError(
             "A temperature was given for the whole engine, and each request has its own; leave it "
             "out, and give Request(..., sampling=Sampling(temperature))."
         )
     if spec.static.deferred_window:
-        for rule in rules:
+        for rule in rules or ():
             check_window(rule, spec.static.deferred_window)
+    uses_memory = any(rule.uses_memory for rule in (spec.rule, *(rules or ())))
+    if memory is None and (uses_memory or spec.static.reports_mismatches):
+        raise FlyJaxError(
+            "This rule looks mismatches up in a memory, or is to teach one, and none was "
+            "given; pass memory=CorrectionMemory(…), empty or filled."
+        )
 
 
 def check_window(rule: Rule, size: int) -> None:
@@ -316,38 +276,30 @@ def check_window(rule: Rule, size: int) -> None:
         )
 
 
-def check_logprobs(logprobs: int | None, most: int) -> None:
-    """Raises FlyJaxError for more log-probabilities than the program gives."""
-    if logprobs is not None and not (most and 0 <= logprobs <= most):
-        has = f"at most {most}" if most else "none"
+def check_request(
+    request: Request, rule: Rule, static: RoundStatic, max_length: int, *, has_tokenizer: bool
+) -> None:
+    """Raises FlyJaxError for a request that no engine of these rounds can answer.
+
+    Args:
+      request: its prompt has been checked.
+      rule: the request's own, or the engine's.
+    """
+    length, stop, logprobs, drawn = (
+        len(request.prompt),
+        request.stop,
+        request.logprobs,
+        request.sampling,
+    )
+    if length >= max_length:
         raise FlyJaxError(
-            f"A request asks for the log-probabilities of {logprobs} tokens at each position and "
-            f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
-            "server)."
+            f"The prompt has {length} tokens and the engine was made for {max_length} with the "
+            "answer; shorten it, or raise max_length."
         )
-
-
-def check_deferred(request: Request, rule: Rule, size: int) -> None:
-    """Raises FlyJaxError for a request whose windows cannot be deferred."""
-    if request.sampling is not None:
+    if request.max_new_tokens < 1:
         raise FlyJaxError(
-            "A request asks for sampling and the engine defers windows, which is for greedy"
-            " decoding; make it with boundary='reject', or leave sampling out."
+            f"max_new_tokens is {request.max_new_tokens}; decoding needs at least 1: raise it."
         )
-    check_window(rule, size)
-
-
-def check_drawn(request: Request, rule: Rule) -> None:
-    """Raises FlyJaxError for a drawn request with a rule for greedy decoding."""
-    if rule.uses_memory and request.sampling is not None and request.sampling.temperature > 0:
-        raise FlyJaxError(
-            "A request asks for sampling and for a rule with a memory (csd), which is for greedy "
-            "decoding; leave one of the two out."
-        )
-
-
-def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
-    """Raises FlyJaxError for stop strings that cannot be looked for."""
     if isinstance(stop, str) or not all(stop):
         raise FlyJaxError(
             f"stop is {stop!r}; it must be a list of texts of at least one character: correct it."
@@ -357,6 +309,28 @@ def check_stop(stop: Sequence[str], has_tokenizer: bool) -> None:
             "A request has stop strings and the engine has no tokenizer to find them with; make it "
             "with Engine.of, or with tokenizer=."
         )
+    most = static.max_logprobs
+    if logprobs is not None and not (most and 0 <= logprobs <= most):
+        has = f"at most {most}" if most else "none"
+        raise FlyJaxError(
+            f"A request asks for the log-probabilities of {logprobs} tokens at each position and "
+            f"the engine gives {has}; ask for fewer, or raise max_logprobs (--max_logprobs of the "
+            "server)."
+        )
+    if rule.uses_memory and drawn is not None and drawn.temperature > 0:
+        raise FlyJaxError(
+            "A request asks for sampling and for a rule with a memory (csd), which is for greedy "
+            "decoding; leave one of the two out."
+        )
+    if static.deferred_window and drawn is not None:
+        raise FlyJaxError(
+            "A request asks for sampling and the engine defers windows, which is for greedy"
+            " decoding; make it with boundary='reject', or leave sampling out."
+        )
+    if static.deferred_window:
+        check_window(rule, static.deferred_window)
+    elif static.num_speculative_tokens:
+        rule.check(static.num_speculative_tokens)
 
 
 class _Token(NamedTuple):
@@ -375,12 +349,7 @@ class StopChecker:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        """Begins behind a prompt.
-
-        Args:
-          tokenizer: of the models.
-          stops: texts before which the continuation ends; none of them empty.
-        """
+        """Begins behind a prompt."""
         self._stream = TextStream(tokenizer, continues=True)
         self._stops = tuple(stops)
         self._held: list[_Token] = []

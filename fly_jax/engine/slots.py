@@ -14,7 +14,6 @@ from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import RoundOutput, RuleInputs
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.errors import FlyJaxError
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
@@ -25,20 +24,11 @@ SHARED_BLOCK = 16
 _UNSEEN = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """The beginning of a prompt that a slot's caches hold.
+class Prefix(NamedTuple):
+    """The beginning of a prompt that a slot's caches hold, of no tokens where none hold enough."""
 
-    Attributes:
-      slot: where.
-      length: tokens; 0 where no slot holds enough.
-    """
-
-    slot: int
-    length: int
-
-
-NOTHING = Prefix(0, 0)
+    slot: int = 0
+    length: int = 0
 
 
 class Slots:
@@ -90,8 +80,8 @@ class Slots:
             for slot, one in enumerate(self._last)
             if one is not None
         ]
-        best = max(found, key=lambda prefix: prefix.length, default=NOTHING)
-        return best if best.length > 0 else NOTHING
+        best = max(found, key=lambda prefix: prefix.length, default=Prefix())
+        return best if best.length > 0 else Prefix()
 
     def take(self, request_state: RequestState, prefix: Prefix) -> int:
         """Gives a request a free slot: the one whose text it goes on with, or the stalest.
@@ -120,8 +110,8 @@ class Slots:
         self._free.append(slot)
 
 
-def num_shared(row: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens at the beginning of a prompt the caches of a row hold; may be negative.
+def _shared_blocks(row: Sequence[int], prompt: Sequence[int]) -> int:
+    """How many tokens at the beginning of a prompt the caches of a row hold, in whole blocks.
 
     The row's last two tokens are not relied on. A draft model has not seen the last one when
     a round ends, nor the one before it where all of its draft was kept; and a row that is
@@ -129,12 +119,8 @@ def num_shared(row: Sequence[int], prompt: Sequence[int]) -> int:
     the last of the prompt: something has to be run.
     """
     most = min(len(row) - _UNSEEN, len(prompt) - 1)
-    return next((at for at in range(most) if row[at] != prompt[at]), most)
-
-
-def _shared_blocks(row: Sequence[int], prompt: Sequence[int]) -> int:
-    """`num_shared`, in whole blocks."""
-    return num_shared(row, prompt) // SHARED_BLOCK * SHARED_BLOCK
+    same = next((at for at in range(most) if row[at] != prompt[at]), most)
+    return same // SHARED_BLOCK * SHARED_BLOCK  # may be negative
 
 
 def _text(request_state: RequestState) -> tuple[int, ...]:
@@ -145,7 +131,6 @@ class Seated(NamedTuple):
     """Requests whose prompts were run together.
 
     Attributes:
-      requests: that have come into slots.
       dispatched: when their prompts began to be dispatched.
       is_there: an array that is there when their prompts have been run.
     """
@@ -162,7 +147,6 @@ class Dispatch:
     Attributes:
       output: of the rounds, perhaps not there yet.
       occupants: who was in which of the slots that are decoded.
-      attended: positions that attention reads.
       is_timed: they run right after those before them, with nothing in between.
       seated: the requests that have come into slots since the dispatch before it.
     """
@@ -172,11 +156,6 @@ class Dispatch:
     attended: int
     is_timed: bool
     seated: tuple[Seated, ...] = ()
-
-    @property
-    def program(self) -> tuple[int, int]:
-        """Its program: slots, and positions."""
-        return len(self.occupants), self.attended
 
     @property
     def num_seats(self) -> int:
@@ -201,29 +180,39 @@ class Dispatch:
 _GREEDY = Sampling(0.0, top_k=0, top_p=1.0)  # with every step in the program
 
 
-class RowNumbers:
-    """Rule, sampling and ends of each slot; put on the devices when the slots change hands.
+class RowInputs:
+    """The numbers that rounds read of each slot; put on the devices when they have changed.
 
     Attributes:
       united: a rule of all slots in which every kind has its place.
     """
 
     def __init__(
-        self, own: Rule, rules: Sequence[Rule] | None, sampling: Sampling | None, num_slots: int
+        self,
+        programs: Programs,
+        spec: RoundSpec,
+        rules: Sequence[Rule] | None,
+        protected_token_ids: Sequence[int],
+        num_slots: int,
     ) -> None:
         """Nobody is in a slot.
 
         Args:
-          own: rule of requests without one.
           rules: a rule of every other kind but the lossless one; None where all requests are
-            decoded with `own` and `sampling`.
-          sampling: of all requests then.
-          num_slots: rows of the program.
+            decoded as `spec` says.
+          protected_token_ids: of requests that do not say; the ends of text are added for all.
         """
-        self._own, self._sampling = own, sampling
-        self._like = None if rules is None else (own, Exact(), *rules)
-        self.united: Any = own if self._like is None else per_row([own] * num_slots, self._like)
+        self._programs, self._own, self._sampling = programs, spec.rule, spec.sampling
+        self._like = None if rules is None else (spec.rule, Exact(), *rules)
+        rows = [spec.rule] * num_slots
+        self.united: Any = spec.rule if self._like is None else per_row(rows, self._like)
         self._last: tuple[tuple[RequestState | None, ...], RuleInputs] | None = None
+        self._protected_ids, self._eos = tuple(protected_token_ids), spec.static.eos_token_ids
+        self._given: list[Sequence[int] | None] = [None] * num_slots
+        ids = [*self._protected_ids, *self._eos]
+        self._protected = programs.put_protected(ids, num_slots)
+        self._known: tuple[CorrectionMemory, int] | None = None
+        self._keys: Int32[Array, "pairs 2"] | None = None
 
     def takes(self, rule: Rule) -> bool:
         """Whether a rule is of one of the kinds."""
@@ -232,23 +221,15 @@ class RowNumbers:
         kind: Any = jax.tree.structure(self.united)
         return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
 
-    def inputs(
+    def of(
         self,
-        programs: Programs,
         occupants: Sequence[RequestState | None],
-        protection: Protection,
+        memory: CorrectionMemory | None,
         *,
         sampled: bool,
     ) -> RuleInputs:
-        """The numbers that a round reads of these requests.
-
-        Args:
-          programs: for which they are put on the devices.
-          occupants: of all slots.
-          protection: of all slots.
-          sampled: whether some are drawn.
-        """
-        who = tuple(occupants)
+        """The numbers of the requests in all slots; `sampled` where some of them are drawn."""
+        programs, who = self._programs, tuple(occupants)
         if self._last is None or self._last[0] != who:
             seated = np.array([one is not None for one in who])
             ends = np.array([one is None or not one.request.ignores_eos for one in who])
@@ -257,13 +238,23 @@ class RowNumbers:
                 rule, sampling = self._of_rows(who)
                 rows["rule"] = programs.put_numbers(rule)
                 rows["sampling"] = programs.put_numbers(sampling)
-                rows["protected"] = protection.of(who)
+                rows["protected"] = self._protected_of(who)
                 inputs = RuleInputs(**rows)
             else:
                 inputs = dataclasses.replace(self._last[1], **rows)
             self._last = (who, inputs)
         inputs = self._last[1]
+        if memory is not None and self.united.uses_memory:
+            inputs = dataclasses.replace(inputs, memory=self._keys_of(memory))
         return inputs if sampled else dataclasses.replace(inputs, sampling=None)
+
+    def protect(self, slot: int, token_ids: Sequence[int] | None) -> None:
+        """Changes the tokens of a slot that are never rescued; None for the engine's own."""
+        own = self._protected_ids if token_ids is None else token_ids
+        row = self._programs.put_protected([*own, *self._eos])
+        at = self._programs.put(np.asarray(slot, np.int32))
+        self._protected = _replaced(self._protected, row, at)
+        self._given[slot] = token_ids
 
     def _of_rows(self, who: Sequence[RequestState | None]) -> tuple[Rule, Sampling | None]:
         if self._like is None:
@@ -272,40 +263,19 @@ class RowNumbers:
         samplings = [_GREEDY if one is None else one.sampling for one in who]
         return per_row(rules, self._like), sampling_per_row(samplings)
 
+    def _protected_of(self, who: Sequence[RequestState | None]) -> Bool[Array, "slots vocab"]:
+        for slot, one in enumerate(who):
+            # Nobody is rescued anything in a slot without a request.
+            if one is not None and one.request.protected_token_ids != self._given[slot]:
+                self.protect(slot, one.request.protected_token_ids)
+        return self._protected
 
-class Protection:
-    """The tokens of each slot, on the devices."""
-
-    def __init__(
-        self, programs: Programs, own: Sequence[int], always: Sequence[int], num_slots: int
-    ) -> None:
-        """All slots have the engine's own.
-
-        Args:
-          programs: that read them.
-          own: tokens of requests that do not say.
-          always: tokens of all.
-          num_slots: rows.
-        """
-        self._programs, self._own, self._always = programs, tuple(own), tuple(always)
-        self._held: list[Sequence[int] | None] = [None] * num_slots
-        self._rows = programs.put_protected([*own, *always], num_slots)
-
-    def of(self, occupants: Sequence[RequestState | None]) -> Bool[Array, "slots vocab"]:
-        """The tokens of these requests."""
-        for slot, request_state in enumerate(occupants):
-            wanted = None if request_state is None else request_state.request.protected_token_ids
-            if request_state is None or wanted == self._held[slot]:
-                continue  # nobody is rescued anything in a slot without a request
-            self.hold(slot, wanted)
-        return self._rows
-
-    def hold(self, slot: int, token_ids: Sequence[int] | None) -> None:
-        """Changes a slot's tokens; None for the engine's own."""
-        own = self._own if token_ids is None else token_ids
-        row = self._programs.put_protected([*own, *self._always])
-        self._rows = _replaced(self._rows, row, self._programs.put(np.asarray(slot, np.int32), ()))
-        self._held[slot] = token_ids
+    def _keys_of(self, memory: CorrectionMemory) -> Int32[Array, "pairs 2"]:
+        """The memory's keys as they are now; see `CorrectionMemory.keys`."""
+        known = (memory, memory.version)
+        if self._keys is None or known != self._known:
+            self._keys, self._known = self._programs.put(memory.keys()), known
+        return self._keys
 
 
 @jax.jit
@@ -314,30 +284,3 @@ def _replaced(
 ) -> Bool[Array, "slots vocab"]:
     # The rounds on their way read the rows as they were: nothing is donated.
     return jax.lax.dynamic_update_slice_in_dim(rows, row[None], slot, 0)
-
-
-class MemoryKeys:
-    """The pairs that rounds look mismatches up in."""
-
-    def __init__(self, programs: Programs) -> None:
-        """Nothing is on the devices yet."""
-        self._programs = programs
-        self._known: tuple[CorrectionMemory, int] | None = None
-        self._keys: Int32[Array, "pairs 2"] | None = None
-
-    def of(self, memory: CorrectionMemory) -> Int32[Array, "pairs 2"]:
-        """The keys as they are now; see `CorrectionMemory.keys`."""
-        known = (memory, memory.version)
-        if self._keys is None or known != self._known:
-            self._keys = self._programs.put(memory.keys(), (None, None))
-            self._known = known
-        return self._keys
-
-
-def check_memory(spec: RoundSpec, memory: CorrectionMemory | None) -> None:
-    """Raises FlyJaxError for rounds that need a memory, without one."""
-    if memory is None and (spec.rule.uses_memory or spec.static.reports_mismatches):
-        raise FlyJaxError(
-            "This rule looks mismatches up in a memory, or is to teach one, and none was "
-            "given; pass memory=CorrectionMemory(…), empty or filled."
-        )

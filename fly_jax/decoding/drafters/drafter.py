@@ -57,13 +57,7 @@ class Drafter(abc.ABC):
     needs_hidden: bool = False
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Any:
-        """The state of rows of which nothing has been seen.
-
-        Args:
-          rows: decoded together.
-          capacity: cache positions of a row.
-          dtype: of the caches.
-        """
+        """The state of rows of which nothing has been seen."""
         return ()
 
     def prefill(
@@ -97,7 +91,6 @@ class Drafter(abc.ABC):
           length: tokens of each row, at least 1.
           num_tokens: K, the width of the draft.
           wanted: tokens wanted of each row, at most K; None for K of every row.
-          sampling: how target and draft are drawn from; None for greedy decoding.
           keys: of each row, for the draws: the token at position p of a row is drawn with the noise
             of `fold_in(key, p)`, so that drafters that agree draw the same token.
         """
@@ -115,11 +108,8 @@ class Drafter(abc.ABC):
 
         Args:
           state: as `propose` has left it.
-          verdict: what verification kept.
           hidden: the target's final hidden states of the block, each row's last token and its draft
             tokens; None unless `needs_hidden`.
-          draft: what was proposed.
-          live: rows that were not finished before.
         """
         return state
 

@@ -22,13 +22,8 @@ Match = Literal["earliest", "latest"]
 class Lookup(Drafter):
     """Where to look for the next tokens in a row's own text.
 
-    Alone it proposes to the target (prompt lookup decoding), up to K tokens after a match.
-
-    Attributes:
-      max_ngram: longest suffix that is looked for.
-      min_ngram: shortest.
-      num_tokens: tokens proposed to a draft model after a match, at most.
-      match: the first or the last earlier occurrence (the reference code takes the first).
+    Alone it proposes to the target (prompt lookup decoding), up to K tokens after a match. Its
+    parameters' help says what they are; the reference code takes the earliest match.
     """
 
     max_ngram: int = parameter(
@@ -57,11 +52,7 @@ class Lookup(Drafter):
             )
 
     may_fall_short = True
-
-    @property
-    def resumes(self) -> bool:  # type: ignore[override]
-        """It keeps nothing but the text."""
-        return True
+    resumes = True
 
     def propose(
         self,
@@ -92,10 +83,7 @@ def look_up(
     multi-level acceleration.
 
     Args:
-      lookup: sizes and preference.
       text: tokens; those at and beyond `length` are ignored.
-      length: tokens of each row.
-      num_tokens: most tokens to propose.
 
     Returns:
       The proposed tokens, and how many of them are real (0 where nothing matches).

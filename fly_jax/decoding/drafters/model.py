@@ -41,7 +41,6 @@ class DraftModelState:
 
     Attributes:
       cache: valid up to its length, as far as the text has not changed since.
-      below: the state of the drafter below; None without one.
     """
 
     cache: KVCache
@@ -77,10 +76,6 @@ class DraftModel(Drafter):
 
     Attributes:
       parameters: as `Llama.parameters` gives them.
-      below: what proposes to it, if anything.
-      config: of the model.
-      layout: how its arrays lie on a mesh; None on one device.
-      num_tokens: see `Drafter`.
       lags: it lies below another drafter, and so is asked only now and then.
       rests: there may be rounds in which it is not asked at all.
     """

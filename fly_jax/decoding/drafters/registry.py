@@ -14,7 +14,7 @@ NGRAM = "ngram"  # the lookup alone
 
 Build = Callable[[Llama, RoundStatic], Drafter]
 
-_BUILDS: dict[str, Build] = {}
+_BUILDS: dict[str, Build] = {NGRAM: lambda _, static: static.lookup or Lookup()}
 
 
 def register_drafter(name: str, build: Build) -> None:
@@ -50,11 +50,3 @@ def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
             "register yours with register_drafter."
         )
     return _BUILDS[name](target, static)
-
-
-def _ngram(target: Llama, static: RoundStatic) -> Drafter:
-    del target
-    return static.lookup or Lookup()
-
-
-register_drafter(NGRAM, _ngram)

@@ -73,8 +73,7 @@ class Limits:
     """Tokens that are never rescued, and the memory of the rule csd."""
 
     protect: tuple[str, ...] = parameter(
-        (),
-        r"never rescue tokens in whose text this regular expression is found, such as '\d'",
+        (), r"never rescue tokens in whose text this regular expression is found, such as '\d'"
     )
     memory: str | None = parameter(
         None, "csd: file of the command calibrate to begin with", kind=str

@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import (
-    DecodingConfig,
-    RoundSpec,
-    check_patterns,
-    default_config,
-)
+from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, default_config
 from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered

@@ -27,17 +27,11 @@ from fly_jax.engine.request import (
     Request,
     RequestState,
     Settled,
-    check_engine,
     check_request,
+    check_sizes,
+    check_spec,
 )
-from fly_jax.engine.slots import (
-    SHARED_BLOCK,
-    Dispatch,
-    Prefix,
-    RowInputs,
-    Seated,
-    Slots,
-)
+from fly_jax.engine.slots import SHARED_BLOCK, Dispatch, Prefix, RowInputs, Seated, Slots
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import Tokenizer
@@ -125,14 +119,21 @@ class Engine:
         """
         context = target.config.max_context
         length = min(DEFAULT_LENGTH, context) if max_length is None else max_length
-        kinds = None if offline else rules
-        check_engine(spec, kinds, memory, num_slots, prefill_chunk, length, context)
+        check_sizes(num_slots, prefill_chunk, length, context)
+        if not offline:
+            check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
         self.drafter = checked_drafter(target, draft, spec.static)
         self._resumes = self.drafter is None or self.drafter.resumes
         self._programs = Programs(target, self.drafter, spec.static, cache_dtype)
+        kinds = None if offline else rules
         self._rows = RowInputs(self._programs, spec, kinds, protected_token_ids, num_slots)
         self.spec = dataclasses.replace(spec, rule=self._rows.united)
+        if memory is None and (self.spec.rule.uses_memory or spec.static.reports_mismatches):
+            raise FlyJaxError(
+                "This rule looks mismatches up in a memory, or is to teach one, and none was "
+                "given; pass memory=CorrectionMemory(…), empty or filled."
+            )
         self.memory, self.listener = memory, listener
         self.max_length = length
         self._capacity = cache_capacity(length, self._programs.room)

@@ -13,7 +13,6 @@ from fly_jax.decoding.reports import TokenLogprobs, TokenReport, token_logprobs,
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.tokenizer import TextStream, Tokenizer
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, Why
 from fly_jax.verification.sampling import Sampling
 
@@ -225,21 +224,8 @@ class RequestState:
         return shown
 
 
-def check_engine(
-    spec: RoundSpec,
-    rules: Sequence[Rule] | None,
-    memory: CorrectionMemory | None,
-    num_slots: int,
-    prefill_chunk: int,
-    max_length: int,
-    context: int,
-) -> None:
-    """Raises FlyJaxError for an engine of which nothing could be asked.
-
-    Args:
-      rules: that requests may ask for; None where all are decoded as `spec` says.
-      context: of the target.
-    """
+def check_sizes(num_slots: int, prefill_chunk: int, max_length: int, context: int) -> None:
+    """Raises FlyJaxError for an engine without a slot or room for a request."""
     if num_slots < 1 or prefill_chunk < 1:
         raise FlyJaxError(
             f"An engine was asked for with num_slots={num_slots} and prefill_chunk={prefill_chunk};"
@@ -250,20 +236,18 @@ def check_engine(
             f"max_length is {max_length}; it must be at least 2, a prompt's token and a new one, "
             f"and at most {context}, the target's context: correct it."
         )
-    if rules is not None and spec.sampling is not None:
+
+
+def check_spec(spec: RoundSpec, rules: Sequence[Rule]) -> None:
+    """Raises FlyJaxError for rounds in which requests cannot stand beside each other."""
+    if spec.sampling is not None:
         raise FlyJaxError(
             "A temperature was given for the whole engine, and each request has its own; leave it "
             "out, and give Request(..., sampling=Sampling(temperature))."
         )
     if spec.static.deferred_window:
-        for rule in rules or ():
+        for rule in rules:
             check_window(rule, spec.static.deferred_window)
-    uses_memory = any(rule.uses_memory for rule in (spec.rule, *(rules or ())))
-    if memory is None and (uses_memory or spec.static.reports_mismatches):
-        raise FlyJaxError(
-            "This rule looks mismatches up in a memory, or is to teach one, and none was "
-            "given; pass memory=CorrectionMemory(…), empty or filled."
-        )
 
 
 def check_window(rule: Rule, size: int) -> None:

@@ -8,14 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import (
-    MOST_TOKENS,
-    batch_engine,
-    greedy,
-    random_draft,
-    random_target,
-    until_end,
-)
+from random_pairs import MOST_TOKENS, batch_engine, greedy, random_draft, random_target, until_end
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic

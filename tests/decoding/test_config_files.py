@@ -267,9 +267,7 @@ def test_values_lie_over_one_another() -> None:
 
 def test_parts_may_be_given_as_what_they_are() -> None:
     config = DecodingConfig(
-        rule=Fly(window_size=2) & Margin(),
-        lookup=Lookup(3, 2),
-        sampling=Sampling(0.5, top_k=4),
+        rule=Fly(window_size=2) & Margin(), lookup=Lookup(3, 2), sampling=Sampling(0.5, top_k=4)
     )
     assert config.replace(num_speculative_tokens=4).to_rule() == Fly(window_size=2) & Margin()
     assert config.to_lookup() == Lookup(3, 2)

@@ -251,12 +251,7 @@ def test_the_budget_pays_for_what_stands() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "sampling"),
-    [
-        (Exact(), None),
-        (Margin(), None),
-        (Exact(), Sampling(0.5)),
-        (RULE, Sampling(0.5)),
-    ],
+    [(Exact(), None), (Margin(), None), (Exact(), Sampling(0.5)), (RULE, Sampling(0.5))],
 )
 def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
     with pytest.raises(FlyJaxError, match="boundary is 'defer'"):

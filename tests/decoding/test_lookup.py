@@ -91,11 +91,7 @@ def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
 
 @jax.jit
 def drafted(
-    drafter: DraftModel,
-    text: Array,
-    length: Array,
-    keys: Array,
-    sampling: Sampling | None = None,
+    drafter: DraftModel, text: Array, length: Array, keys: Array, sampling: Sampling | None = None
 ) -> tuple[Draft, KVCache]:
     # Nothing of the future, so that what a pass writes can be seen.
     state = state_after(drafter, text, [length - 1], beyond=0.0)

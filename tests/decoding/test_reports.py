@@ -9,14 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import random_pairs
-from random_pairs import (
-    EOS,
-    batch_engine,
-    greedy,
-    logits_after,
-    random_draft,
-    random_target,
-)
+from random_pairs import EOS, batch_engine, greedy, logits_after, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.request import Generation

@@ -36,11 +36,7 @@ SPECS = {
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), RoundStatic(5, None, EOS, reports_mismatches=True)),
 }
-BATCHES = [
-    ([[1, 2, 3], [4]], 12, 0),
-    ([[9] * 16, [8, 7] * 3], 20, 1),
-    ([[5, 4, 3, 2]], 3, 2),
-]
+BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
 
 @pytest.fixture

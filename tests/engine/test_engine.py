@@ -9,16 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
-from engine_kinds import (
-    KINDS,
-    ROUND,
-    Kind,
-    account,
-    engine_for,
-    finished,
-    models,
-    requests,
-)
+from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, MAX_LENGTH, greedy, logits_after
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic

@@ -159,9 +159,7 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
     check_alone(engine, [*found, *shared])
 
 
-def test_who_is_cancelled_leaves_the_others_of_a_group_alone(
-    passes: list[tuple[int, int]],
-) -> None:
+def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[int, int]]) -> None:
     name = "rules and sampling"
     engine = engine_of(name, 4)
     first = Request([1, 2], 60, ignores_eos=True)

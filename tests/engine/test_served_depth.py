@@ -125,10 +125,7 @@ def test_a_loosened_request_keeps_its_k() -> None:
 
 @pytest.mark.parametrize(
     ("load_may_change_text", "request_"),
-    [
-        (False, Request([1, 2, 3], LIMIT)),
-        (True, Request([1, 2, 3], LIMIT, rule=FLY)),
-    ],
+    [(False, Request([1, 2, 3], LIMIT)), (True, Request([1, 2, 3], LIMIT, rule=FLY))],
 )
 def test_drafting_stops_where_it_does_not_pay_and_begins_again(
     load_may_change_text: bool, request_: Request

@@ -165,9 +165,7 @@ class DraftModel(Drafter):
         progress = run.first_token(progress)
         if self.adapts:
             progress = jax.lax.while_loop(
-                lambda progress: jnp.any(progress.count < all_wanted),
-                run.advance,
-                progress,
+                lambda progress: jnp.any(progress.count < all_wanted), run.advance, progress
             )
         else:
             # Known to the compiler where nothing else is wanted of any row.
@@ -244,9 +242,7 @@ class _Run:
             lambda: self._pass(tokens[:, :1], cache, end, width),
         )
         progress = dataclasses.replace(
-            progress,
-            below=state,
-            num_passes_below=progress.num_passes_below + proposal.num_passes,
+            progress, below=state, num_passes_below=progress.num_passes_below + proposal.num_passes
         )
         return self._extended(progress, passed, proposal)
 
@@ -259,11 +255,7 @@ class _Run:
         return self._appended(dataclasses.replace(progress, cache=cache), *passed, None)
 
     def _pass(
-        self,
-        tokens: Int[Array, "rows fed"],
-        cache: KVCache,
-        end: Int[Array, " rows"],
-        width: int,
+        self, tokens: Int[Array, "rows fed"], cache: KVCache, end: Int[Array, " rows"], width: int
     ) -> _Passed:
         hidden, new = self.model.hidden(tokens, cache)
         return _Passed(*self._chosen(self.model.logits(hidden), end, width), new.padded(width))

@@ -7,6 +7,7 @@ at the first refused token of a round and at every rescue before it, once each, 
 from __future__ import annotations
 
 import copy
+import heapq
 import io
 import os
 from collections.abc import Iterable
@@ -118,10 +119,8 @@ class CorrectionMemory:
     def keys(self) -> np.ndarray:
         """The pairs to look up, [num_keys, 2] int32, sorted; what is left is filled up."""
         nominees = [pair for pair, count in self._counts.items() if count > self.min_count]
-        if len(nominees) > self.num_keys:
-            nominees.reverse()  # of equal counts the latest; sorting is stable
-            nominees.sort(key=lambda pair: -self._counts[pair])
-            del nominees[self.num_keys :]
+        nominees.reverse()  # of equal counts the latest
+        nominees = heapq.nlargest(self.num_keys, nominees, key=self._counts.__getitem__)
         keys = np.full((self.num_keys, 2), _NO_TOKEN, np.int32)
         if nominees:
             keys[: len(nominees)] = sorted(nominees)

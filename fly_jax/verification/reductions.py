@@ -60,10 +60,9 @@ def vocab_argmax(
 
 
 def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()) -> Top:
-    """The `count` largest values, in descending order; all of them in a smaller vocabulary.
+    """The `count` largest values, in descending order, and their tokens, of equal ones the lowest.
 
-    Returns:
-      The values and their tokens; of equal values the lowest id comes first.
+    A smaller vocabulary has all of them.
     """
     best, tokens = _largest(values, min(count, values.shape[-1]))
     if not axis_names:
@@ -79,20 +78,17 @@ def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisN
 
 def _largest(values: Float[Array, "*lead local"], count: int) -> Top:
     """The largest values of a shard, and where they are in it."""
+
+    def picked(values: Float[Array, "*lead local"]) -> Top:
+        best, at = jax.lax.top_k(values, count)
+        return best, at
+
     if count > _MOST_PASSES:
-        return _picked(values, count)
+        return picked(values)
     # A TPU sorts the vocabulary to pick, and a CPU takes ten times as long for passes over it.
-    found = jax.lax.platform_dependent(
-        values,
-        tpu=functools.partial(one_by_one, count=count),
-        default=functools.partial(_picked, count=count),
-    )
+    by_passes = functools.partial(one_by_one, count=count)
+    found = jax.lax.platform_dependent(values, tpu=by_passes, default=picked)
     return cast(Top, found)
-
-
-def _picked(values: Float[Array, "*lead local"], count: int) -> Top:
-    best, at = jax.lax.top_k(values, count)
-    return best, at
 
 
 def one_by_one(values: Float[Array, "*lead local"], count: int) -> Top:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,8 @@ from fly_jax.verification.reductions import (
     vocab_sum,
 )
 
+_Kept = tuple[Float32[Array, "*lead"], Float32[Array, "*lead"] | None, Float32[Array, "*lead"]]
+
 
 @data_tree
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +48,6 @@ class Sampling:
       top_k: keeps so many of the most probable tokens; 0 keeps all.
       top_p: keeps the fewest most probable tokens with at least this probability together; 1 keeps
         all.
-
-    Raises:
-      FlyJaxError: if a value is outside its range.
     """
 
     temperature: Number = parameter(1.0, "0 is greedy", low=0.0)
@@ -103,15 +101,10 @@ def is_greedy(sampling: Sampling, num_lead: int) -> Bool[Array, "*#lead"]:
 def processed_log_probs(
     logits: Float[Array, "*lead local"], sampling: Sampling, axis_names: AxisNames = ()
 ) -> Float32[Array, "*lead local"]:
-    """Log-probabilities, in nats, of the distribution that is sampled from.
+    """Log-probabilities, in nats, of the distribution sampled from; -inf for what is not kept.
 
-    Args:
-      logits: raw logits, of rows first; inside `jax.shard_map`, this device's shard of them.
-      sampling: temperature, top-k and top-p; temperature 0 is taken as 1 here.
-      axis_names: mesh axes over which the last dimension is sharded.
-
-    Returns:
-      The logits' shape, -inf for a token that is not kept.
+    The raw logits are of rows first; inside `jax.shard_map`, this device's shard of them.
+    Temperature 0 is taken as 1 here.
     """
     weights, log_mass = _processed(logits, sampling, axis_names)
     return weights - log_mass[..., None]
@@ -262,7 +255,7 @@ def _processed(
     num_lead = logits.ndim - 1
     temperature = _lead(sampling.temperature, num_lead)
     temperature = jnp.where(temperature == 0, 1, temperature)
-    truncation = _truncate(
+    largest, last, mass = _truncate(
         logits,
         temperature,
         None if sampling.top_k is None else _lead(sampling.top_k, num_lead),
@@ -270,10 +263,10 @@ def _processed(
         axis_names,
     )
     # Subtracting the maximum first keeps a small temperature from overflowing.
-    scaled = (logits - truncation.largest[..., None]) / temperature[..., None]
-    if truncation.last is not None:
-        scaled = jnp.where(logits >= truncation.last[..., None], scaled, -jnp.inf)
-    return scaled, jnp.log(truncation.mass)
+    scaled = (logits - largest[..., None]) / temperature[..., None]
+    if last is not None:
+        scaled = jnp.where(logits >= last[..., None], scaled, -jnp.inf)
+    return scaled, jnp.log(mass)
 
 
 def _lead(number: Number | Count, num_lead: int) -> Array:
@@ -282,27 +275,13 @@ def _lead(number: Number | Count, num_lead: int) -> Array:
     return number.reshape(number.shape + (1,) * (num_lead - number.ndim))
 
 
-class _Truncation(NamedTuple):
-    """The part of a distribution that is kept.
-
-    Attributes:
-      largest: the largest logit; 0 if that is not finite.
-      last: the smallest logit that is kept; None if all are.
-      mass: sum over the logits kept of exp((logit - largest) / temperature).
-    """
-
-    largest: Float32[Array, "*lead"]
-    last: Float32[Array, "*lead"] | None
-    mass: Float32[Array, "*lead"]
-
-
 def _truncate(
     logits: Float32[Array, "*lead local"],
     temperature: Float32[Array, "*#lead"],
     top_k: Int[Array, "*#lead"] | None,
     top_p: Float32[Array, "*#lead"] | None,
-    axis_names: AxisNames = (),
-) -> _Truncation:
+    axis_names: AxisNames,
+) -> _Kept:
     """Finds what top-k and then top-p keep.
 
     Over a sharded vocabulary both together take four exchanges and one of them three, of a few
@@ -312,6 +291,10 @@ def _truncate(
       temperature: above 0; it does not change the order, but what the logits weigh.
       top_k: tokens to keep; 0 for all. None for no such step.
       top_p: probability to keep; 1 for all. None for no such step.
+
+    Returns:
+      The largest logit, or 0 if that is not finite; the smallest that is kept, or None if all are;
+      and the sum over those kept of exp((logit - largest) / temperature).
     """
     if axis_names and (top_k is not None or top_p is not None):
         return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
@@ -325,7 +308,7 @@ def _truncate(
         within = _last_kept(logits, mass, _mass_limit(top_p, vocab_sum(mass)))
         last = within if last is None else jnp.maximum(last, within)
         mass = jnp.where(logits >= last[..., None], mass, 0)
-    return _Truncation(largest, last, vocab_sum(mass, axis_names))
+    return largest, last, vocab_sum(mass, axis_names)
 
 
 def _count_limit(top_k: Int[Array, "*#lead"]) -> Float32[Array, "*#lead"]:
@@ -379,36 +362,19 @@ def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
-class _Shard(NamedTuple):
-    """This device's shard of the logits, and the few logits of all shards that split them.
-
-    Attributes:
-      mass: exp((logit - largest) / temperature) of them.
-      splitters: of all shards, in no order. Of each shard they are its largest, its least, and
-        every `step`-th in between, so that no shard has `step` logits between two neighbours.
-    """
-
-    logits: Float32[Array, "*lead local"]
-    mass: Float32[Array, "*lead local"]
-    splitters: Float32[Array, "*lead splitters"]
-    step: int
-    largest: Float32[Array, "*lead"]
-    temperature: Float32[Array, "*#lead"]
-    axis_names: AxisNames
-
-
 def _truncate_sharded(
     logits: Float32[Array, "*lead local"],
     temperature: Float32[Array, "*#lead"],
     top_k: Int[Array, "*#lead"] | None,
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames,
-) -> _Truncation:
+) -> _Kept:
     """Splits all logits by a few of them, weighs the parts, and looks into the one that matters.
 
     Nothing is sorted: the TPU compiler takes seconds for each sort.
     """
-    # 1) Gather the splitters.
+    # 1) Gather the splitters, in no order. Of each shard they are its largest, its least, and every
+    # `step`-th in between, so that no shard has `step` logits between two neighbours.
     local, lead = logits.shape[-1], logits.ndim - 1
     step = _best_step(local, jax.lax.axis_size(axis_names))
     ranks = np.unique([*range(0, local, step), local - 1])
@@ -418,7 +384,6 @@ def _truncate_sharded(
     splitters = jax.lax.all_gather(own, axis_names, axis=lead, tiled=True)
     largest = finite_or_zero(jnp.max(splitters, axis=-1))
     mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
-    shard = _Shard(logits, mass, splitters, step, largest, temperature, axis_names)
     # 2) Weigh what lies above each of them, and everything.
     weights = [
         _weight_above(splitters, logits, jnp.ones_like(mass)),
@@ -430,19 +395,58 @@ def _truncate_sharded(
         (splitters.shape[-1], 2 * splitters.shape[-1]),
         axis=-1,
     )
+
+    def last_between(
+        above: Float32[Array, "*lead splitters"], limit: Float32[Array, "*#lead"], *, by_mass: bool
+    ) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
+        """The last logit kept, and the mass of all that are kept; one exchange.
+
+        A logit is kept if those above it weigh less than `limit`: masses, or 1 each. `above` is
+        the weight strictly above each splitter.
+        """
+        limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
+        is_kept = above < limit
+        upper = jnp.min(jnp.where(is_kept, splitters, jnp.inf), axis=-1, keepdims=True)
+        lower = jnp.max(jnp.where(is_kept, -jnp.inf, splitters), axis=-1, keepdims=True)
+        # This shard's logits between the two, and what it has at the upper one and above.
+        at_upper = logits >= upper
+        found = jnp.concatenate(
+            [
+                _compacted(logits, (logits > lower) & ~at_upper, max(step - 1, 1)),
+                vocab_sum(at_upper.astype(jnp.float32))[..., None],
+                vocab_sum(jnp.where(at_upper, mass, 0))[..., None],
+            ],
+            axis=-1,
+        )
+        found = jax.lax.all_gather(found, axis_names, axis=found.ndim - 1)
+        count_above, mass_above = (
+            jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1)
+        )
+        between = found[..., :-2]
+        between = between.reshape(*between.shape[:-2], -1)
+        is_between = between > -jnp.inf  # else it only fills up
+        masses = jnp.exp((between - largest[..., None]) / temperature[..., None])
+        weights = masses if by_mass else is_between.astype(jnp.float32)
+        weight_above = _weight_above(between, between, weights)
+        weight_above += mass_above if by_mass else count_above
+        is_kept_here = is_between & (weight_above < limit)
+        last = jnp.min(jnp.where(is_kept_here, between, upper), axis=-1)
+        kept = jnp.where(between >= last[..., None], masses, 0)
+        return last, mass_above[..., 0] + jnp.sum(kept, axis=-1)
+
     # 3) Top-k, and 4) top-p, each with one look between two neighbouring splitters.
     last, kept_mass = None, total[..., 0]
     if top_k is not None:
-        last, kept_mass = _last_between(shard, counted, _count_limit(top_k), by_mass=False)
+        last, kept_mass = last_between(counted, _count_limit(top_k), by_mass=False)
     if top_p is not None:
         limit = _mass_limit(top_p, kept_mass)
-        within, mass_within = _last_between(shard, weighed, limit, by_mass=True)
+        within, mass_within = last_between(weighed, limit, by_mass=True)
         if last is None:
             last, kept_mass = within, mass_within
         else:
             kept_mass = jnp.where(within >= last, mass_within, kept_mass)
             last = jnp.maximum(last, within)
-    return _Truncation(largest, last, kept_mass)
+    return largest, last, kept_mass
 
 
 def _best_step(local: int, devices: int) -> int:
@@ -457,49 +461,6 @@ def _best_step(local: int, devices: int) -> int:
         return local * (32 * count + 2 * devices * count + step) + (devices * step) ** 2
 
     return min(range(1, local + 1), key=comparisons)
-
-
-def _last_between(
-    shard: _Shard,
-    above: Float32[Array, "*lead splitters"],
-    limit: Float32[Array, "*#lead"],
-    *,
-    by_mass: bool,
-) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
-    """The last logit kept, and the mass of all that are kept; one exchange.
-
-    Args:
-      shard: this device's.
-      above: weight strictly above each splitter, of all shards.
-      limit: what is above a logit that is kept weighs less.
-      by_mass: the weights are masses, and no counts.
-    """
-    limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
-    is_kept = above < limit
-    upper = jnp.min(jnp.where(is_kept, shard.splitters, jnp.inf), axis=-1, keepdims=True)
-    lower = jnp.max(jnp.where(is_kept, -jnp.inf, shard.splitters), axis=-1, keepdims=True)
-    # This shard's logits between the two, and what it has at the upper one and above.
-    at_upper = shard.logits >= upper
-    found = jnp.concatenate(
-        [
-            _compacted(shard.logits, (shard.logits > lower) & ~at_upper, max(shard.step - 1, 1)),
-            vocab_sum(at_upper.astype(jnp.float32))[..., None],
-            vocab_sum(jnp.where(at_upper, shard.mass, 0))[..., None],
-        ],
-        axis=-1,
-    )
-    found = jax.lax.all_gather(found, shard.axis_names, axis=found.ndim - 1)
-    counted, weighed = (jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1))
-    between = found[..., :-2]
-    between = between.reshape(*between.shape[:-2], -1)
-    is_between = between > -jnp.inf  # else it only fills up
-    masses = jnp.exp((between - shard.largest[..., None]) / shard.temperature[..., None])
-    weights = masses if by_mass else is_between.astype(jnp.float32)
-    weight_above = _weight_above(between, between, weights) + (weighed if by_mass else counted)
-    is_kept_here = is_between & (weight_above < limit)
-    last = jnp.min(jnp.where(is_kept_here, between, upper), axis=-1)
-    kept = jnp.where(between >= last[..., None], masses, 0)
-    return last, weighed[..., 0] + jnp.sum(kept, axis=-1)
 
 
 def _weight_above(

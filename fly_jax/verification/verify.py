@@ -46,8 +46,6 @@ def verify(
 
     Args:
       rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
-      logits: the target's raw logits; positions = draft + 1.
-      num_drafted: draft tokens of each row, at most `draft`; None if every row has all.
 
     Raises:
       FlyJaxError: if shapes do not fit together, or something that the rule or the sampling needs

@@ -7,21 +7,14 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from random_pairs import (
-    EOS,
-    MAX_LENGTH,
-    placed,
-    random_draft,
-    random_target,
-)
+from golden import layout_on
+from random_pairs import EOS, MAX_LENGTH, placed, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.models.llama import Llama
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
@@ -75,9 +68,7 @@ KINDS = {
 @functools.cache
 def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
     found = [random_target(2), *(random_draft(2, noise) for noise in (0.2, 0.3))]
-    layout = None if mesh is None else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
-    found = [placed(one, layout) for one in found]
-    return tuple(found[: 1 + num_drafts])
+    return tuple(placed(one, layout_on(mesh)) for one in found[: 1 + num_drafts])
 
 
 def engine_for(

@@ -25,31 +25,14 @@ CONFIG = LlamaConfig(
     head_size=32, max_context=64, rope_theta=5e4, norm_epsilon=1e-6, bos_token_id=1,
     eos_token_ids=(2,),
 )  # fmt: skip
-# What llama.cpp calls Hugging Face's tensors.
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "input_layernorm.weight": "attn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_proj.bias": "attn_q.bias",
-    "self_attn.k_proj.bias": "attn_k.bias",
-    "self_attn.v_proj.bias": "attn_v.bias",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-}
+_KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def tensors_of(model: Llama) -> dict[str, np.ndarray]:
     """Hugging Face's tensors [out, in] of a model, by GGUF's names and in its order of heads."""
     found: dict[str, np.ndarray] = {}
+    kind = _KINDS.get(model.config.architecture, gguf.MODEL_ARCH.LLAMA)
+    names = gguf.get_tensor_name_map(kind, model.config.num_layers)
     for group in groups(model.config):
         for name, spec in group.specs(model.config).items():
             values = np.asarray(model.parameters()[name], np.float32)
@@ -62,9 +45,7 @@ def tensors_of(model: Llama) -> dict[str, np.ndarray]:
                 heads = model.config.num_heads if name == "query" else model.config.num_kv_heads
                 halves = part.reshape(heads, 2, model.config.head_size // 2, -1)
                 part = halves.swapaxes(1, 2).reshape(shape)
-            _, _, rest = tensor_name(group, name).partition(f"layers.{group.layer}.")
-            own = NAMES[rest or tensor_name(group, name)]
-            found[own if group.layer is None else f"blk.{group.layer}.{own}"] = part
+            found[names.get_name(tensor_name(group, name), (".weight", ".bias"))] = part
     return found
 
 

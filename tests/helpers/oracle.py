@@ -23,6 +23,15 @@ class Evidence:
     accepted: bool
 
 
+def random_logits(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Positions that are peaked, flat, full of ties or partly ruled out."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=shape) * rng.choice([0.0, 0.1, 1.0, 4.0, 25.0], (*shape[:-1], 1))
+    logits = np.where(rng.random((*shape[:-1], 1)) < 0.5, np.round(logits), logits)
+    ruled_out = (rng.random(shape) < 0.1) & (np.arange(shape[-1]) > 0)
+    return np.where(ruled_out, -np.inf, logits).astype(np.float32)
+
+
 def greedy_evidence(logits: np.ndarray, draft: int | None, measure: str, top_k: int) -> Evidence:
     """Evidence at one position; `draft` is None where nothing was drafted."""
     logits = logits.astype(np.float64)
@@ -148,31 +157,12 @@ def fly_row(
     entropy: list[float],
     never: list[bool],
     num_drafted: int,
-    *,
     threshold: float,
     window_size: int,
-    reference: bool,
+    reference: bool = False,
 ) -> Row:
     """`Fly`; `never` bars a position from rescue."""
     gate = [threshold <= 0.01 or one >= threshold for one in entropy]
     window = (window_size, "reference" if reference else "paper")
     alternatives = [Alternative([("REFUSED_GATE", gate)], [window])]
     return loosened_row(accepted, never, num_drafted, alternatives, [0.0] * len(accepted))[0]
-
-
-def reference_code_accepted(
-    accepted: list[bool], entropy: list[float], *, threshold: float, window_size: int
-) -> int:
-    """Length kept by FLy's released code: its own pattern matching, step by step."""
-    size = len(accepted)
-    updated = list(accepted)
-    for start in range(size - window_size + 1):
-        window = accepted[start : start + window_size]
-        if not window[0] and all(window[1:]):
-            updated[start] = True
-    for position in range(max(size - window_size, 0), size):
-        updated[position] = updated[position] and accepted[position]
-    for position in range(size):
-        if threshold > 0.01 and not accepted[position] and entropy[position] < threshold:
-            updated[position] = False
-    return next((i for i, kept in enumerate(updated) if not kept), size)

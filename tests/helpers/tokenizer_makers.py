@@ -82,20 +82,6 @@ def llama2_json() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def llama3_json() -> tokenizers.Tokenizer:
-    """A byte-level one."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=CONTROLS, show_progress=False
-    )
-    tokenizer.train_from_iterator(WORDS, trainer)
-    tokenizer.post_processor = BEGIN
-    return tokenizer
-
-
 def fill(folder: Path, kind: str, **settings: Any) -> Path:
     """A tokenizer folder of that kind."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +118,11 @@ def byte_level(
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     return tokenizer
+
+
+def llama3_json() -> tokenizers.Tokenizer:
+    """A byte-level one."""
+    return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), post_processor=BEGIN)
 
 
 def taking_whole_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -398,19 +398,11 @@ def test_what_is_missing_is_said() -> None:
             decide(rule, block.logits, block.draft_tokens)
     with pytest.raises(FlyJaxError, match="key"):
         decide(Exact(), block.logits, block.draft_tokens, sampling=Sampling())
+    one, drafted = block.draft_tokens[0], {"num_drafted": np.array([DRAFT]), "max_drafted": DRAFT}
     with pytest.raises(FlyJaxError, match="key"):
-        decide_flat(
-            Exact(),
-            block.logits[0],
-            np.zeros(DRAFT + 1, np.int32),
-            np.array([DRAFT]),
-            max_drafted=DRAFT,
-            sampling=Sampling(),
-        )
+        decide_flat(Exact(), block.logits[0], np.append(one, 0), sampling=Sampling(), **drafted)
     with pytest.raises(FlyJaxError, match="one row of logits"):
-        decide_flat(
-            Exact(), block.logits[0], block.draft_tokens[0], np.array([DRAFT]), max_drafted=DRAFT
-        )
+        decide_flat(Exact(), block.logits[0], one, **drafted)
 
 
 @data_tree

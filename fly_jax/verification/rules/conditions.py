@@ -61,11 +61,9 @@ class Verdict:
     A row emits its first `num_accepted` draft tokens and then `next_token`.
 
     Attributes:
-      num_accepted: draft tokens kept.
       next_token: the target's token that follows them.
       next_why: `Why.CORRECTED` or `Why.BONUS`.
       why: a `Why` for every draft position; only the first refused one says what refused it.
-      num_rescued: rescues among the tokens kept.
       regret: what each kept rescue takes from the row's risk budget, 0 elsewhere; None without one.
     """
 
@@ -107,8 +105,7 @@ WindowKind = Literal["paper", "reference"]
 def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "rows positions"]:
     """True where the target is undecided enough for a mismatch to be considered for rescue.
 
-    Args:
-      threshold: least entropy, in the measure's unit; `GATE_OFF` or less opens the gate everywhere.
+    `threshold` is the least entropy, in the measure's unit; `GATE_OFF` or less opens the gate.
 
     Raises:
       FlyJaxError: no entropy was measured.
@@ -153,7 +150,6 @@ class Condition:
 
     Attributes:
       why: what a refusal by it is called.
-      needs: what the evidence must carry.
       uses_memory: it reads `Seen.memory`.
     """
 
@@ -304,23 +300,6 @@ class Window:
 _NO_REASON = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """The rows' blocks, as far as they are the same for all clauses.
-
-    Attributes:
-      mismatch: drafted tokens that the lossless rule refuses.
-      barred: tokens that nothing can rescue.
-      affordable: within the risk budget; None without one.
-      end: draft tokens of each row.
-    """
-
-    mismatch: Bool[Array, "rows draft"]
-    barred: Bool[Array, "rows draft"]
-    affordable: Bool[Array, "rows draft"] | None
-    end: Int32[Array, " rows"]
-
-
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Clause:
@@ -328,7 +307,6 @@ class Clause:
 
     Attributes:
       conditions: in the order in which a refusal is looked for.
-      windows: deferred windows.
       enabled: the rows that have this clause; None if all have.
     """
 
@@ -352,22 +330,34 @@ class Clause:
         return _plain(functools.reduce(_numpy_of(sizes).maximum, sizes, np.int32(0)))
 
     def judge(
-        self, seen: Seen, block: Block
+        self,
+        seen: Seen,
+        mismatch: Bool[Array, "rows draft"],
+        barred: Bool[Array, "rows draft"],
+        affordable: Bool[Array, "rows draft"] | None,
+        end: Int32[Array, " rows"],
     ) -> tuple[Bool[Array, "rows draft"], Int[Array, "rows draft"]]:
-        """Whether it allows a rescue at each position, and the `Why` of a refusal."""
+        """Whether it allows a rescue at each position, and the `Why` of a refusal.
+
+        Args:
+          mismatch: drafted tokens that the lossless rule refuses.
+          barred: tokens that nothing can rescue.
+          affordable: within the risk budget; None without one.
+          end: draft tokens of each row.
+        """
         holds = [condition.holds(seen) for condition in self.conditions]
         refusals = [condition.why.value for condition in self.conditions]
-        if block.affordable is not None:
-            holds.append(block.affordable)
+        if affordable is not None:
+            holds.append(affordable)
             refusals.append(Why.REFUSED_BUDGET.value)
         for window in self.windows:
-            holds.append(window.is_clean(block.mismatch))
+            holds.append(window.is_clean(mismatch))
             refusals.append(Why.REFUSED_WINDOW.value)
-        refusal = jnp.full(block.mismatch.shape, Why.REFUSED_BOUNDARY.value)
+        refusal = jnp.full(mismatch.shape, Why.REFUSED_BOUNDARY.value)
         if holds:
             refusal = jnp.select([~held for held in holds], refusals, refusal)
-        fits = [window.fits(block.mismatch.shape[1], block.end) for window in self.windows]
-        allowed = functools.reduce(operator.and_, holds + fits, ~block.barred)
+        fits = [window.fits(mismatch.shape[1], end) for window in self.windows]
+        allowed = functools.reduce(operator.and_, holds + fits, ~barred)
         if self.enabled is None:
             return allowed, refusal
         enabled = jnp.asarray(column(self.enabled))

@@ -53,9 +53,6 @@ class Fly(Loose):
         "normalized", the formula printed in the paper, 0.3 rescues almost nothing.
       window: "paper", or "reference" for FLy's reference code, which looks at j+1 .. j+W-1 only and
         yet demands j + W <= K.
-
-    Raises:
-      FlyJaxError: if a value is outside its range.
     """
 
     entropy_threshold: Number = parameter(
@@ -100,7 +97,7 @@ class Csd(Loose):
       memory: False leaves the other half out.
 
     Raises:
-      FlyJaxError: both halves left out, or a tau that is no ratio.
+      FlyJaxError: both halves left out.
     """
 
     consistency: Number | None = parameter(
@@ -142,9 +139,6 @@ class Lossy(Loose):
 
     In greedy decoding a threshold above 0.5 rescues nothing: a token that probable is the target's
     own choice.
-
-    Raises:
-      FlyJaxError: no probability.
     """
 
     threshold: Number = parameter(
@@ -161,19 +155,13 @@ class Lossy(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Lenience(Loose):
-    """Speculative sampling that asks less of the draft (appendix of arXiv 2211.17192).
+    """Speculative sampling that asks less of the draft, by l (appendix of arXiv 2211.17192).
 
     When sampling, a draft token x ~ q is kept with probability min(1, p(x) / (l q(x))), by the draw
     of the lossless rule, which is l = 1; a token that is not kept is replaced as by that rule. No
     token is then emitted with more than 1/l times its probability. What l = 1 would refuse counts
     as rescued. Greedy decoding is the limit of temperature 0 with the plain softmax on both sides:
     x is kept iff p(x) >= l max p.
-
-    Attributes:
-      lenience: l.
-
-    Raises:
-      FlyJaxError: no ratio.
     """
 
     lenience: Number = parameter(
@@ -193,13 +181,6 @@ class Typical(Loose):
     """Medusa's typical acceptance (arXiv 2401.10774): p(x) > min(`epsilon`, `delta` exp(-H)).
 
     H is the entropy of the target's plain softmax, in nats: the flatter it is, the less is asked.
-
-    Attributes:
-      epsilon: what is enough anywhere.
-      delta: what is enough where the target is sure.
-
-    Raises:
-      FlyJaxError: a value that is no probability.
     """
 
     epsilon: Number = parameter(
@@ -221,11 +202,7 @@ class Typical(Loose):
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Margin(Loose):
-    """Rescues a token that is nearly the target's choice: max ln p - ln p(x) <= `gap`, in nats.
-
-    Raises:
-      FlyJaxError: a negative gap.
-    """
+    """Rescues a token that is nearly the target's choice: max ln p - ln p(x) <= `gap`, in nats."""
 
     gap: Number = parameter(
         0.3,

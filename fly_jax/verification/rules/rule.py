@@ -22,7 +22,6 @@ from fly_jax.parameters import check_parameters, parameter
 from fly_jax.verification.data import STATIC, Count, Number, data_tree
 from fly_jax.verification.evidence import Needs, TargetEvidence
 from fly_jax.verification.rules.conditions import (
-    Block,
     Clause,
     Condition,
     RuleState,
@@ -225,7 +224,6 @@ class Budget(Loose):
     With a budget of 0, and once the budget is spent, decoding is lossless.
 
     Attributes:
-      rule: what is limited.
       total: the budget of each request, in nats; None for no limit.
 
     Raises:
@@ -292,7 +290,8 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
     for rule in (*rules, *like):
         clauses: dict[tuple[str, int], Clause] = {}
         for clause in rule.clauses():
-            clause = clause if clause.enabled is not None else _switched(clause, True)
+            if clause.enabled is None:
+                clause = dataclasses.replace(clause, enabled=True)
             kind = str(jax.tree.structure(clause))
             # A rule may have several alternatives of one kind.
             number = sum(kind == other for other, _ in clauses)
@@ -301,7 +300,8 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
     # In an order that does not depend on the order of rows.
     alternatives = []
     for name in sorted({name for clauses in owned for name in clauses}):
-        absent = _switched(next(clauses[name] for clauses in owned if name in clauses), False)
+        any_other = next(clauses[name] for clauses in owned if name in clauses)
+        absent = dataclasses.replace(any_other, enabled=False)
         column = [clauses.get(name, absent) for clauses in owned[: len(rules)]]
         alternatives.append(jax.tree.map(lambda *numbers: _stacked(numbers), *column))
     united = UnitedRules(tuple(alternatives))
@@ -311,10 +311,6 @@ def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
         return united
     none = np.float32(np.inf)
     return Budget(united, _stacked([none if one is None else one for one in budgets[: len(rules)]]))
-
-
-def _switched(clause: Clause, enabled: bool) -> Clause:
-    return dataclasses.replace(clause, enabled=enabled)
 
 
 def _stacked(numbers: Sequence[Any]) -> np.ndarray:
@@ -372,11 +368,10 @@ def accept(
     accepted = here.accepted
     mismatch, barred = ~accepted & present, _barred(here, draft_tokens, protected)
     affordable = None if rule.budget is None else _affordable(here, mismatch, state)
-    block = Block(mismatch, barred, affordable, end)
     seen = Seen(here, draft_tokens, memory)
     allowed, refusals = [jnp.zeros_like(accepted)], [jnp.zeros(accepted.shape, jnp.int32)]
     for clause in rule.clauses():
-        allows, refusal = clause.judge(seen, block)
+        allows, refusal = clause.judge(seen, mismatch, barred, affordable, end)
         allowed.append(allows)
         refusals.append(refusal)
     rescued = ~accepted & functools.reduce(operator.or_, allowed)

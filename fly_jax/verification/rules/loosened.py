@@ -270,7 +270,8 @@ def rule_names(text: str) -> tuple[str, ...]:
                 f"rule is {text!r}, and {name} is lossless, which nothing can be added to or taken "
                 f"from; combine only {', '.join(RULES)}."
             )
-    check_size(f"rule is {text!r}, which", len(names), num_alternatives)
+    if len(names) > 1:
+        check_size(f"rule is {text!r}, which", len(names), num_alternatives)
     return names
 
 

@@ -39,8 +39,9 @@ from fly_jax.sharding.processes import joint_errors, process_id
 if TYPE_CHECKING:  # what loads models takes seconds to import; and the extra [serve]
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
+    from fly_jax.serving.http.limits import ServerLimits
     from fly_jax.serving.http.request_builder import RequestBuilder
-    from fly_jax.serving.http.service import ServerLimits, Service
+    from fly_jax.serving.http.service import Service
 
 _HELP = """\
 python -m fly_jax.launch serve [flags]
@@ -233,7 +234,7 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
 
 
 def _limits(values: ServeFlags) -> ServerLimits:
-    from fly_jax.serving.http.service import ServerLimits
+    from fly_jax.serving.http.limits import ServerLimits
 
     api_key = values.api_key if values.api_key is not None else os.environ.get(_KEY)
     if api_key is not None and not api_key.strip():

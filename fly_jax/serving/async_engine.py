@@ -38,12 +38,7 @@ class TokenStream(AsyncIterator[Settled]):
     state: RequestState
 
     def __init__(self, owner: AsyncEngine, max_unread: float = math.inf) -> None:
-        """Waits for a request.
-
-        Args:
-          owner: runs the engine.
-          max_unread: portions of tokens that may wait for their reader.
-        """
+        """Waits for a request; so many portions of tokens may wait for their reader."""
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Settled | FlyJaxError | None] = asyncio.Queue()
         self._max_unread = max_unread
@@ -101,11 +96,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Takes an engine, which nobody else may use meanwhile.
-
-        Args:
-          engine: warmed up, if the first request is not to wait for compilation.
-        """
+        """Takes an engine, which nobody else may use; a warm one does not compile first."""
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[RequestState, TokenStream] = {}
@@ -144,7 +135,6 @@ class AsyncEngine:
         """Hands in a request: `async for settled in await engine.submit(request)`.
 
         Args:
-          request: what is asked for.
           max_unread: portions of tokens that may wait for their reader; with one more the request
             is cancelled, and its reader told so.
 

@@ -17,9 +17,9 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.slots import Slots
 from fly_jax.launch import serve
 from fly_jax.serving.http.app import HEADERS, page
+from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import ChatRequest, CompletionRequest, FlyFields
-from fly_jax.serving.http.service import ServerLimits
 from fly_jax.verification.rules import VLLM_NAMES, Exact
 
 _ROOT = Path(__file__).parents[2]

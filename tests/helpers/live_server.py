@@ -23,9 +23,10 @@ from fly_jax.engine.batch import generate
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation, RequestState, Settled
 from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
-from fly_jax.serving.http.service import ServerLimits, Service
+from fly_jax.serving.http.service import Service
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"

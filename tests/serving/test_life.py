@@ -20,9 +20,10 @@ from random_pairs import random_target
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
 from fly_jax.engine.engine import Engine
 from fly_jax.serving.async_engine import AsyncEngine
+from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
-from fly_jax.serving.http.service import ServerLimits, Service
+from fly_jax.serving.http.service import Service
 from fly_jax.verification.rules import Exact
 
 

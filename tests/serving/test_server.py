@@ -33,9 +33,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from random_pairs import logits_after
 from smoke import Smoke
 
+from fly_jax.serving.http.app import EventStream
 from fly_jax.serving.http.protocol import CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
-from fly_jax.serving.http.response_stream import EventStream
 from fly_jax.verification.rules import Why
 
 CHAT = "/v1/chat/completions"

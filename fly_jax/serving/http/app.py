@@ -1,13 +1,12 @@
-"""The routes of the server, the page at /, and what is turned away before anything reads it."""
+"""The routes of the server, how replies are sent, and the page at /."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import importlib.metadata
 import json
-import re
-import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +15,12 @@ from fastapi import APIRouter, Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
+from fly_jax.serving.http.limits import ClientGone, Guard, unless_gone
 from fly_jax.serving.http.protocol import (
     ApiError,
     ChatRequest,
@@ -31,9 +30,9 @@ from fly_jax.serving.http.protocol import (
     as_api_error,
 )
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
-from fly_jax.serving.http.response_stream import EventStream, in_one_piece
-from fly_jax.serving.http.service import Service
+from fly_jax.serving.http.service import ResponseStream, Service
 
+_CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 429, 503)
 }
@@ -53,8 +52,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.add_middleware(
         Guard,  # type: ignore[arg-type]
-        api_key=service.limits.api_key,
-        max_body=service.limits.max_body,
+        limits=service.limits,
         on_refused=service.metrics.refused,
     )
 
@@ -107,7 +105,7 @@ def _about(service: Service) -> APIRouter:
             "fly": {
                 "rule": service.builder.config.rule,
                 "rules": service.builder.names,
-                "num_speculative_tokens": engine.spec.static.num_speculative_tokens,
+                "num_speculative_tokens": service.num_speculative_tokens,
                 "max_logprobs": engine.spec.static.max_logprobs,
                 "has_chat_template": service.has_template,
             },
@@ -152,74 +150,6 @@ def _about(service: Service) -> APIRouter:
     return router
 
 
-class Guard:
-    """Turns away a wrong key and a body that is too large, before anything reads them."""
-
-    def __init__(
-        self, app: ASGIApp, api_key: str | None, max_body: int, on_refused: Callable[[int], None]
-    ) -> None:
-        """Stands before an ASGI application.
-
-        Args:
-          app: gets those that pass.
-          api_key: what a request under /v1 has to bring; None for nothing.
-          max_body: bytes of a body.
-          on_refused: gets the status of each reply that is not a success.
-        """
-        self._app, self._max_body, self._on_refused = app, max_body, on_refused
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or hands it on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        size = 0
-
-        async def telling(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._on_refused(message["status"])
-            await send(message)
-
-        error = self._refusal(scope)
-        if error is not None:
-            await error.response(scope, receive, telling)
-            return
-
-        async def measured() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self._max_body:  # its length was not said, or wrongly
-                raise HTTPException(413, self._too_large)
-            return message
-
-        await self._app(scope, measured, telling)
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
-        if self._expected is not None and scope["path"].startswith("/v1"):
-            given = headers.get("authorization", "").encode("latin-1", "replace")
-            if not secrets.compare_digest(given, self._expected):
-                return ApiError(
-                    401,
-                    "The API key is missing or wrong; send the server's as a bearer token.",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        length = headers.get("content-length", "0")
-        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > self._max_body:
-            return ApiError(413, self._too_large, code="body_too_large")
-        return None
-
-    @property
-    def _too_large(self) -> str:
-        return (
-            f"The body has more than {self._max_body} bytes; send less, or start the server with a "
-            "larger --max_body."
-        )
-
-
 _FILE = Path(__file__).with_name("page.html")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
@@ -239,3 +169,61 @@ def page() -> str:
     }
     text = _FILE.read_text(encoding="utf-8")
     return text.replace("/*PALETTE*/", PALETTE).replace('"KINDS"', json.dumps(kinds))
+
+
+async def in_one_piece(receive: Receive, seconds: float, stream: ResponseStream) -> Response:
+    """The whole reply, as JSON."""
+    async with stream:
+        try:
+            reply = await unless_gone(receive, seconds, stream.whole())
+        except ClientGone:
+            return Response(status_code=_CLIENT_LEFT)
+    return JSONResponse(reply.model_dump(exclude_unset=True))
+
+
+class EventStream(Response):
+    """The reply as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: ResponseStream, seconds: float, client_seconds: float) -> None:
+        """Sends nothing yet.
+
+        Args:
+          stream: gives the events.
+          seconds: in which all has to be sent.
+          client_seconds: in which the client has to take what is sent, or is given up.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._stream, self._seconds, self._client_seconds = stream, seconds, client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events; whatever ends that ends the decoding."""
+        with contextlib.suppress(ClientGone):
+            async with self._stream:
+                await self._send(
+                    send, type="http.response.start", status=200, headers=self.raw_headers
+                )
+                try:
+                    await unless_gone(receive, self._seconds, self._events(send))
+                except ApiError as error:
+                    await self._event(send, error.body.model_dump_json())
+                await self._event(send, "[DONE]")
+                await self._send(send, type="http.response.body", body=b"", more_body=False)
+
+    async def _events(self, send: Send) -> None:
+        async for chunk in self._stream.chunks():
+            await self._event(send, chunk.model_dump_json(exclude_unset=True))
+
+    async def _event(self, send: Send, data: str) -> None:
+        body = f"data: {data}\n\n".encode()
+        await self._send(send, type="http.response.body", body=body, more_body=True)
+
+    async def _send(self, send: Send, **message: Any) -> None:
+        """Raises ClientGone if the client takes nothing any more."""
+        try:
+            async with asyncio.timeout(self._client_seconds):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None

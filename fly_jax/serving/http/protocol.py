@@ -56,9 +56,6 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
 # So much like a field that there is, one was meant to be that.
 _ALIKE = 0.9
 
-# A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
-NO_RETRY = {"x-should-retry": "false"}
-
 # A text, its tokens, or a conversation as a chat template takes it.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -133,30 +130,23 @@ FlyFields: Any = create_model(
 
 
 class StreamOptions(BaseModel):
-    """Parts of a stream besides the text.
-
-    Attributes:
-      include_usage: ends with a chunk of the usage and the metrics.
-    """
+    """Parts of a stream besides the text: at its end a chunk of the usage and the metrics."""
 
     include_usage: bool = False
 
 
-class GenerationRequest(_Fields):
+class _GenerationFields(_Fields):
     """Fields that both endpoints take.
 
     Attributes:
       model: as /v1/models names it; the only one there is if not given.
       max_tokens: of each answer.
       temperature: 0 is greedy; the server's if not given.
-      top_p: keeps the most probable tokens of this probability together.
-      top_k: keeps so many of the most probable tokens; 0 or -1 for all.
+      top_k: 0 or -1 for all.
       n: answers to each prompt, which differ only where they are drawn.
       seed: of the draws; of the i-th answer it is seed + i.
       stop: texts before which an answer ends.
-      stream: sends the answer as server-sent events while it is decoded.
       ignore_eos: goes on to max_tokens, whatever ends of text come.
-      fly: how FLy is to decode it; {} if not given.
     """
 
     model: str | None = None
@@ -175,33 +165,17 @@ class GenerationRequest(_Fields):
     )
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
-        """Texts, tokens or conversations, each to be continued by n answers."""
-        raise NotImplementedError
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens of each answer; None for all that there is room for."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Alternatives at each position; None for no log-probabilities."""
-        raise NotImplementedError
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(_GenerationFields):
     """The body of /v1/completions.
 
     Attributes:
       prompt: a text, its tokens, or several of either.
       logprobs: gives the log-probability of each token, and so many of the most probable ones.
-      best_of: n, or not given.
     """
 
     prompt: (
@@ -227,12 +201,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """OpenAI's if not given."""
+        """Tokens of each answer: OpenAI's number if not given."""
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
+        """Alternatives at each position; None for no log-probabilities."""
         return self.logprobs
 
 
@@ -261,11 +235,10 @@ class Message(_Fields):
         return {"role": self.role, "content": text}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(_GenerationFields):
     """The body of /v1/chat/completions.
 
     Attributes:
-      messages: the conversation so far.
       max_completion_tokens: another name of max_tokens.
       logprobs: gives the log-probability of each token.
       top_logprobs: gives with it so many of the most probable ones.
@@ -293,20 +266,22 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """By either of its names."""
+        """Tokens of each answer, by either name; None for all that there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """See `GenerationRequest`."""
+        """As of `CompletionRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+GenerationRequest = CompletionRequest | ChatRequest
 
 
 class ErrorDetail(BaseModel):
     """An error, for people and for programs.
 
     Attributes:
-      message: a sentence.
       type: whose fault it is.
       param: the field that is wrong, if one is.
       code: a word that programs can compare.

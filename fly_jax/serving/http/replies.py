@@ -20,23 +20,13 @@ _LEAST = -9999.0
 
 
 class CachedTokens(BaseModel):
-    """The part of a prompt that did not have to be run.
-
-    Attributes:
-      cached_tokens: tokens that another request had brought into the caches.
-    """
+    """Tokens of a prompt that another request had brought into the caches."""
 
     cached_tokens: int
 
 
 class Usage(BaseModel):
-    """Tokens of a request.
-
-    Attributes:
-      prompt_tokens: of its prompts, each counted once.
-      completion_tokens: of all answers.
-      total_tokens: of both.
-    """
+    """Tokens of a request: of its prompts, each counted once, and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,8 +55,7 @@ class SpeculativeDecoding(BaseModel):
       draft_acceptance_rate: accepted over drafted tokens.
       acceptance_histogram: how many steps kept 0, 1, ... K draft tokens.
       num_spec_steps: passes of the target over a draft.
-      num_accepted_draft_tokens: draft tokens kept, rescued ones included.
-      num_draft_tokens: draft tokens that the target saw.
+      num_accepted_draft_tokens: rescued ones included.
       num_spec_tokens: K.
       mean_accepted_tokens: settled tokens per pass of the target, bonus included.
       num_rescued_tokens: mismatches kept.
@@ -96,6 +85,7 @@ class SpeculativeDecoding(BaseModel):
         accepted = sum(one.num_accepted_tokens for one in generations)
         drafted = sum(one.num_draft_tokens for one in generations)
         num_rounds = sum(one.num_rounds for one in generations)
+        settled = sum(len(one.token_ids) for one in generations)
         refused = collections.Counter(
             reason
             for one in generations
@@ -111,8 +101,7 @@ class SpeculativeDecoding(BaseModel):
             num_accepted_draft_tokens=accepted,
             num_draft_tokens=drafted,
             num_spec_tokens=k,
-            mean_accepted_tokens=sum(len(one.token_ids) for one in generations)
-            / max(num_rounds, 1),
+            mean_accepted_tokens=settled / max(num_rounds, 1),
             num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
             num_revoked_windows=sum(one.num_rollbacks for one in generations),
             refused_by=dict(refused),
@@ -168,11 +157,8 @@ class AnswerAudit(BaseModel):
     """Every mismatch of an answer, as the command audit knows it.
 
     Attributes:
-      rule: that decided.
       entropy_measure: "top_3" over so many most probable tokens in nats, "full" over all, or
         "normalized".
-      rescues: those kept.
-      refusals: those refused.
     """
 
     rule: str
@@ -246,12 +232,7 @@ class Token(BaseModel):
 
 
 class ChoiceExtras(BaseModel):
-    """FLy's part of an answer, as far as it was asked for.
-
-    Attributes:
-      audit: with `fly.audit`.
-      tokens: with `fly.stream_why`, of this chunk.
-    """
+    """FLy's part of an answer: with `fly.audit`, and with `fly.stream_why` of this chunk."""
 
     audit: AnswerAudit | None = None
     tokens: list[Token] | None = None
@@ -279,7 +260,6 @@ class TopLogprob(BaseModel):
     Attributes:
       token: what it spells by itself; U+FFFD stands for a part of a character.
       logprob: in nats.
-      bytes: the UTF-8 of what it spells.
     """
 
     token: str
@@ -288,21 +268,13 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was decoded.
-
-    Attributes:
-      top_logprobs: the most probable ones there.
-    """
+    """A token that was decoded, with the most probable ones there."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Of /v1/chat/completions.
-
-    Attributes:
-      content: all tokens.
-    """
+    """Of /v1/chat/completions: of all tokens."""
 
     content: list[TokenLogprob]
 
@@ -349,15 +321,10 @@ class ChatPiece(Choice):
 
 
 class Reply(BaseModel):
-    """The fields of all replies.
+    """The fields of all replies; `usage` and `metrics` come at the end.
 
     Attributes:
-      id: of the request.
-      object: what this is.
-      created: when it arrived, in seconds since 1970.
-      model: the server's.
-      usage: at the end.
-      metrics: at the end.
+      created: when the request arrived, in seconds since 1970.
     """
 
     id: str
@@ -406,14 +373,7 @@ class TextStyle:
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
     ) -> TextLogprobs:
-        """Log-probabilities of some tokens.
-
-        Args:
-          found: theirs.
-          texts: what each of them adds to the answer.
-          begin: characters of the answer before them.
-          tokenizer: of the models.
-        """
+        """Log-probabilities of tokens that add these texts after `begin` characters."""
 
         def top(one: TokenLogprobs) -> dict[str, float]:
             values: dict[str, float] = {}

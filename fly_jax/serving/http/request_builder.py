@@ -34,12 +34,9 @@ class RequestBuilder:
 
     @classmethod
     def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:
-        """Of a server.
+        """Of a server whose requests may ask for these rules besides.
 
-        Args:
-          config: of requests that do not say.
-          rules: expressions that requests may ask for besides; None for fly and margin, as far as
-            they fit. Without a draft there is nothing to choose.
+        None are fly and margin, as far as they fit. Without a draft there is nothing to choose.
 
         Raises:
           FlyJaxError: a rule of no use.
@@ -90,13 +87,7 @@ class RequestBuilder:
         engine: Engine,
         protected: Callable[[tuple[str, ...]], tuple[int, ...]],
     ) -> list[Request]:
-        """The engine's requests for a client's: n for each prompt.
-
-        Args:
-          request: the client's.
-          prompts: its prompts' token ids.
-          engine: will take them.
-          protected: tokens by patterns; see `Pair.protected_token_ids`.
+        """The engine's requests for a client's: n for each prompt, given as token ids.
 
         Raises:
           ApiError: a rule or a pattern that the server does not have.

@@ -31,11 +31,7 @@ class _Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, on which nothing listens yet.
-
-    Args:
-      host: a name or an address.
-      port: 0 for any that is free.
+    """A socket at an address (port 0: any that is free), on which nothing listens yet.
 
     Raises:
       FlyJaxError: it is taken, or not this machine's.
@@ -80,8 +76,6 @@ async def serve(
     """Answers requests until `stop` is set and those that are going are done.
 
     Args:
-      service: not ready yet.
-      listening: from `bound`.
       grace_period: seconds for requests that are going when it is to stop.
       stop: set from the same loop.
       say: gets a line when it is ready, and when it is about to stop.

@@ -1,4 +1,4 @@
-"""The server without HTTP: who is let in, how prompts become tokens, and how it comes to an end."""
+"""The server without HTTP: who is let in, how prompts become tokens, how replies come and end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from fly_jax.decoding.pair import Pair, check_prompt
-from fly_jax.engine.request import Request
+from fly_jax.engine.request import Request, RequestState, Settled
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.evaluation.mismatches import Run
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
+from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import (
     ApiError,
@@ -24,30 +26,18 @@ from fly_jax.serving.http.protocol import (
     invalid,
     unavailable,
 )
-from fly_jax.serving.http.replies import Style
+from fly_jax.serving.http.replies import (
+    AnswerAudit,
+    ChoiceExtras,
+    Reply,
+    RequestMetrics,
+    Style,
+    Token,
+    Usage,
+)
 from fly_jax.serving.http.request_builder import RequestBuilder
-from fly_jax.serving.http.response_stream import ResponseStream
 
 _MAX_UNREAD = 1024  # dispatches
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerLimits:
-    """Bounds on what clients may do.
-
-    Attributes:
-      max_queue: requests that may wait for a slot.
-      max_body: bytes of a body.
-      request_timeout: seconds from a request's arrival to its last token.
-      client_timeout: seconds in which a client must take what is sent.
-      api_key: what requests have to bring; None for nothing.
-    """
-
-    max_queue: int = 256
-    max_body: int = 2 * 2**20
-    request_timeout: float = 600.0
-    client_timeout: float = 30.0
-    api_key: str | None = None
 
 
 class Service:
@@ -55,11 +45,7 @@ class Service:
 
     Attributes:
       name: of the model.
-      engine: decodes; whoever runs the service enters and leaves it.
-      pair: the models.
-      builder: makes the engine's requests.
-      limits: what clients may do.
-      metrics: of all that happens.
+      engine: whoever runs the service enters and leaves it.
       state: "starting" until it is warmed up; "draining" when it is about to stop.
       created: when it began, in seconds since 1970.
       num_open: requests that are decoded or wait.
@@ -83,6 +69,7 @@ class Service:
         self.num_open = 0
         self._protected = functools.cache(lambda patterns: pair.protected_token_ids(patterns))
         spec = engine.engine.spec
+        self.num_speculative_tokens = spec.static.num_speculative_tokens
         entropy = spec.static.needs(spec.rule).entropy
         assert entropy is not None, "the engine audits"
         self._entropy = entropy.name
@@ -134,22 +121,14 @@ class Service:
         self.check_model(request.model)
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
-            engine = self.engine.engine
-            requests = self.builder.requests(request, ids, engine, self._protected)
-            rule = self.builder.rule_name(request)
-            stream = ResponseStream(
-                request,
-                style,
-                await self._submitted(requests),
-                model=self.name,
-                tokenizer=self.pair.tokenizer,
-                run=Run(FORMAT, VERSION, rule, self._entropy, {}),
-                num_speculative_tokens=engine.spec.static.num_speculative_tokens,
-                metrics=self.metrics,
-                on_end=self._leave,
-            )
+            requests = self.builder.requests(request, ids, self.engine.engine, self._protected)
+            stream = ResponseStream(self, request, style, await self._submitted(requests))
         self._open.add(stream)
         return stream
+
+    def run_of(self, request: GenerationRequest) -> Run:
+        """The rule of a request and what entropies are, for its audit."""
+        return Run(FORMAT, VERSION, self.builder.rule_name(request), self._entropy, {})
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""
@@ -193,7 +172,8 @@ class Service:
             self.num_open -= number
             raise
 
-    def _leave(self, stream: ResponseStream) -> None:
+    def leave(self, stream: ResponseStream) -> None:
+        """Counts out a reply of which no more will come."""
         self._open.discard(stream)
         self.num_open -= stream.num_streams
 
@@ -240,3 +220,181 @@ class Service:
         for one in self._open:
             one.cancel()
         return len(self._open)
+
+
+@dataclasses.dataclass
+class _Answer:
+    """A stream as far as it has come: the texts of its tokens, and when the last of them came."""
+
+    stream: TokenStream
+    texts: list[str] = dataclasses.field(default_factory=list)
+    last: float | None = None
+
+    @property
+    def state(self) -> RequestState:
+        return self.stream.state
+
+
+class ResponseStream:
+    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: GenerationRequest,
+        style: Style,
+        streams: Sequence[TokenStream],
+    ) -> None:
+        """Begins to answer a request, of whose prompts each has n streams."""
+        self._service, self._request, self._style = service, request, style
+        self._answers = [_Answer(stream) for stream in streams]
+        self._fields: dict[str, Any] = {
+            "id": f"{style.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.name,
+        }
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that the engine has of it."""
+        return len(self._answers)
+
+    async def __aenter__(self) -> ResponseStream:
+        """Nothing to be done."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Cancels what is still going."""
+        self.cancel()
+        self._service.leave(self)
+        for answer in self._answers:
+            self._service.metrics.ended(answer.state)
+
+    def cancel(self) -> None:
+        """Stops decoding; whoever waits for a reply is told so."""
+        for answer in self._answers:
+            answer.stream.stop()
+
+    async def whole(self) -> Reply:
+        """The reply in one piece.
+
+        Raises:
+          ApiError: the engine has stopped, or was told to.
+        """
+        async for _ in self._settled():
+            pass
+        choices = [
+            self._style.answer(
+                "".join(answer.texts),
+                index=index,
+                finish_reason=answer.state.generation.finish_reason,
+                **self._extras(answer, 0, is_last=True, is_whole=True),
+            )
+            for index, answer in enumerate(self._answers)
+        ]
+        return self._style.whole(
+            choices=choices, usage=self._usage(), metrics=self._figures(), **self._fields
+        )
+
+    async def chunks(self) -> AsyncGenerator[Reply]:
+        """The reply as it comes.
+
+        Raises:
+          ApiError: the engine has stopped, or was told to.
+        """
+        options = self._request.stream_options
+        ends_with_usage = options is not None and options.include_usage
+        unfinished = len(self._answers)
+        async for index, settled in self._settled():
+            answer = self._answers[index]
+            begin = len(answer.texts) - len(settled.texts)
+            text, is_last = "".join(settled.texts), settled.finish_reason is not None
+            unfinished -= is_last
+            extras = self._extras(answer, begin, is_last=is_last, is_whole=False)
+            if not (text or is_last or begin == 0 or extras):
+                continue
+            piece = self._style.piece(
+                text, begin == 0, index=index, finish_reason=settled.finish_reason, **extras
+            )
+            is_end = not unfinished and not ends_with_usage
+            figures = {"metrics": self._figures()} if is_end else {}
+            yield self._style.chunk(choices=[piece], **self._fields, **figures)
+        if ends_with_usage:
+            yield self._style.chunk(
+                choices=[], usage=self._usage(), metrics=self._figures(), **self._fields
+            )
+
+    async def _settled(self) -> AsyncGenerator[tuple[int, Settled]]:
+        """Waits for the next tokens of any answer, and counts them."""
+        streams = [answer.stream for answer in self._answers]
+        try:
+            async with contextlib.aclosing(merged(streams)) as found:
+                async for index, settled in found:
+                    answer, now = self._answers[index], time.perf_counter()
+                    self._service.metrics.settled(
+                        settled, None if answer.last is None else now - answer.last
+                    )
+                    answer.last = now
+                    answer.texts += settled.texts
+                    yield index, settled
+        except FlyJaxError as error:
+            raise unavailable(str(error)) from error
+
+    def _extras(
+        self, answer: _Answer, begin: int, *, is_last: bool, is_whole: bool
+    ) -> dict[str, Any]:
+        """The fields `logprobs` and `fly` of the tokens from `begin` on, as far as asked for."""
+        generation, texts = answer.state.generation, answer.texts[begin:]
+        here = slice(begin, len(answer.texts))
+        found, extras = dict[str, Any](), dict[str, Any]()
+        tokenizer = self._service.pair.tokenizer
+        if self._request.num_logprobs is not None:
+            num_before = sum(map(len, answer.texts[:begin]))
+            found["logprobs"] = self._style.logprobs(
+                generation.logprobs[here], texts, num_before, tokenizer
+            )
+        if self._request.fly.audit and is_last:
+            extras["audit"] = AnswerAudit.of(
+                answer.state, tokenizer, self._service.run_of(self._request)
+            )
+        if self._request.fly.stream_why and not is_whole:
+            extras["tokens"] = [
+                Token.of(report, text, tokenizer)
+                for report, text in zip(generation.reports[here], texts, strict=True)
+            ]
+        return found | ({"fly": ChoiceExtras(**extras)} if extras else {})
+
+    def _usage(self) -> Usage:
+        return Usage.of([answer.state for answer in self._answers], self._request.n)
+
+    def _figures(self) -> RequestMetrics:
+        return RequestMetrics.of(
+            [answer.state for answer in self._answers], self._service.num_speculative_tokens
+        )
+
+
+async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Settled]]:
+    """Yields from several streams as tokens come, each with the index of its stream.
+
+    Raises:
+      FlyJaxError: one of them ended before its last token.
+    """
+
+    async def next_of(index: int) -> Settled | None:
+        return await anext(streams[index], None)
+
+    waiting = {asyncio.create_task(next_of(index)): index for index in range(len(streams))}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, settled = waiting.pop(task), task.result()
+                if settled is None:
+                    raise FlyJaxError("The request was stopped before it was done; send it again.")
+                yield index, settled
+                if settled.finish_reason is None:
+                    waiting[asyncio.create_task(next_of(index))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -23,12 +23,7 @@ _MOST_ROWS, _CONTEXT_STEP = 4096, 1024
 
 
 def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, ...]]:
-    """The largest batch and context, and what would make a plan fit that does not; see `Plan`.
-
-    Args:
-      spec: the plan's.
-      peak_bytes: that the plan takes.
-    """
+    """The largest batch and context, and what would make a plan of this peak fit; see `Plan`."""
     correction = peak_bytes - counted_peak(spec, spec.layouts())
 
     def fits(changed: PlanSpec) -> bool:
@@ -93,7 +88,6 @@ class DraftPass:
 
     Attributes:
       rules: name of the layout.
-      matrices: type of its matrices.
       seconds: roofline time of a pass over one token.
       network_seconds: of these, between chips.
       num_bytes: that a chip holds of it, its cache included.
@@ -115,7 +109,6 @@ class SmallerDraft:
     Attributes:
       name: of the preset, or such as self:int4.
       best: its fastest layout, in the type of the plan's draft.
-      round_seconds: of a round with it.
       pays_from: mean accepted tokens from which it gives more tokens a second than the given draft
         does with those of the plan.
     """
@@ -146,11 +139,7 @@ def weigh_drafters(
 ) -> Drafters:
     """Weighs the given draft's layouts and types, and smaller models of its type, at the plan's K.
 
-    Args:
-      spec: the plan's.
-      layouts: the plan's.
-      verify_seconds: of the target's pass in the plan.
-      mean: accepted tokens of the plan.
+    A round of the plan verifies in so many seconds, and settles so many tokens in the mean.
     """
     left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
@@ -169,14 +158,13 @@ def weigh_drafters(
             one for one in passes if (one.rules, one.matrices) == (layouts.draft_rules, wide)
         )
     given_round = verify_seconds + k * given.seconds
-    others = []
-    for name, config in PRESETS.items():
-        if not _replaces(config, spec.draft):
-            continue
-        alike = (one for one in _passes(spec, config, left) if one.matrices == wide)
-        others.append((name, next(alike)))
+    others = {
+        name: next(one for one in _passes(spec, config, left) if one.matrices == wide)
+        for name, config in PRESETS.items()
+        if _replaces(config, spec.draft)
+    }
     smaller = []
-    for name, best in (*others, *own.items()):
+    for name, best in (others | own).items():
         if best.fits:
             seconds = verify_seconds + k * best.seconds
             pays_from = mean * seconds / given_round
@@ -197,13 +185,7 @@ def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
 
 
 def _passes(spec: PlanSpec, config: LlamaConfig, left: float) -> tuple[DraftPass, ...]:
-    """Every layout and type of a draft model, the best first.
-
-    Args:
-      spec: the plan's.
-      config: the model's.
-      left: bytes that a chip has for it.
-    """
+    """Every layout and type of a draft model in the bytes left of a chip, the best first."""
     found = [
         _pass(spec, config, name, matrices, left) for name in RULES for matrices in (None, INT8)
     ]

@@ -38,15 +38,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
-
-    Attributes:
-      name: of its result.
-      result: type of the result, as it is written.
-      opcode: such as "dynamic-update-slice".
-      inputs: what stands between the parentheses.
-      attributes: what follows them.
-    """
+    """One line of a computation: `name = result opcode(inputs), attributes`."""
 
     name: str
     result: str
@@ -78,12 +70,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """One function of the program.
-
-    Attributes:
-      instructions: by name, in the order in which they stand.
-      root: the one that gives its result.
-    """
+    """One function of the program: its lines by name, in their order, and the one it returns."""
 
     instructions: dict[str, Instruction]
     root: Instruction | None
@@ -91,12 +78,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A whole module.
-
-    Attributes:
-      computations: by name.
-      entry: the one that runs first.
-    """
+    """A whole module: its computations by name, and which one runs first."""
 
     computations: dict[str, Computation]
     entry: str
@@ -111,10 +93,7 @@ class Frame:
     """One computation that runs, as it is called from one place; what is fused is none.
 
     Attributes:
-      computation: what runs.
-      count: how often, at most.
-      in_loop: within the body of a loop.
-      in_branch: within a branch of a conditional.
+      count: how often it runs, at most.
     """
 
     computation: Computation
@@ -150,11 +129,7 @@ def frames(program: Program, *, unknown_trips: int = 1) -> Iterator[Frame]:
     """Every computation that runs, once for each place that it is called from.
 
     Of a conditional every branch is given, with the count of the whole, so that what is summed
-    over them is an upper bound.
-
-    Args:
-      program: what to go through.
-      unknown_trips: taken for a loop that nothing but data ends.
+    over them is an upper bound. A loop that nothing but data ends makes `unknown_trips`.
     """
     yield from _frames(_Scope(program, program.entry, ()), 1, False, False, unknown_trips)
 
@@ -328,9 +303,9 @@ class _Loop:
         start = _element(self._init, first.slot)
         # A counter whose start is data starts at 0 at the least: more trips than there will be.
         begin = (start if isinstance(start, int) else 0) + first.added
-        after = _element(self._after, first.slot)
-        is_counted = isinstance(after, _Counter) and after.slot == first.slot and after.added != 0
-        step = after.added if is_counted and isinstance(after, _Counter) else 1
+        after, step = _element(self._after, first.slot), 1
+        if isinstance(after, _Counter) and after.slot == first.slot:
+            step = after.added or 1
         if direction in ("LT", "LE") or (direction == "NE" and step > 0):
             away = limit - begin + (direction == "LE")
         elif direction in ("GT", "GE", "NE"):
@@ -383,10 +358,8 @@ class Exchange:
 
     Attributes:
       kind: as HLO names it.
-      shapes: of the results on one device.
-      num_bytes: of the results on one device.
+      shapes: of the results on one device, as are the bytes.
       group_size: devices that take part together.
-      count: how often it runs.
       axes: of the mesh, along which a group lies; empty where only the group's size is known.
     """
 
@@ -401,13 +374,7 @@ class Exchange:
 def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exchange]:
     """Every exchange of a compiled program, whatever loop or branch it stands in.
 
-    Each counts as often as the loops around it run. Of a conditional every branch is counted, so
-    that the sum is an upper bound.
-
-    Args:
-      hlo: the text of the optimised module.
-      num_devices: that the program runs on.
-      unknown_trips: taken for a loop that nothing but data ends.
+    Each counts as often as the loops around it run; see `frames`.
     """
     program = parse(hlo)
     return [
@@ -459,8 +426,7 @@ def _group_size(line: str, num_devices: int) -> int:
         # A part of an axis is written with what comes before it and its own size: 'x':(2)4.
         parts = (re.split(r":\(\d+\)", name.strip()) for name in meshed[2].split(","))
         return math.prod(int(own[0] if own else sizes[name]) for name, *own in parts)
-    pairs = re.search(r"source_target_pairs=", line)
-    return 2 if pairs else num_devices
+    return 2 if "source_target_pairs=" in line else num_devices
 
 
 # What hands an array on, or changes some of it where it lies. What a loop or a branch returns is
@@ -482,11 +448,7 @@ class Copy:
     Attributes:
       operation: as HLO names it, such as "copy" or "fusion".
       name: of its result in the program.
-      shape: of the array on one device.
-      num_bytes: of the array on one device.
-      count: how often it runs.
-      in_loop: within the body of a loop.
-      in_branch: within a branch of a conditional.
+      shape: of the array on one device, as are the bytes.
     """
 
     operation: str
@@ -509,11 +471,6 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
     Dimensions of 1 do not count, nor does the order of the others (of which a transposed copy has
     another), nor the type (which a widened copy has changed). Arrays that are made from nothing,
     such as an empty cache, are no copies, nor is what is fetched into a chip's vector memory.
-
-    Args:
-      hlo: the text of the optimised module.
-      shapes: of the large arrays on one device.
-      unknown_trips: taken for a loop that nothing but data ends.
     """
     program, wanted = parse(hlo), {_sizes(shape) for shape in shapes}
     return [
@@ -536,22 +493,13 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
 def large_shapes(
     layout: Layout | None, config: LlamaConfig, rows: int, capacity: int
 ) -> set[tuple[int, ...]]:
-    """Shapes of what a device holds of a model's cache and of each of its stacks of matrices.
-
-    Args:
-      layout: how the model lies; None on one device.
-      config: its shape.
-      rows: of the cache.
-      capacity: its positions.
-    """
-    arrays: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
-        (CACHE_AXES, cache_shape(config, rows, capacity))
-    ]
-    arrays += [
+    """Shapes of what a device holds of a model's cache and of each of its stacks of matrices."""
+    arrays = [
         (spec.axes, spec.shape)
         for spec in parameter_specs(config).values()
         if spec.inputs and spec.axes[0] == "layers"
     ]
+    arrays.append((CACHE_AXES, cache_shape(config, rows, capacity)))
     return {
         shape if layout is None else layout.sharding(axes, shape).shard_shape(shape)
         for axes, shape in arrays

@@ -94,15 +94,10 @@ class PlanSpec:
     """A pair, its sizes, and the chips that a plan is made for.
 
     Attributes:
-      target: shape of the model whose text is wanted.
-      draft: shape of the model that proposes.
-      chip: the accelerator.
-      mesh: of how many, and how they are used.
       int8: matrices are int8, not bfloat16.
       self_draft: the draft is the target itself, its matrices rounded to this type.
       context: prompt and new tokens of a row.
       prompt_length: tokens of each prompt; None for all of the context but one.
-      rows: decoded together.
       rounds: that are decoded with; see `default_round`.
       mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
       compiles: ask the compiler; False counts from shapes, as always where there is none.

@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -59,8 +59,6 @@ class Step:
       name: one of `STEPS`.
       peak_bytes: most memory at a time, with what the engine holds beside the step.
       argument_bytes: parameters, caches and the like, read or not.
-      temporary_bytes: made on the way.
-      exchanges: between chips.
       work: operations and memory traffic, from shapes.
       seconds: its roofline time.
       copies: of caches and stacks of matrices; None where no compiler was asked.
@@ -117,10 +115,6 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Compiles the programs of the engine that `generate` runs, one after the other.
 
     Where the compiler says that prefill does not fit, it is the last one: what it needs is known.
-
-    Args:
-      spec: what is planned.
-      layouts: how both models lie, on devices that need not be there.
     """
     models = _models(spec, layouts)
     target, draft = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
@@ -177,9 +171,8 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
         "autoregressive": _exchanges(target, 1),
     }
     for name, (held, temporary) in _counted_memory(spec, layouts).items():
-        work = _work(spec, layouts, name)
-        seconds = roofline_seconds(work, found[name], spec.chip, dict(spec.mesh.axes))
-        sent = tuple(found[name])
+        work, sent = _work(spec, layouts, name), tuple(found[name])
+        seconds = _seconds(spec, work, sent)
         yield Step(name, held + temporary, held, temporary, sent, work, seconds)
 
 
@@ -282,6 +275,10 @@ def _exchanges(model: _Model, tokens: int) -> list[Exchange]:
     return model_exchanges(*model, tokens, cache_exchanges(*model))
 
 
+def _seconds(spec: PlanSpec, work: Work, sent: Iterable[Exchange]) -> float:
+    return roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes))
+
+
 def _times(found: Iterable[Exchange], times: int) -> list[Exchange]:
     return [dataclasses.replace(one, count=one.count * times) for one in found]
 
@@ -316,7 +313,7 @@ def _compiled(
       spec: what is planned.
       layouts: with the mesh that it is compiled for.
       name: of the step.
-      traced: the program.
+      traced: its program.
       caches: those that are not to be copied, nor the models' stacks of matrices.
       times: that the program runs.
       beside: bytes that the engine holds while it runs and that are not its arguments.
@@ -337,8 +334,8 @@ def _compiled(
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
-        seconds = roofline_seconds(work, (), spec.chip, dict(spec.mesh.axes))
         took = time.perf_counter() - start
+        seconds = _seconds(spec, work, ())
         return Step(name, peak, 0, 0, (), work, seconds, (), compile_seconds=took)
     took = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
@@ -354,7 +351,7 @@ def _compiled(
         temporary_bytes=int(memory.temp_size_in_bytes),
         exchanges=sent,
         work=work,
-        seconds=roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes)),
+        seconds=_seconds(spec, work, sent),
         copies=tuple(copies(hlo, large, unknown_trips=most)),
         hlo=hlo,
         compile_seconds=took,
@@ -367,14 +364,7 @@ def abstract_model(
     matrices: MatrixType | None = None,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Llama:
-    """A model with shapes for parameters, on devices that need not be there.
-
-    Args:
-      config: its shape.
-      layout: how it lies.
-      matrices: their type, where it is not `dtype`.
-      dtype: of all else.
-    """
+    """A model with shapes for parameters, on devices that need not be there."""
     parameters = {
         name: jax.ShapeDtypeStruct(
             one.shape, one.dtype or dtype, sharding=layout.sharding(one.axes, one.shape)
@@ -387,9 +377,7 @@ def abstract_model(
 def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeState:
     """The state that a program makes: caches lie as their models do, all else on every device.
 
-    Args:
-      traced: from `Engine.trace_slots` or `Engine.trace_rows`.
-      layouts: of the target and the drafts.
+    The program is of `Engine.trace_slots` or `Engine.trace_rows`; the target's layout comes first.
     """
     state, placed = cast(DecodeState, traced.out_info), [one for one in layouts if one is not None]
     if not placed:
@@ -429,9 +417,8 @@ def _bytes(state: DecodeState) -> int:
 def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
     drafter, spec = engine.drafter, engine.spec
     assert drafter is not None
-    is_drawn = spec.sampling is not None
 
-    @_donating
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(
         drafter_state: Any,
         drafter: Drafter,
@@ -446,14 +433,14 @@ def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
             length,
             spec.static.num_speculative_tokens,
             sampling=sampling,
-            keys=keys if is_drawn else None,
+            keys=None if sampling is None else keys,
         )
 
     return step.trace(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
 
 
 def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
-    @_donating
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(
         cache: KVCache,
         parameters: Parameters,
@@ -473,7 +460,3 @@ def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
         shape, np.int32, sharding=target.layout.sharding((None, None), shape)
     )
     return step.trace(state.target, target.parameters(), state.tokens, state.length, drafted)
-
-
-def _donating(step: Callable[..., object]) -> jax.stages.Wrapped:
-    return jax.jit(step, donate_argnums=0)

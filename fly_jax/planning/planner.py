@@ -27,8 +27,6 @@ class Plan:
     """The answer to a `PlanSpec`.
 
     Attributes:
-      spec: what was planned.
-      layouts: how both models lie.
       steps: every step that was compiled or counted.
       largest_batch: rows that fit with this context; 0 for none.
       largest_context: tokens that fit with these rows; 0 for none.
@@ -168,11 +166,7 @@ class Plan:
 
 
 def make_plan(spec: PlanSpec, progress: Callable[[str], None] = lambda _: None) -> Plan:
-    """Plans: chooses the layouts, compiles or counts every step, and looks for what else fits.
-
-    Args:
-      spec: what is planned.
-      progress: told of every step that is done.
+    """Chooses layouts, compiles or counts every step (`progress` is told), sees what else fits.
 
     Raises:
       FlyJaxError: no such slice, no compiler for it, or a spec that no memory would satisfy.
@@ -203,18 +197,9 @@ def table(plan: Plan) -> str:
     for name, num_bytes in plan.memory().items():
         label = name.removesuffix("_bytes").replace("_", " ")
         lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
+    lines += ["", *_steps(plan), "", *_exchanges(plan), *_copies(plan), "", *_speed(plan), ""]
     lines += [
-        "",
-        *_steps(plan),
-        "",
-        *_exchanges(plan),
-        *_copies(plan),
-        "",
-        *_speed(plan),
-        "",
         *_drafters(plan),
-    ]
-    lines += [
         f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
         f"{plan.largest_context} (by shapes, corrected by the plan above)",
     ]
@@ -288,8 +273,7 @@ def _drafters(plan: Plan) -> list[str]:
         "A draft pass (counted from shapes), in ms, of which the network; an asterisk does not fit",
         f"  {'':<16}" + "".join(f"{name:>20}" for name in types),
     ]
-    rules = dict.fromkeys(one.rules for one in drafters.passes)
-    for name in rules:
+    for name in dict.fromkeys(one.rules for one in drafters.passes):
         row = {one.matrices: one for one in drafters.passes if one.rules == name}
         cells = (
             f"{one.seconds * 1e3:.2f} ({one.network_seconds * 1e3:.2f}){' ' if one.fits else '*'}"

@@ -48,15 +48,8 @@ def pass_work(
     Operations are the products' multiplications and additions. Bytes are every parameter once (of
     an embedding only the rows looked up), the whole cache once, and what is written to it. What is
     produced on the way stays in the chip, but for attention's scores where those of a layer, in
-    float32, are more than its vector memory holds: they are written and read once more.
-
-    Args:
-      layout: how the model lies.
-      config: its shape.
-      workload: rows and capacity.
-      tokens: new tokens of a row.
-      logits: whether the vocabulary is scored.
-      vector_memory: of the chip.
+    float32, are more than its vector memory holds: they are written and read once more. Without
+    `logits` the vocabulary is not scored.
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     matrices = 0
@@ -101,18 +94,13 @@ def draft_work(
 def model_exchanges(
     layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, kinds: Iterable[str]
 ) -> list[Exchange]:
-    """The exchanges of one pass, where no compiler says them: those of the layers.
+    """The exchanges of one pass over `tokens` of every row, where no compiler says them.
 
-    Args:
-      layout: how the model lies.
-      config: its shape.
-      workload: rows and capacity.
-      tokens: new tokens of a row.
-      kinds: those that attention needs in a layer; see `fly_jax.models.layouts`.
+    They are those of the layers; `kinds` are what attention needs (`fly_jax.models.layouts`).
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
-    num_bytes = rows * tokens * config.embed_size * 2
+    num_bytes = 2 * math.prod(shape)
     axes = layout.axes_of("ffw", config.ffw_size)
     wide, found = layout.devices(axes), []
     if wide > 1:
@@ -130,14 +118,7 @@ def model_exchanges(
 def roofline_seconds(
     work: Work, found: Iterable[Exchange], chip: Chip, sizes: dict[str, int]
 ) -> float:
-    """The longer of arithmetic and memory traffic, and then the network, which nothing hides.
-
-    Args:
-      work: of one chip.
-      found: its exchanges.
-      chip: the accelerator.
-      sizes: axes of the mesh.
-    """
+    """The longer of arithmetic and memory traffic, and then the network, which nothing hides."""
     busy = max(work.flops / chip.flops, work.num_bytes / chip.memory_bandwidth)
     return busy + sum(
         one.count * chip.exchange_seconds(one.kind, one.num_bytes, *group_axes(one, sizes))
@@ -226,13 +207,7 @@ def acceptance_from(mean: float, num_speculative_tokens: int) -> float:
 def best_num_speculative_tokens(
     times: StepTimes, acceptance: float, reference: int
 ) -> tuple[int, float]:
-    """The K with most tokens per second, and its speed-up over one token at a time.
-
-    Args:
-      times: with `verify` for `reference` draft tokens.
-      acceptance: probability that a draft token is kept.
-      reference: K of `times.verify`.
-    """
+    """The K with most tokens per second, and its speed-up; `times.verify` is of `reference`."""
     speeds = {
         k: mean_accepted(acceptance, k) * times.autoregressive / times.round(k, reference)
         for k in range(1, _MOST_DRAFTED + 1)

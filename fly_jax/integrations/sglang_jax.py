@@ -63,9 +63,7 @@ def predictions(
 def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> None:
     """Has sglang-jax's DFlash worker verify with a rule; in the process that runs the model.
 
-    Args:
-      rule: without a budget.
-      protected: as of `predictions`; say, the tokens that end a text.
+    What is protected is as of `predictions`: say, the tokens that end a text.
 
     Raises:
       FlyJaxError: a rule with a budget, or an sglang-jax without that function.

@@ -259,15 +259,7 @@ def _sum(first: _Value, second: _Value, sign: int) -> _Value:
 
 
 class _Loop:
-    """A `while` in its place.
-
-    Attributes:
-      trips: how often it runs at most; None where only data says that.
-      inside: its body, with what is known of what it carries unchanged.
-    """
-
-    trips: int | None
-    inside: _Scope
+    """A `while` in its place: its trips at most (None where only data says them), and its body."""
 
     def __init__(self, scope: _Scope, one: Instruction) -> None:
         names = _LOOP.search(one.attributes)
@@ -276,7 +268,7 @@ class _Loop:
         self._after = _Scope(scope.program, body, (_State(),)).result()
         known = _KNOWN_TRIPS.search(one.attributes)
         if known:
-            self.trips = int(known[1])
+            self.trips: int | None = int(known[1])
         else:
             bounds = list(_bounds(_Scope(scope.program, condition, (_State(),))))
             counts = [self._count(*bound) for bound in bounds]

@@ -8,6 +8,7 @@ import math
 import operator
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -84,14 +85,12 @@ class Step:
 
     def collectives(self) -> list[dict[str, object]]:
         """How often each kind of exchange runs, and the bytes of its results on a chip."""
-        kinds: dict[str, list[int]] = {}
+        counts, sizes = Counter[str](), Counter[str]()
         for one in self.exchanges:
-            total = kinds.setdefault(one.kind, [0, 0])
-            total[0] += one.count
-            total[1] += one.count * one.num_bytes
+            counts[one.kind] += one.count
+            sizes[one.kind] += one.count * one.num_bytes
         return [
-            {"kind": kind, "count": count, "bytes": num_bytes}
-            for kind, (count, num_bytes) in sorted(kinds.items())
+            {"kind": kind, "count": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)
         ]
 
     def copied(self) -> list[dict[str, object]] | None:
@@ -188,14 +187,14 @@ def prefill_cache_bytes(spec: PlanSpec, layouts: Layouts) -> int:
 
 def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
     """Bytes of a chip for the caches of prompts that are run together, and how many such groups."""
-    plan, found = spec.chunk_plan(layouts.target), dict[int, int]()
+    plan, found = spec.chunk_plan(layouts.target), Counter[int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
         rows, capacity = chunk.rows, plan.positions(chunk.rows)
         num_bytes = sum(
             cache_bytes(layout, config, dataclasses.replace(workload, rows=rows, capacity=capacity))
             for layout, config, workload in _models(spec, layouts)
         )
-        found[num_bytes] = found.get(num_bytes, 0) + times
+        found[num_bytes] += times
     return found
 
 
@@ -236,11 +235,10 @@ def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
 
 def _chunks(spec: PlanSpec, layouts: Layouts) -> dict[Chunk, int]:
     """How often each chunk runs; those that differ in their start alone are one."""
-    found: dict[Chunk, int] = {}
+    found = Counter[Chunk]()
     for chunks, times in spec.chunk_plan(layouts.target).groups(spec.prefilled, spec.rows):
         for chunk in chunks:
-            alike = chunk._replace(start=0)
-            found[alike] = found.get(alike, 0) + times
+            found[chunk._replace(start=0)] += times
     return found
 
 

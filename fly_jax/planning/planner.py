@@ -7,17 +7,10 @@ from collections.abc import Callable
 
 from fly_jax.models.architectures import parameter_specs
 from fly_jax.models.layouts import Layouts, cache_bytes, held_bytes
+from fly_jax.planning import roofline
 from fly_jax.planning.alternatives import Drafters, alternatives, weigh_drafters
 from fly_jax.planning.plan_spec import PlanSpec, slice_mesh
 from fly_jax.planning.plan_steps import Step, compiled_steps, counted_steps, prefill_cache_bytes
-from fly_jax.planning.roofline import (
-    PUBLISHED_K,
-    PUBLISHED_MEAN_ACCEPTED,
-    StepTimes,
-    acceptance_from,
-    best_num_speculative_tokens,
-    mean_accepted,
-)
 
 _GIB = 2**30
 
@@ -65,8 +58,8 @@ class Plan:
         spec = self.spec
         if spec.mean_accepted_tokens is not None:
             return spec.mean_accepted_tokens
-        published = acceptance_from(PUBLISHED_MEAN_ACCEPTED, PUBLISHED_K)
-        return mean_accepted(published, spec.num_speculative_tokens)
+        published = roofline.acceptance_from(roofline.PUBLISHED_MEAN_ACCEPTED, roofline.PUBLISHED_K)
+        return roofline.mean_accepted(published, spec.num_speculative_tokens)
 
     def speed(self) -> dict[str, float | int] | None:
         """Tokens per second by the roofline times; None where it does not fit."""
@@ -76,9 +69,11 @@ class Plan:
             return None
         k, rows = self.spec.num_speculative_tokens, self.spec.rows
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
-        times = StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
+        times = roofline.StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
         mean = self.mean_accepted
-        best, best_speed_up = best_num_speculative_tokens(times, acceptance_from(mean, k), k)
+        best, best_speed_up = roofline.best_num_speculative_tokens(
+            times, roofline.acceptance_from(mean, k), k
+        )
         return {
             "mean_accepted_tokens": mean,
             "tokens_per_second": rows * mean / times.round(k),

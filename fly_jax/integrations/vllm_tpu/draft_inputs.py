@@ -26,7 +26,6 @@ class TargetStep(NamedTuple):
       lengths: tokens of each request, those of this step included.
       next_token: what follows the tokens that were kept of each request.
       num_rejected: tokens at the end of each request's that were not kept.
-      num_requests: those that are no padding.
     """
 
     tokens: Int[Array, " tokens"]
@@ -43,9 +42,6 @@ class TakenIn(NamedTuple):
 
     Attributes:
       tokens: those that the target kept, and then the request's next one.
-      positions: theirs.
-      starts: where each request's tokens begin, and where the last one's end.
-      lengths: tokens of each request with these.
       last: where each request's next token is.
       distribution: the attention kernel's: requests that take in one token, those that take in a
         part of a prompt, and all of them.
@@ -62,9 +58,7 @@ class TakenIn(NamedTuple):
 def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
     """The tokens that the target kept of each request, and the one that follows them.
 
-    Args:
-      step: of the target.
-      max_length: of a request's text; what would stand beyond stands at its end.
+    What would stand beyond `max_length` of a request's text stands at its end.
     """
     num_rows = step.lengths.shape[0]
     is_live = jnp.arange(num_rows) < step.num_requests
@@ -134,13 +128,10 @@ class Progress(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """The inputs of a pass with a lookup, of all requests one after the other.
+    """The inputs of a pass with a lookup, laid out as those of a `TargetStep`.
 
     Attributes:
-      tokens: the last one of each, and what was looked up; the rest is padding.
-      positions: theirs, in their requests' texts.
-      starts: where each request's tokens begin, and where the last one's end.
-      lengths: tokens of each request with these.
+      tokens: the last one of each request, and what was looked up; the rest is padding.
     """
 
     tokens: Int32[Array, " tokens"]

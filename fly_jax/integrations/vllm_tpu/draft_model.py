@@ -20,18 +20,7 @@ from tpu_inference.models.common.model_loader import get_flax_model
 from tpu_inference.spec_decode.jax.eagle3 import Eagle3Proposer
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.integrations.vllm_tpu.draft_inputs import (
-    Progress,
-    TakenIn,
-    TargetStep,
-    begin,
-    decoding_step,
-    drafted,
-    extended,
-    feed,
-    slots_of_tokens,
-    take_in,
-)
+from fly_jax.integrations.vllm_tpu import draft_inputs
 from fly_jax.integrations.vllm_tpu.row_rules import RequestPlaces
 
 SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
@@ -62,12 +51,7 @@ class Texts:
         self.begin([None] * num_requests, {})
 
     def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
-        """Says whose the rows of the next step are.
-
-        Args:
-          rows: the requests' ids in the order of the rows; None for padding.
-          requests: the engine's requests that are alive, by id.
-        """
+        """Says whose the rows of the next step are, of the requests that are alive, by id."""
         slots, is_new = self._slots.step(rows, requests)
         for name, slot, comes in zip(rows, slots, is_new, strict=True):
             if name is not None and comes and slot < self._slots.num:
@@ -95,14 +79,7 @@ def _put(
 
 
 class Drafted(NamedTuple):
-    """The results of a step of the draft model.
-
-    Attributes:
-      caches: the model's layers.
-      texts: with what was taken in; None without a lookup.
-      tokens: K of each request, greedy.
-      num_passes: of the model.
-    """
+    """The results of a step: the model's layers, the texts of a lookup, the greedy drafts."""
 
     caches: Caches
     texts: Int32[Array, "slots capacity"] | None
@@ -184,7 +161,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         more of each.
         """
         taken = _taken_in(
-            TargetStep(
+            draft_inputs.TargetStep(
                 input_ids,
                 attn_metadata.input_positions,
                 attn_metadata.query_start_loc,
@@ -215,10 +192,10 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
         """As `Eagle3Proposer.propose`."""
         places = [self.runner.layer_name_to_kvcache_index[name] for name in self.layer_names]
+        texts = self._texts
         drafted = self._drafted(
             [kv_caches[place] for place in places],
-            None if self._texts is None else self._texts.tokens,
-            None if self._texts is None else self._texts.slots,
+            *((None, None) if texts is None else (texts.tokens, texts.slots)),
             self.state_leaves,
             input_ids,
             attn_metadata,
@@ -226,8 +203,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         )
         for place, cache in zip(places, drafted.caches, strict=True):
             kv_caches[place] = cache
-        if self._texts is not None:
-            self._texts.tokens = drafted.texts
+        if texts is not None:
+            texts.tokens = drafted.texts
         self.num_passes = drafted.num_passes
         return kv_caches, drafted.tokens
 
@@ -241,29 +218,21 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         metadata: AttentionMetadata,
         last: Int[Array, " requests"],
     ) -> Drafted:
-        """All passes of a step.
-
-        Args:
-          caches: the model's layers.
-          texts: the tokens of `Texts`; None without a lookup.
-          slots: those of `Texts`; None without a lookup.
-          leaves: the model's parameters.
-          tokens: what is `TakenIn`.
-          metadata: of these tokens.
-          last: where each request's next token is.
-        """
+        """All passes of a step over what is `TakenIn`; without a lookup there are no texts."""
         # 1) What is new of each request; its last token gives the first draft token.
         caches, hidden = self._passed(caches, leaves, tokens, metadata)
-        hidden, positions, starts, distribution = self._on_each(decoding_step)(
+        hidden, positions, starts, distribution = self._on_each(draft_inputs.decoding_step)(
             hidden, metadata.input_positions, last, metadata.request_distribution
         )
         first = self._greedy(leaves, hidden)
         if texts is not None and slots is not None:
             # 2) The texts, with what is new, and each request's own; zeros for one without a place.
-            where = self._on_each(slots_of_tokens)(slots, metadata.query_start_loc, tokens)
+            where = self._on_each(draft_inputs.slots_of_tokens)(
+                slots, metadata.query_start_loc, tokens
+            )
             texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
             rows = texts.at[slots].get(mode="fill", fill_value=0)
-            begun = self._on_each(begin, k=self.num_speculative_tokens)(
+            begun = self._on_each(draft_inputs.begin, k=self.num_speculative_tokens)(
                 rows, positions + 1, first, metadata.request_distribution
             )
             # 3) In a pass as many tokens as are found and would have been drafted, and one more.
@@ -299,11 +268,11 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return Drafted(caches, None, tokens, jnp.int32(self.num_speculative_tokens))
 
     def _with_lookup(
-        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: Progress
+        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: draft_inputs.Progress
     ) -> Drafted:
         k = self.num_speculative_tokens
         feeding = self._on_each(
-            feed, lookup=self._lookup, k=k, max_length=self.runner.max_model_len
+            draft_inputs.feed, lookup=self._lookup, k=k, max_length=self.runner.max_model_len
         )
 
         def step(carry: Any) -> Any:
@@ -317,12 +286,16 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             )
             caches, hidden = self._passed(caches, leaves, fed.tokens, here)
             chosen = self._greedy(leaves, hidden)
-            return caches, self._on_each(extended, k=k)(progress, fed, chosen), num_passes + 1
+            return (
+                caches,
+                self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen),
+                num_passes + 1,
+            )
 
         caches, progress, num_passes = jax.lax.while_loop(
             lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))
         )
-        return Drafted(caches, None, self._on_each(drafted, k=k)(progress), num_passes)
+        return Drafted(caches, None, self._on_each(draft_inputs.drafted, k=k)(progress), num_passes)
 
     def _passed(
         self, caches: Caches, leaves: Any, tokens: Array, metadata: AttentionMetadata
@@ -376,10 +349,12 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
 
 @functools.partial(jax.jit, static_argnames=("mesh", "max_length"))
-def _taken_in(step: TargetStep, *, mesh: jax.sharding.Mesh, max_length: int) -> TakenIn:
+def _taken_in(
+    step: draft_inputs.TargetStep, *, mesh: jax.sharding.Mesh, max_length: int
+) -> draft_inputs.TakenIn:
     """`take_in` on each device's share of the requests."""
     return jax.shard_map(
-        functools.partial(take_in, max_length=max_length),
+        functools.partial(draft_inputs.take_in, max_length=max_length),
         mesh=mesh,
         in_specs=SPLIT,
         out_specs=SPLIT,

@@ -41,7 +41,7 @@ class RequestPlaces:
 
         Args:
           rows: the requests' ids in the order of the rows; None for padding, which is at `num`.
-          live: ids of all requests that the engine knows; what others held is free again.
+          live: ids of all requests that the engine knows; the places of others are free again.
         """
         for gone in [name for name in self._of if name not in live]:
             slot = self._of.pop(gone)
@@ -76,12 +76,9 @@ class RowRules:
     """Every request's own rule, from its first step to its last."""
 
     def __init__(self, config: DecodingConfig, num_slots: int) -> None:
-        """Checks nothing: the config has been.
+        """Checks nothing: the engine's config has been.
 
-        Args:
-          config: the engine's, whose rule a request has that asks for no other.
-          num_slots: budgets that are kept; with a rule that has one, a request without is decoded
-            exactly.
+        With a rule that has a budget, a request without one of the slots is decoded exactly.
         """
         self._slots = RequestPlaces(num_slots)
         self._config = config
@@ -100,12 +97,9 @@ class RowRules:
         live: Collection[str],
         parameters: Callable[[str], Any],
     ) -> StepRows:
-        """The rules and places of a step's rows.
+        """The rules and places of a step's rows; see `RequestPlaces.step`.
 
-        Args:
-          rows: the requests' ids in the order of the rows; None for padding.
-          live: ids of all requests that the engine knows; what others had is given back.
-          parameters: the `SamplingParams` of a request.
+        `parameters` gives the `SamplingParams` of a request.
         """
         slots, is_new = self._slots.step(rows, live)
         self._rules = {name: rule for name, rule in self._rules.items() if name in live}
@@ -184,7 +178,6 @@ def keep(
     Args:
       rule: its numbers are scalars or one for each request.
       draft_tokens: of all requests, one after the other; the rest is padding.
-      num_drafted: draft tokens of each request.
       target_logits: that predict the draft tokens, raw.
       bonus_tokens: what the engine has drawn to follow a draft that is kept whole.
       max_drafted: at least the largest of `num_drafted`; static.
@@ -193,7 +186,6 @@ def keep(
       key: for the draws, with `requests`.
       protected: tokens that are never rescued, nor anything in their place.
       memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
-      budget: left to each request, for a rule with one.
     """
     sampling = None
     if requests is not None:
@@ -210,7 +202,7 @@ def keep(
         max_drafted=max_drafted,
         draft_probs=draft_probs,
         sampling=sampling,
-        key=key if sampling is not None else None,
+        key=None if sampling is None else key,
         protected=protected,
         memory=memory,
         state=state,

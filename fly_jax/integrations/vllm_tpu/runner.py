@@ -49,12 +49,7 @@ class RescueCounter:
     """Counts what the sampler has rescued, one step late so that no step waits for it."""
 
     def __init__(self, model_name: str, engine: int) -> None:
-        """For one engine.
-
-        Args:
-          model_name: as it is served.
-          engine: its number among those that are data parallel.
-        """
+        """For one engine, by its number among those that are data parallel."""
         self._labels = model_name, str(engine)
         self._waiting: Int32[Array, ""] | None = None
         self._is_registered = False
@@ -101,15 +96,7 @@ class LoosenedSampler(RejectionSampler):
         protected: Bool[np.ndarray, " vocab"],
         memory: Int32[np.ndarray, "pairs 2"] | None,
     ) -> None:
-        """Puts on the devices what stays there.
-
-        Args:
-          mesh: the engine's.
-          rows: the rules of the engine's requests.
-          max_drafted: K.
-          protected: see `keep`.
-          memory: see `keep`.
-        """
+        """Puts on the devices what stays there; see `keep`."""
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         self.num_rescued: Int32[Array, ""] | None = None

@@ -87,8 +87,7 @@ def asked_for(
         if (variable := _VARIABLE + name.upper()) in environment
     }
     with _in_additional_config():
-        asked = found | from_vllm_names(given or {})
-        parameters = known()
+        asked, parameters = found | from_vllm_names(given or {}), known()
         check_keys(asked, parameters)
         for name, value in asked.items():
             parameters[name].check_given(tuple(value) if isinstance(value, list) else value)

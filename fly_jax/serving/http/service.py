@@ -17,6 +17,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.evaluation.mismatches import Run
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
+from fly_jax.serving.http import replies
 from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.metrics import ServerMetrics
 from fly_jax.serving.http.protocol import (
@@ -25,15 +26,6 @@ from fly_jax.serving.http.protocol import (
     Prompt,
     invalid,
     unavailable,
-)
-from fly_jax.serving.http.replies import (
-    AnswerAudit,
-    ChoiceExtras,
-    Reply,
-    RequestMetrics,
-    Style,
-    Token,
-    Usage,
 )
 from fly_jax.serving.http.request_builder import RequestBuilder
 
@@ -111,7 +103,7 @@ class Service:
                 code="model_not_found",
             )
 
-    async def answer(self, request: GenerationRequest, style: Style) -> ResponseStream:
+    async def answer(self, request: GenerationRequest, style: replies.Style) -> ResponseStream:
         """Hands a request to the engine, to be answered in the style of its endpoint.
 
         Raises:
@@ -242,7 +234,7 @@ class ResponseStream:
         self,
         service: Service,
         request: GenerationRequest,
-        style: Style,
+        style: replies.Style,
         streams: Sequence[TokenStream],
     ) -> None:
         """Begins to answer a request, of whose prompts each has n streams."""
@@ -275,7 +267,7 @@ class ResponseStream:
         for answer in self._answers:
             answer.stream.stop()
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> replies.Reply:
         """The reply in one piece.
 
         Raises:
@@ -296,7 +288,7 @@ class ResponseStream:
             choices=choices, usage=self._usage(), metrics=self._figures(), **self._fields
         )
 
-    async def chunks(self) -> AsyncGenerator[Reply]:
+    async def chunks(self) -> AsyncGenerator[replies.Reply]:
         """The reply as it comes.
 
         Raises:
@@ -354,21 +346,21 @@ class ResponseStream:
                 generation.logprobs[here], texts, num_before, tokenizer
             )
         if self._request.fly.audit and is_last:
-            extras["audit"] = AnswerAudit.of(
+            extras["audit"] = replies.AnswerAudit.of(
                 answer.state, tokenizer, self._service.run_of(self._request)
             )
         if self._request.fly.stream_why and not is_whole:
             extras["tokens"] = [
-                Token.of(report, text, tokenizer)
+                replies.Token.of(report, text, tokenizer)
                 for report, text in zip(generation.reports[here], texts, strict=True)
             ]
-        return found | ({"fly": ChoiceExtras(**extras)} if extras else {})
+        return found | ({"fly": replies.ChoiceExtras(**extras)} if extras else {})
 
-    def _usage(self) -> Usage:
-        return Usage.of([answer.state for answer in self._answers], self._request.n)
+    def _usage(self) -> replies.Usage:
+        return replies.Usage.of([answer.state for answer in self._answers], self._request.n)
 
-    def _figures(self) -> RequestMetrics:
-        return RequestMetrics.of(
+    def _figures(self) -> replies.RequestMetrics:
+        return replies.RequestMetrics.of(
             [answer.state for answer in self._answers], self._service.num_speculative_tokens
         )
 

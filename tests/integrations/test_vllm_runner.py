@@ -28,7 +28,7 @@ from test_vllm_row_rules import (
     VOCAB,
     WINDOW,
     batch,
-    greedy_row,
+    greedy_rows,
     rows_of,
 )
 from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
@@ -66,24 +66,21 @@ def metadata(temperature: float | None) -> TPUSupportedSamplingMetadata:
 
 
 def called(
-    one: Callable[..., Any], inputs: tuple[np.ndarray, ...], temperature: float | None = None
+    one: Callable[..., Any],
+    inputs: tuple[np.ndarray, ...],
+    temperature: float | None = None,
+    seed: int = 0,
 ) -> np.ndarray:
     counts, drafts, logits, bonus = inputs
-    return np.asarray(
-        one(drafts, counts, None, logits, bonus, metadata(temperature), jax.random.key(0))
-    )
+    key = jax.random.key(seed)
+    return np.asarray(one(drafts, counts, None, logits, bonus, metadata(temperature), key))
 
 
 def test_greedy_requests_are_the_oracles() -> None:
     one = sampler()
     for seed in range(6):
-        counts, drafts, logits, bonus = inputs = batch(seed)
-        tokens = rows_of(called(one, inputs), counts)
-        ends = np.cumsum(counts)
-        for row in range(ROWS):
-            own = slice(ends[row] - counts[row], ends[row])
-            expected = greedy_row(logits[own], drafts[own], int(bonus[row]), loose=True)
-            assert tokens[row] == expected
+        inputs = batch(seed)
+        assert rows_of(called(one, inputs), inputs[0]) == greedy_rows(inputs, [True] * ROWS)
 
 
 def test_where_nothing_is_rescued_it_is_the_stock_sampler_bit_for_bit() -> None:
@@ -111,7 +108,7 @@ def test_each_rank_of_data_parallel_attention_decides_on_its_requests() -> None:
 
 def test_a_request_that_asks_for_it_is_decoded_exactly() -> None:
     one = sampler()
-    counts, drafts, logits, bonus = inputs = batch(1)
+    inputs = batch(1)
 
     class Parameters:
         temperature = 0.0
@@ -121,31 +118,23 @@ def test_a_request_that_asks_for_it_is_decoded_exactly() -> None:
 
     names = [str(row) for row in range(ROWS)]
     one.begin(names, names, Parameters)
-    tokens = rows_of(called(one, inputs), counts)
-    ends = np.cumsum(counts)
-    for row in range(ROWS):
-        own = slice(ends[row] - counts[row], ends[row])
-        expected = greedy_row(logits[own], drafts[own], int(bonus[row]), loose=row % 2 == 0)
-        assert tokens[row] == expected
+    expected = greedy_rows(inputs, [row % 2 == 0 for row in range(ROWS)])
+    assert rows_of(called(one, inputs), inputs[0]) == expected
 
 
 def test_sampled_requests_have_the_targets_distribution() -> None:
     one = sampler(entropy_threshold=1e9)
     logits = np.random.default_rng(5).normal(0, 1, VOCAB).astype(np.float32)
-    temperature, counts = 0.8, np.ones(ROWS, np.int32)
-    drafts = np.full(TOKENS, 2, np.int32)
+    temperature = 0.8
+    inputs = (
+        np.ones(ROWS, np.int32),
+        np.full(TOKENS, 2, np.int32),
+        np.broadcast_to(logits, (TOKENS, VOCAB)),
+        np.zeros(ROWS, np.int32),
+    )
     found = []
     for seed in range(300):
-        tokens = one(
-            drafts,
-            counts,
-            None,
-            np.broadcast_to(logits, (TOKENS, VOCAB)),
-            np.zeros(ROWS, np.int32),
-            metadata(temperature),
-            jax.random.key(seed),
-        )
-        found.append(np.asarray(tokens)[:ROWS])
+        found.append(called(one, inputs, temperature, seed)[:ROWS])
     expected = oracle.processed_probs(logits, temperature, 5, 0.9)
     numbers = np.bincount(np.concatenate(found), minlength=VOCAB)
     live = expected > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,10 @@ from fly_jax.models.layouts import (
 )
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS
+from fly_jax.planning.alternatives import Drafters, SmallerDraft
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh, default_round
 from fly_jax.planning.plan_steps import abstract_model, abstract_state
-from fly_jax.planning.planner import make_plan, table
+from fly_jax.planning.planner import Plan, make_plan, table
 from fly_jax.sharding.chips import CHIPS, Chip
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -36,17 +38,18 @@ def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | MatrixType) -> 
     return choose_layouts(abstract_mesh(parse_mesh(mesh)), LARGE, SMALL, Workload(**workload), chip)
 
 
-def test_few_rows_of_little_text_are_held_by_every_column() -> None:
-    """Merging softmax sums would take longer than reading the cache eight times."""
-    assert chosen("8x8").target_rules == "tensor_whole"
-
-
-def test_few_rows_of_much_text_are_split_by_positions() -> None:
-    assert chosen("8x8", capacity=131_072, matrices=INT8).target_rules == "tensor_long"
-
-
-def test_many_rows_are_split_over_y() -> None:
-    assert chosen("8x8", rows=32, matrices=INT8).target_rules == "tensor"
+@pytest.mark.parametrize(
+    ("workload", "rules"),
+    [
+        # Merging softmax sums would take longer than reading the cache eight times.
+        ({}, "tensor_whole"),
+        ({"capacity": 131_072, "matrices": INT8}, "tensor_long"),
+        ({"rows": 32, "matrices": INT8}, "tensor"),
+    ],
+    ids=["little text is held by every column", "much text by positions", "many rows over y"],
+)
+def test_how_a_target_is_split(workload: dict[str, Any], rules: str) -> None:
+    assert chosen("8x8", **workload).target_rules == rules
 
 
 def test_a_large_draft_is_not_held_whole_beside_405b() -> None:
@@ -92,6 +95,18 @@ def test_unknown_devices_save_memory(rows: int, rules: str) -> None:
 SPEC = PlanSpec(target=LARGE, draft=SMALL, chip=V5E, mesh=parse_mesh("8x8"), compiles=False)
 
 
+def weighed(plan: Plan) -> tuple[Drafters, dict[str, SmallerDraft]]:
+    """The drafters of a plan that fits, and the smaller ones by name."""
+    drafters = plan.drafters()
+    assert drafters is not None
+    return drafters, {one.name: one for one in drafters.smaller}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(SPEC)
+
+
 @pytest.mark.parametrize("rules", ["tensor", "tensor_long"])
 @pytest.mark.parametrize(("rows", "prompt_length"), [(1, None), (6, 200), (9, 8000), (40, 30)])
 def test_prompts_are_run_as_the_engine_runs_them(
@@ -113,9 +128,8 @@ def test_prompts_are_run_as_the_engine_runs_them(
     assert held.capacity == spec.workload.capacity
 
 
-def test_every_layout_and_type_of_the_draft_is_timed() -> None:
-    drafters = make_plan(SPEC).drafters()
-    assert drafters is not None
+def test_every_layout_and_type_of_the_draft_is_timed(plan: Plan) -> None:
+    drafters, _ = weighed(plan)
     passes = {(one.rules, one.matrices): one for one in drafters.passes}
     assert set(passes) == {(rules, kind) for rules in RULES for kind in ("bfloat16", "int8")}
     assert not passes["replicated", "bfloat16"].fits, "8B is not held whole beside 405B"
@@ -127,11 +141,8 @@ def test_every_layout_and_type_of_the_draft_is_timed() -> None:
         assert narrow.num_bytes < wide.num_bytes
 
 
-def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
-    plan = make_plan(SPEC)
-    drafters = plan.drafters()
-    assert drafters is not None
-    smaller = {one.name: one for one in drafters.smaller}
+def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan) -> None:
+    drafters, smaller = weighed(plan)
     assert set(smaller) == {"llama-3.2-1b", "llama-3.2-3b"}
     least, more = smaller["llama-3.2-1b"], smaller["llama-3.2-3b"]
     assert 1 < least.pays_from < more.pays_from < plan.mean_accepted
@@ -141,10 +152,8 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same() -> None:
     a_round = verify.seconds + SPEC.num_speculative_tokens * given.seconds
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
-    shorter = make_plan(
-        dataclasses.replace(SPEC, rounds=default_round(5), mean_accepted_tokens=4.0)
-    ).drafters()
-    assert shorter is not None
+    short = dataclasses.replace(SPEC, rounds=default_round(5), mean_accepted_tokens=4.0)
+    shorter, _ = weighed(make_plan(short))
     assert shorter.smaller[0].pays_from / 4.0 > least.pays_from / plan.mean_accepted
 
 
@@ -152,27 +161,25 @@ def test_no_model_of_another_family_is_proposed() -> None:
     spec = dataclasses.replace(
         SPEC, target=preset("llama-2-70b"), draft=preset("llama-2-7b"), context=2048
     )
-    drafters = make_plan(spec).drafters()
-    assert drafters is not None
-    assert not [one for one in drafters.smaller if not one.name.startswith("self:")]
+    _, smaller = weighed(make_plan(spec))
+    assert not [name for name in smaller if not name.startswith("self:")]
 
 
-def test_a_targets_own_matrices_are_weighed_where_they_fit() -> None:
+def test_a_targets_own_matrices_are_weighed_where_they_fit(plan: Plan) -> None:
     """An int4 pass reads less than an int8 one, and the network is the same."""
     spec = dataclasses.replace(
         SPEC, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
         rounds=default_round(8), mean_accepted_tokens=8.0,
     )  # fmt: skip
-    drafters = make_plan(spec).drafters()
-    assert drafters is not None
-    assert all(one.pays_from <= 9 for one in drafters.smaller), "more no round settles"
-    own = {one.name: one.best for one in drafters.smaller if one.name.startswith("self:")}
+    _, smaller = weighed(make_plan(spec))
+    assert all(one.pays_from <= 9 for one in smaller.values()), "more no round settles"
+    own = {name: one.best for name, one in smaller.items() if name.startswith("self:")}
     assert set(own) == {"self:int8", "self:int4"}
     int8, int4 = own["self:int8"], own["self:int4"]
     assert int4.num_bytes < int8.num_bytes
     assert int4.seconds < int8.seconds
     assert int4.network_seconds == pytest.approx(int8.network_seconds)
-    assert not [one for one in make_plan(SPEC).drafters().smaller if "self" in one.name]
+    assert not [name for name in weighed(plan)[1] if "self" in name]
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
@@ -191,9 +198,7 @@ def test_a_plan_with_a_targets_own_draft(name: str) -> None:
     assert memory["draft_parameter_bytes"] == pytest.approx(
         (memory["parameter_bytes"] - shared) * per_byte, rel=0.01
     )
-    drafters = plan.drafters()
-    assert drafters is not None
-    assert [one.matrices for one in drafters.passes] == [name]
+    assert [one.matrices for one in weighed(plan)[0].passes] == [name]
     assert name in table(plan)
 
 
@@ -216,8 +221,7 @@ def test_every_family_is_planned(name: str) -> None:
     assert 0.99 < plan.memory()["parameter_bytes"] / a_quarter < 1.15
 
 
-def test_the_table_and_json_have_them() -> None:
-    plan = make_plan(SPEC)
+def test_the_table_and_json_have_them(plan: Plan) -> None:
     text = table(plan)
     assert "counted from shapes" in text
     assert "llama-3.2-1b" in text
@@ -234,9 +238,7 @@ def test_a_family_whose_vocabularies_are_padded_apart_is_planned() -> None:
         SPEC, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
     )
     plan = make_plan(spec)
-    drafters = plan.drafters()
-    assert drafters is not None
     assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == 151_936
     # Not a Qwen 3, whose tokenizer has other tokens behind the same size.
-    others = {one.name for one in drafters.smaller if not one.name.startswith("self:")}
+    others = {name for name in weighed(plan)[1] if not name.startswith("self:")}
     assert others == {"qwen-2.5-0.5b"}

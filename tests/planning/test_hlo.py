@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,10 +57,18 @@ ENTRY %main (p: s32[], q: pred[]) -> s32[] {
 }
 """
 PLAIN = "  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT"
+FUSED = "  ROOT %f = pred[] fusion(%i, %limit), kind=kLoop, calls=%fused"
+BOTH = PLAIN.replace("ROOT ", "") + "\n  ROOT %both = pred[] and(%lt, %going)"
 
 
 def trips(hlo: str, **options: int) -> list[int]:
     return [frame.count for frame in frames(parse(hlo), **options) if frame.in_loop]
+
+
+def compiled(program: Callable[..., jax.Array], *arguments: Any, **options: Any) -> str:
+    hlo = jax.jit(program, **options).lower(*arguments).compile().as_text()
+    assert hlo is not None
+    return hlo
 
 
 def loop(condition: str = PLAIN, start: str = "constant(0)", step: int = 1) -> str:
@@ -80,19 +90,9 @@ def loop(condition: str = PLAIN, start: str = "constant(0)", step: int = 1) -> s
         (PLAIN.replace("%i,", "%shifted,"), "constant(0)", 1, 24),
         # The limit is carried along, or the comparison is fused.
         (PLAIN.replace("%limit", "%n"), "constant(1)", 1, 7),
-        (
-            "  ROOT %f = pred[] fusion(%i, %limit), kind=kLoop, calls=%fused",
-            "constant(1)",
-            1,
-            24,
-        ),
+        (FUSED, "constant(1)", 1, 24),
         # Data may end it sooner, or start it later: these are bounds.
-        (
-            PLAIN.replace("ROOT ", "") + "\n  ROOT %both = pred[] and(%lt, %going)",
-            "constant(1)",
-            1,
-            24,
-        ),
+        (BOTH, "constant(1)", 1, 24),
         (PLAIN, "copy(%p)", 1, 25),
         (PLAIN, "constant(30)", 1, 0),
     ],
@@ -117,7 +117,6 @@ def test_what_the_compiler_knows_goes_first() -> None:
 def test_a_compiled_program_counts_its_nested_loops() -> None:
     """A draft of K tokens: one before a loop from 1 to K, layers inside, and a branch."""
 
-    @jax.jit
     def program(x: jax.Array, wide: jax.Array) -> jax.Array:
         def one_pass(_: jax.Array, x: jax.Array) -> jax.Array:
             x = jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, length=7)[0]
@@ -125,8 +124,7 @@ def test_a_compiled_program_counts_its_nested_loops() -> None:
 
         return jax.lax.fori_loop(1, 9, one_pass, one_pass(jnp.int32(0), x))
 
-    hlo = program.lower(jnp.ones((16, 16)), jnp.bool(True)).compile().as_text()
-    assert hlo is not None
+    hlo = compiled(program, jnp.ones((16, 16)), jnp.bool(True))
     found = [(frame.count, frame.in_branch) for frame in frames(parse(hlo)) if frame.in_loop]
     assert sorted(set(found)) == [(7, False), (8, False), (8, True), (56, False)]
 
@@ -139,7 +137,6 @@ def test_an_exchange_counts_as_often_as_the_loops_around_it_run() -> None:
     mesh = create_mesh(parse_mesh("2x4"))
     whole = PartitionSpec()
 
-    @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     def program(x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -151,9 +148,7 @@ def test_an_exchange_counts_as_often_as_the_loops_around_it_run() -> None:
 
         return jax.lax.fori_loop(0, PASSES, one_pass, x)
 
-    hlo = program.lower(jnp.ones((4, 5))).compile().as_text()
-    assert hlo is not None
-    found = exchanges(hlo, 8)
+    found = exchanges(compiled(program, jnp.ones((4, 5))), 8)
     assert sorted((one.kind, one.group_size, one.count) for one in found) == [
         ("all-reduce", 4, PASSES),
         ("all-reduce", 8, PASSES * LAYERS),
@@ -320,6 +315,5 @@ def test_a_branch_that_returns_a_cache_copies_it_and_one_that_reads_it_does_not(
         return jax.lax.fori_loop(0, times, one_round, cache)
 
     arguments = (jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
-    hlo = jax.jit(program, donate_argnums=0).lower(*arguments).compile().as_text()
-    assert hlo is not None
+    hlo = compiled(program, *arguments, donate_argnums=0)
     assert any(one.is_repeated for one in copies(hlo, [shape])) == returned

@@ -14,7 +14,7 @@ import oracle
 import pytest
 import scipy.stats
 
-from fly_jax.integrations.vllm_tpu.row_rules import Requests, RowRules, keep
+from fly_jax.integrations.vllm_tpu.row_rules import RowRules, keep, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
 
@@ -97,15 +97,15 @@ def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
         loose = [row % 3 != 0 for row in range(ROWS)]
         fly = Fly(THRESHOLD, WINDOW)
         rule = per_row([fly if one else Exact() for one in loose], like=[fly])
-        requests = None
+        sampling = None
         if is_mixed:  # every second request samples
-            requests = Requests(
+            sampling = sampling_of(
                 np.where(np.arange(ROWS) % 2, 0.8, -1.0).astype(np.float32),
                 np.full(ROWS, 4, np.int32),
                 np.full(ROWS, 0.9, np.float32),
             )
         found = kept(
-            rule, drafts, counts, logits, bonus, max_drafted=LONGEST, requests=requests,
+            rule, drafts, counts, logits, bonus, max_drafted=LONGEST, sampling=sampling,
             key=jax.random.key(seed), protected=protected,
         )  # fmt: skip
         greedy = slice(None, None, 2 if is_mixed else 1)
@@ -120,7 +120,7 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
     logits = np.log(np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04], np.float32))
     # Half of the requests are exact; the others keep whatever is at most e times less probable.
     rule = per_row([Exact(), Margin(gap=1.0)] * (number // 2))
-    requests = Requests(
+    sampling = sampling_of(
         np.full(number, 1.3, np.float32),
         np.full(number, 5, np.int32),
         np.full(number, 0.9, np.float32),
@@ -128,7 +128,7 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
     inputs = np.full(number, draft, np.int32), np.ones(number, np.int32)
     logits_of_all, bonus = np.broadcast_to(logits, (number, 6)), np.zeros(number, np.int32)
     found = kept(
-        rule, *inputs, logits_of_all, bonus, max_drafted=1, requests=requests, key=jax.random.key(7)
+        rule, *inputs, logits_of_all, bonus, max_drafted=1, sampling=sampling, key=jax.random.key(7)
     )
     first = np.asarray(found.tokens[:number])
     assert (first[1::2] == draft).all()

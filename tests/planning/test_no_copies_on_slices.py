@@ -34,17 +34,11 @@ LARGE, MIDDLE, SMALL, LITTLE = (
 )  # fmt: skip
 
 
-def compiled(
-    name: str, target: str, draft: str, mesh: str, chip: str = "v5e"
-) -> tuple[list[Copy], list[Exchange]]:
-    """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
-    return _compiled(name, target, draft, mesh, chip)
-
-
 @functools.cache
-def _compiled(
+def compiled(
     name: str, target: str, draft: str, mesh: str, chip: str
 ) -> tuple[list[Copy], list[Exchange]]:
+    """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
     kind, bfloat16 = KINDS[name], jnp.dtype(jnp.bfloat16)
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
     configs = [preset(one) for one in (target, draft)[: 1 + kind.num_drafts]]
@@ -76,7 +70,7 @@ def _compiled(
 def test_no_round_copies_a_cache_or_a_stack_of_matrices(
     name: str, target: str, draft: str, mesh: str
 ) -> None:
-    assert not repeated(compiled(name, target, draft, mesh)[0])
+    assert not repeated(compiled(name, target, draft, mesh, "v5e")[0])
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ def test_a_layer_of_the_target_sums_twice_and_no_more(
 
 def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
     greedy, sampled = (
-        sum(one.count for one in compiled(name, LARGE, SMALL, "8x8")[1])
+        sum(one.count for one in compiled(name, LARGE, SMALL, "8x8", "v5e")[1])
         for name in ("exact", "sampled")
     )
     # K passes of the draft, and the target's, whose rejection of draft tokens takes one more.

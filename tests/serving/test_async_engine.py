@@ -70,13 +70,13 @@ def within(test: Callable[[AsyncEngine], Awaitable[None]]) -> Callable[[Engine],
 
 def test_all_get_their_tokens(engine: Engine) -> None:
     given = requests(40)
+    wanted = expected(engine, given)
 
-    async def run() -> list[list[int]]:
-        async with AsyncEngine(engine) as running:
-            return await asyncio.gather(*(tokens(running, one) for one in given))
+    @within
+    async def run(running: AsyncEngine) -> None:
+        assert await asyncio.gather(*(tokens(running, one) for one in given)) == wanted
 
-    assert asyncio.run(run()) == expected(engine, given)
-    assert engine.is_idle
+    run(engine)
 
 
 def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
@@ -127,21 +127,13 @@ async def test_draining_waits_and_refuses(running: AsyncEngine) -> None:
     assert len(await going) == 40
 
 
-def test_what_is_refused_is_refused_at_once(engine: Engine) -> None:
-    async def run() -> None:
-        running = AsyncEngine(engine)
-        with pytest.raises(FlyJaxError, match="does not run"):
-            await running.submit(Request([1]))
-        async with running:
-            with pytest.raises(FlyJaxError, match="is empty"):
-                await running.submit(Request([]))
-            with pytest.raises(FlyJaxError, match="of a kind"):
-                await running.submit(Request([1], rule=Margin()))
-            assert len(await tokens(running, Request([1], 3))) == 3
-        with pytest.raises(FlyJaxError, match="does not run"):
-            await running.submit(Request([1]))
-
-    asyncio.run(run())
+@within
+async def test_what_is_refused_is_refused_at_once(running: AsyncEngine) -> None:
+    with pytest.raises(FlyJaxError, match="is empty"):
+        await running.submit(Request([]))
+    with pytest.raises(FlyJaxError, match="of a kind"):
+        await running.submit(Request([1], rule=Margin()))
+    assert len(await tokens(running, Request([1], 3))) == 3
 
 
 def test_leaving_cancels_what_is_going(engine: Engine) -> None:
@@ -181,14 +173,18 @@ async def test_a_submit_that_is_cancelled_leaves_nothing_behind(running: AsyncEn
         await running.__aenter__()
 
 
-def test_it_can_be_entered_again(engine: Engine) -> None:
+def test_it_can_be_entered_again_and_refuses_meanwhile(engine: Engine) -> None:
     async def run() -> None:
         running = AsyncEngine(engine)
         with pytest.raises(FlyJaxError, match="does not run"):
             await running.drain()
         for _ in range(2):
+            with pytest.raises(FlyJaxError, match="does not run"):
+                await running.submit(Request([1]))
             async with running:
                 assert len(await tokens(running, Request([1], 5))) == 5
+        with pytest.raises(FlyJaxError, match="does not run"):
+            await running.submit(Request([1]))
 
     asyncio.run(run())
 

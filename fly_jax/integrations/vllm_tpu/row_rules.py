@@ -129,18 +129,13 @@ class RowRules:
             return Exact()
 
 
-class Requests(NamedTuple):
-    """The engine's numbers of each request; None where every request is greedy.
-
-    Attributes:
-      temperature: 0 or less for a greedy request: the engine writes -1.
-      top_k: 0 for all tokens.
-      top_p: 1 for all tokens.
-    """
-
-    temperature: Float[Array, " requests"]
-    top_k: Int[Array, " requests"]
-    top_p: Float[Array, " requests"]
+def sampling_of(
+    temperature: Float[Array, " requests"],
+    top_k: Int[Array, " requests"],
+    top_p: Float[Array, " requests"],
+) -> Sampling:
+    """The engine's numbers as ours: its temperature of a greedy request is -1."""
+    return Sampling(jnp.maximum(temperature, 0), jnp.maximum(top_k, 0), top_p)
 
 
 class KeptDrafts(NamedTuple):
@@ -166,7 +161,7 @@ def keep(
     bonus_tokens: Int[Array, " requests"],
     *,
     max_drafted: int,
-    requests: Requests | None = None,
+    sampling: Sampling | None = None,
     draft_probs: Float[Array, "tokens vocab"] | None = None,
     key: Key[Array, ""] | None = None,
     protected: Bool[Array, " vocab"] | None = None,
@@ -181,17 +176,12 @@ def keep(
       target_logits: that predict the draft tokens, raw.
       bonus_tokens: what the engine has drawn to follow a draft that is kept whole.
       max_drafted: at least the largest of `num_drafted`; static.
-      requests: how each is sampled; None if all are greedy.
+      sampling: of each request; None if all are greedy.
       draft_probs: what the drafts were drawn with; None if they were not drawn.
-      key: for the draws, with `requests`.
+      key: for the draws, with `sampling`.
       protected: tokens that are never rescued, nor anything in their place.
       memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
     """
-    sampling = None
-    if requests is not None:
-        sampling = Sampling(
-            jnp.maximum(requests.temperature, 0), jnp.maximum(requests.top_k, 0), requests.top_p
-        )
     state = RuleState(budget)
     found = verify_flat(
         rule,

@@ -28,7 +28,13 @@ from tpu_inference.worker import tpu_worker
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer, draft_cache_shape
-from fly_jax.integrations.vllm_tpu.row_rules import KeptDrafts, Requests, RowRules, StepRows, keep
+from fly_jax.integrations.vllm_tpu.row_rules import (
+    KeptDrafts,
+    RowRules,
+    StepRows,
+    keep,
+    sampling_of,
+)
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule
@@ -178,7 +184,7 @@ def kept_on(
         "draft_probs": draft_probs,
     }
     if metadata.do_sampling:
-        rows["requests"] = Requests(metadata.temperature, metadata.top_k, metadata.top_p)
+        rows["sampling"] = sampling_of(metadata.temperature, metadata.top_k, metadata.top_p)
     if step.rule.budget is not None:
         # A row without a slot has a budget of 0.
         before = budgets.at[step.slots].get(mode="fill", fill_value=0)

@@ -56,11 +56,7 @@ KINDS = {
     "fly": Kind(_rule(_FLY)),
     # What a rule may ask for, all of it.
     "rules": Kind(
-        _rule(
-            Budget(_FLY | Margin() | Csd(), 20.0),
-            reports_mismatches=True,
-            audits=True,
-        ),
+        _rule(Budget(_FLY | Margin() | Csd(), 20.0), reports_mismatches=True, audits=True),
         teaches=True,
     ),
     "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
@@ -68,9 +64,7 @@ KINDS = {
     "levels": Kind(
         _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
     ),
-    "auto": Kind(
-        lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k))),
-    ),
+    "auto": Kind(lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k)))),
     "defer": Kind(_rule(_FLY, deferred_window=2)),
     # Each row has a rule of its own, and some are drawn.
     "served": Kind(_rule(_FLY), served=(Margin(), Budget(_FLY, 20.0))),

@@ -144,9 +144,7 @@ def test_a_layer_of_split_rows_exchanges_four_times(int8_batch: Steps) -> None:
     ]  # fmt: skip
 
 
-def test_a_layer_of_split_positions_exchanges_five_times(
-    long_70b: Steps,
-) -> None:
+def test_a_layer_of_split_positions_exchanges_five_times(long_70b: Steps) -> None:
     in_layers = [one for one in long_70b["round"].exchanges if one.count == MIDDLE.num_layers]
     kinds = sorted(one.kind for one in in_layers)
     # Of the sum each device needs its own heads; older compilers reduce all of it for that.

@@ -9,15 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.stages import Traced
-from rounds import (
-    KINDS,
-    compiled_text,
-    copied,
-    engine_of,
-    on_one_device,
-    repeated,
-    round_hlo,
-)
+from rounds import KINDS, compiled_text, copied, engine_of, on_one_device, repeated, round_hlo
 
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk

@@ -92,10 +92,7 @@ class RowRules:
         return self._slots.num
 
     def step(
-        self,
-        rows: Sequence[str | None],
-        live: Collection[str],
-        parameters: Callable[[str], Any],
+        self, rows: Sequence[str | None], live: Collection[str], parameters: Callable[[str], Any]
     ) -> StepRows:
         """The rules and places of a step's rows; see `RequestPlaces.step`.
 

@@ -114,10 +114,7 @@ class LoosenedSampler(RejectionSampler):
         self._budgets = jax.device_put(np.zeros(rows.num_slots, np.float32), everywhere)
 
     def begin(
-        self,
-        rows: Sequence[str | None],
-        live: Collection[str],
-        parameters: Callable[[str], Any],
+        self, rows: Sequence[str | None], live: Collection[str], parameters: Callable[[str], Any]
     ) -> None:
         """Says whose the rows of the next step are; see `RowRules.step`."""
         self._step = self._rows.step(rows, live, parameters)
@@ -199,11 +196,7 @@ def kept_on(
 
     split, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
     found = jax.shard_map(
-        of_a_device,
-        mesh=mesh,
-        in_specs=(split, split, whole),
-        out_specs=split,
-        check_vma=False,
+        of_a_device, mesh=mesh, in_specs=(split, split, whole), out_specs=split, check_vma=False
     )(step.rule, rows, {"key": key, "protected": protected, "memory": memory})
     if found.budget is not None:
         budgets = budgets.at[step.slots].set(found.budget, mode="drop")

@@ -20,13 +20,7 @@ from fly_jax.serving.async_engine import AsyncEngine, TokenStream
 from fly_jax.serving.http import replies
 from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.metrics import ServerMetrics
-from fly_jax.serving.http.protocol import (
-    ApiError,
-    GenerationRequest,
-    Prompt,
-    invalid,
-    unavailable,
-)
+from fly_jax.serving.http.protocol import ApiError, GenerationRequest, Prompt, invalid, unavailable
 from fly_jax.serving.http.request_builder import RequestBuilder
 
 _MAX_UNREAD = 1024  # dispatches

@@ -63,8 +63,7 @@ class Plan:
 
     def speed(self) -> dict[str, float | int] | None:
         """Tokens per second by the roofline times; None where it does not fit."""
-        draft, verify = self.step("draft"), self.step("verify")
-        alone = self.step("autoregressive")
+        draft, verify, alone = map(self.step, ("draft", "verify", "autoregressive"))
         if not self.fits or draft is None or verify is None or alone is None:
             return None
         k, rows = self.spec.num_speculative_tokens, self.spec.rows

@@ -64,9 +64,11 @@ class Live:
     pair: Pair
     url: str
     loop: asyncio.AbstractEventLoop
+    clients: contextlib.ExitStack
 
     def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return self.clients.enter_context(made)
 
     def completion(self, prompt: Any = None, **given: Any) -> Any:
         return self.client().completions.create(model=NAME, prompt=prompt or PROMPT, **given)
@@ -176,6 +178,7 @@ def live_server(folder: Path) -> Iterator[Live]:
 
     until(is_ready)
     assert statuses == {200, 503}  # while it compiled
-    yield Live(service, engine, pair, url, loop)
+    with contextlib.ExitStack() as clients:
+        yield Live(service, engine, pair, url, loop, clients)
     loop.call_soon_threadsafe(stop.set)
     ended.result(30)

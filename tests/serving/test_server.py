@@ -59,8 +59,7 @@ def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
     reply = live.completion(max_tokens=40, extra_body={"fly": {"rule": rule, "audit": True}})
     alone, text = live.alone(PROMPT, 40, rule=rule)
     (choice,) = reply.choices
-    assert choice.text == text
-    assert choice.finish_reason == alone.finish_reason
+    assert (choice.text, choice.finish_reason) == (text, alone.finish_reason)
     assert reply.usage.completion_tokens == len(alone.token_ids)
     assert reply.usage.prompt_tokens == len(live.pair.tokenizer.encode(PROMPT))
     found = reply.model_extra["metrics"]["speculative_decoding"]
@@ -68,8 +67,8 @@ def test_a_reply_is_what_the_library_gives(live: Live, rule: str) -> None:
     assert found["num_draft_tokens"] == alone.num_draft_tokens
     assert found["num_accepted_draft_tokens"] == alone.num_accepted_tokens
     assert found["num_rescued_tokens"] == alone.num_rescued_tokens
-    assert (alone.num_rescued_tokens > 0) == (rule != "exact")
     assert found["num_spec_tokens"] == 4
+    assert (alone.num_rescued_tokens > 0) == (rule != "exact")
     assert sum(found["acceptance_histogram"]) == alone.num_rounds
     kept = sum(number * rounds for number, rounds in enumerate(found["acceptance_histogram"]))
     assert kept == alone.num_accepted_tokens
@@ -401,5 +400,7 @@ def test_the_examples_of_the_page_run(live: Live, capsys: pytest.CaptureFixture[
         assert '"finish_reason":"' in reply.text.replace('": "', '":"')
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     block = block.replace("http://localhost:8000", live.url).replace('"none"', repr(KEY))
-    exec(compile(block, "serving.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(block, "serving.md", "exec"), names)
+    names["client"].close()
     assert len(capsys.readouterr().out.splitlines()) >= 3

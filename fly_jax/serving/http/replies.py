@@ -197,7 +197,6 @@ class Token(BaseModel):
       probability: of the token in the target's plain softmax, where it is the draft's or the
         target's choice.
       other_probability: of the other one.
-      entropy: of the target there.
     """
 
     id: int
@@ -243,7 +242,6 @@ class TextLogprobs(BaseModel):
 
     Attributes:
       tokens: what each spells by itself, or "bytes:\xe2\x80" for a part of a character.
-      token_logprobs: theirs.
       top_logprobs: the most probable tokens at each position with theirs, and the token itself.
       text_offset: where in the answer what it adds begins.
     """

@@ -173,9 +173,8 @@ def keep(
       target_logits: that predict the draft tokens, raw.
       bonus_tokens: what the engine has drawn to follow a draft that is kept whole.
       max_drafted: at least the largest of `num_drafted`; static.
-      sampling: of each request; None if all are greedy.
+      sampling: of each request; None if all are greedy. With it a key is needed.
       draft_probs: what the drafts were drawn with; None if they were not drawn.
-      key: for the draws, with `sampling`.
       protected: tokens that are never rescued, nor anything in their place.
       memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
     """

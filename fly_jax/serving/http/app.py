@@ -39,11 +39,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service) -> FastAPI:
-    """The ASGI application.
-
-    Args:
-      service: answers; whoever runs the app makes it ready.
-    """
+    """The ASGI application over a service, which whoever runs the app makes ready."""
     app = FastAPI(
         title="fly_jax",
         version=importlib.metadata.version("fly_jax"),
@@ -187,13 +183,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, stream: ResponseStream, seconds: float, client_seconds: float) -> None:
-        """Sends nothing yet.
-
-        Args:
-          stream: gives the events.
-          seconds: in which all has to be sent.
-          client_seconds: in which the client has to take what is sent, or is given up.
-        """
+        """Sends nothing yet; all has to be sent in `seconds`, and each piece be taken in others."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._stream, self._seconds, self._client_seconds = stream, seconds, client_seconds

@@ -105,12 +105,9 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
-    """Does some work for a client, who may leave before it is done.
+    """Does some work for a client, who may leave; the body of the request has been read.
 
-    Args:
-      receive: of a request whose body has been read.
-      seconds: in which it has to be done.
-      work: is cancelled where it does not come to its end.
+    What is not done in these seconds is cancelled.
 
     Raises:
       ClientGone: the client has left.

@@ -92,12 +92,7 @@ class ServerMetrics:
         return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
 
     def settled(self, settled: Settled, seconds: float | None) -> None:
-        """Counts tokens of a request.
-
-        Args:
-          settled: the tokens.
-          seconds: since the ones before them; None for the first.
-        """
+        """Counts tokens of a request, so many seconds after those before them (None: the first)."""
         number = len(settled.token_ids)
         self._tokens.inc(number)
         for _ in range(0 if seconds is None else number):

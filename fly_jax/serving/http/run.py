@@ -77,7 +77,6 @@ async def serve(
 
     Args:
       grace_period: seconds for requests that are going when it is to stop.
-      stop: set from the same loop.
       say: gets a line when it is ready, and when it is about to stop.
       on_progress: gets how many of how many programs are compiled.
 

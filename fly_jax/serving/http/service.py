@@ -186,13 +186,9 @@ class Service:
         return check_prompt(ids, self.pair.target.config)
 
     async def drain(self, grace_period: float) -> int:
-        """Takes no more requests, and waits for those that are going.
+        """Takes no more requests, and waits so many seconds for those that are going.
 
-        Args:
-          grace_period: seconds after which those that are left are cancelled.
-
-        Returns:
-          How many replies had to be cut off.
+        Returns how many replies had to be cut off then.
         """
         self.state = "draining"
         with contextlib.suppress(TimeoutError):

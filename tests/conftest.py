@@ -9,9 +9,10 @@ LLVM does it.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -95,6 +96,19 @@ def compiled_well() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Messages about what has been compiled since the last call."""
+
+    def since() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return [message for message in messages if message.startswith("Finished XLA compilation")]
+
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        yield since
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 import pytest
+import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import fly_row, greedy_evidence
-from random_pairs import (
-    CONFIG,
-    EOS,
-    NOISES,
-    ROWS,
-    SPECS,
-    autoregressive,
-    batch_engine,
-    greedy,
-    logits_after,
-    random_draft,
-    random_target,
-)
 
 from fly_jax.decoding import deferral
 from fly_jax.decoding.config import RoundSpec, RoundStatic
@@ -74,31 +59,14 @@ class Rates:
 
 def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) -> Plain:
     """Decodes one prompt with draft and target as functions of the whole text."""
-    target, draft = random_target(pair), random_draft(pair, noise)
     text, whys, rates = list(prompt), [""] * len(prompt), Rates()
     start, replacement, remaining = 0, 0, 0
     row = Plain([])
     last = len(prompt) + limit
     while True:
         row.rounds += 1
-        drafted = greedy(draft, [text], k)[0]
-        logits = logits_after(target, [*text, *drafted])[len(text) - 1 :]
-        seen = [
-            greedy_evidence(logits[i], drafted[i] if i < k else None, "top_k", 3)
-            for i in range(k + 1)
-        ]
+        drafted, seen, decided = pairs.fly_block(RULE, pair, noise, text, k)
         accepted = [one.accepted for one in seen[:k]]
-        never = [
-            drafted[i] in EOS
-            or seen[i].argmax in EOS
-            or seen[i].draft_logit - seen[i].log_sum_exp < math.log(np.finfo(np.float32).tiny)
-            for i in range(k)
-        ]
-        entropy = [one.entropy for one in seen[:k]]
-        decided = fly_row(
-            accepted, entropy, never, k,
-            threshold=THRESHOLD, window_size=WINDOW, reference=False,
-        )  # fmt: skip
         kept, new, begin = decided.num_accepted, False, len(text)
         why = [LETTERS.get(one, "c") for one in decided.why[:kept]]
         cut = kept < k and decided.why[kept] == "REFUSED_BOUNDARY"
@@ -111,9 +79,9 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
             block = [*drafted[:kept], seen[kept].argmax]
         ending = "b" if new or kept == k else "c"
         rates.see(why.count("m"), why.count("r"), int(kept < k and not cut), int(cut and not new))
-        count = next((i + 1 for i, token in enumerate(block) if token in EOS), len(block))
+        count = next((i + 1 for i, token in enumerate(block) if token in pairs.EOS), len(block))
         count = min(count, last - len(text))
-        ended = len(text) + count >= last or block[count - 1] in EOS
+        ended = len(text) + count >= last or block[count - 1] in pairs.EOS
         needed = min(remaining, k)
         broken = remaining > 0 and (not all(accepted[:needed]) or count < needed)
         text += block[:count]
@@ -127,7 +95,7 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
         if broken or (remaining > 0 and ended):
             text, whys, remaining = [*text[:start], replacement], [*whys[:start], "c"], 0
             row.rollbacks += 1
-            ended = len(text) >= last or replacement in EOS
+            ended = len(text) >= last or replacement in pairs.EOS
         if ended:
             row.tokens, row.why = text[len(prompt) :], "".join(whys[len(prompt) :])
             return row
@@ -135,16 +103,18 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
 
 def decode(
     rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
-    lookup: Lookup | None = None, rows: int = ROWS,
+    lookup: Lookup | None = None, rows: int = pairs.ROWS,
 ) -> list[Generation]:  # fmt: skip
     window = rule.longest_window
     given = {"num_speculative_tokens": k, "lookup": lookup, "deferred_window": window}
-    spec = dataclasses.replace(SPECS["deferred"].with_static(**given), rule=rule)
-    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
+    spec = dataclasses.replace(pairs.SPECS["deferred"].with_static(**given), rule=rule)
+    engine = pairs.batch_engine(
+        pairs.random_target(pair), pairs.random_draft(pair, noise), spec, rows
+    )
     return engine.generate(prompts, limit)
 
 
-token_lists = st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=12)
+token_lists = st.lists(st.integers(0, pairs.CONFIG.vocab_size - 1), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("k", [2, 5])
@@ -212,26 +182,28 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
 def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
     """A lookup finds nothing for many rounds: windows do not outgrow the state."""
     spec = RoundSpec(
-        Fly(0.0, 2), RoundStatic(4, Lookup(3, 3, num_tokens=4), EOS, deferred_window=2)
+        Fly(0.0, 2), RoundStatic(4, Lookup(3, 3, num_tokens=4), pairs.EOS, deferred_window=2)
     )
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
-    rows = batch_engine(random_target(1), None, spec, 8).generate(prompts, 40)
+    rows = pairs.batch_engine(pairs.random_target(1), None, spec, 8).generate(prompts, 40)
     assert sum(row.num_rollbacks for row in rows) > 3
     for row, prompt in zip(rows, prompts, strict=True):
-        chosen = logits_after(random_target(1), [*prompt, *row.token_ids]).argmax(-1)
+        chosen = pairs.logits_after(pairs.random_target(1), [*prompt, *row.token_ids]).argmax(-1)
         own = chosen[len(prompt) - 1 : -1].tolist()
         assert all(
             token == other or why.letter == "r"
             for token, other, why in zip(row.token_ids, own, row.why, strict=True)
         )
-        assert len(row.token_ids) == 40 or row.token_ids[-1] in EOS
+        assert len(row.token_ids) == 40 or row.token_ids[-1] in pairs.EOS
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", pairs.NOISES)
 def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
     rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
-    assert [row.token_ids for row in rows] == autoregressive(random_target(1), prompts, 20)
+    assert [row.token_ids for row in rows] == pairs.autoregressive(
+        pairs.random_target(1), prompts, 20
+    )
     assert {row.regret for row in rows} == {0.0}
 
 
@@ -240,7 +212,7 @@ def test_the_budget_pays_for_what_stands() -> None:
     rows = decode(Budget(RULE, 1000.0), 2, 2, 0.2, prompts, 24, rows=8)
     assert sum(row.num_rollbacks for row in rows) > 0
     for row, prompt in zip(rows, prompts, strict=True):
-        logits = logits_after(random_target(2), [*prompt, *row.token_ids])
+        logits = pairs.logits_after(pairs.random_target(2), [*prompt, *row.token_ids])
         gaps = [
             logits[len(prompt) + i - 1].max() - logits[len(prompt) + i - 1][token]
             for i, token in enumerate(row.token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,9 +26,10 @@ from fly_jax.verification.rules import Exact, Verdict, Why
 counts = st.floats(0.5, 50, width=32)
 
 
-def pace_of(matched: float, rescued: float, refused: float, cut: float) -> AcceptanceStats:
-    one = [jnp.asarray([value], jnp.float32) for value in (matched, rescued, refused, cut)]
-    return AcceptanceStats(*one, seconds=jnp.ones(1))
+def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> AcceptanceStats:
+    """Of each row the draft tokens that were matched, rescued, refused and cut."""
+    by_kind = [jnp.asarray(kind, jnp.float32) for kind in zip(*counts, strict=True)]
+    return AcceptanceStats(*by_kind, seconds=jnp.asarray(seconds))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -40,7 +43,7 @@ def test_expected_tokens(
     for position in range(1, depth + 1):
         survives *= loose if position + tail <= depth else strict
         expected += survives
-    found = expected_tokens(pace_of(matched, rescued, refused, cut), depth, tail)
+    found = expected_tokens(stats_of((matched, rescued, refused, cut)), depth, tail)
     np.testing.assert_allclose(found, [expected], rtol=1e-4)
 
 
@@ -52,7 +55,7 @@ def test_observe_counts_what_ended_the_block() -> None:
     why[3] = Why.MATCHED
     zeros = jnp.zeros(4, jnp.int32)
     verdict = Verdict(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(why), zeros)
-    before = AcceptanceStats(*(jnp.zeros(4) for _ in range(4)), seconds=jnp.ones(2))
+    before = stats_of(*[(0.0,) * 4] * 4)
     after = observe(before, verdict, jnp.array([True, True, True, False]))
     np.testing.assert_array_equal(after.matched, [1, 1, 5, 0])
     np.testing.assert_array_equal(after.rescued, [1, 0, 0, 0])
@@ -69,22 +72,12 @@ def test_observe_counts_what_ended_the_block() -> None:
 def test_the_depth_of_most_tokens_a_second(
     matched: float, refused: float, seconds: tuple[float, ...], chosen: int
 ) -> None:
-    stats = pace_of(matched, 0.0, refused, 0.0)
-    stats = AcceptanceStats(
-        stats.matched, stats.rescued, stats.refused, stats.cut, jnp.asarray(seconds)
-    )
+    stats = stats_of((matched, 0.0, refused, 0.0), seconds=seconds)
     assert int(choose_depth(stats, jnp.array([True]), (2, 6, 12), 0)[0]) == chosen
 
 
 def test_finished_rows_have_no_say() -> None:
-    good, bad = pace_of(90.0, 0.0, 0.1, 0.0), pace_of(0.1, 0.0, 9.0, 0.0)
-    both = AcceptanceStats(
-        *(
-            jnp.concatenate((getattr(good, name), getattr(bad, name)))
-            for name in ("matched", "rescued", "refused", "cut")
-        ),
-        seconds=jnp.asarray([1.0, 1.5]),
-    )
+    both = stats_of((90.0, 0.0, 0.1, 0.0), (0.1, 0.0, 9.0, 0.0), seconds=(1.0, 1.5))
     assert int(choose_depth(both, jnp.array([True, False]), (1, 9), 0)[0]) == 1
     assert int(choose_depth(both, jnp.array([False, True]), (1, 9), 0)[0]) == 0
 

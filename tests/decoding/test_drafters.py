@@ -10,17 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import random_pairs
+import random_pairs as pairs
 from jaxtyping import Array
-from random_pairs import (
-    CONFIG,
-    EOS,
-    MOST_TOKENS,
-    autoregressive,
-    batch_engine,
-    random_draft,
-    random_target,
-)
 
 from fly_jax import Draft, Drafter, Verdict
 from fly_jax.decoding import programs
@@ -37,13 +28,13 @@ PAIR = 2  # the pair that repeats itself most
 K = 5
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
 SPECS = {
-    "fixed": random_pairs.SPECS["lookup"],
+    "fixed": pairs.SPECS["lookup"],
     "depths": RoundSpec(
-        Exact(), RoundStatic(K, Lookup(), EOS, depths=(2, K), rounds_per_dispatch=2)
+        Exact(), RoundStatic(K, Lookup(), pairs.EOS, depths=(2, K), rounds_per_dispatch=2)
     ),
     "defer": RoundSpec(
         Budget(Fly(0.0, 2), 0.0),
-        RoundStatic(K, Lookup(), EOS, deferred_window=2, rounds_per_dispatch=2),
+        RoundStatic(K, Lookup(), pairs.EOS, deferred_window=2, rounds_per_dispatch=2),
     ),
 }
 
@@ -51,13 +42,13 @@ SPECS = {
 def decode(
     spec: RoundSpec, drafter: Drafter | None, prompts: Sequence[Sequence[int]], limit: int
 ) -> list[Generation]:
-    return batch_engine(random_target(PAIR), drafter, spec).generate(prompts, limit)
+    return pairs.batch_engine(pairs.random_target(PAIR), drafter, spec).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_lookup_alone_is_plain_decoding(name: str) -> None:
-    rows = decode(SPECS[name], None, PROMPTS, MOST_TOKENS)
-    expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
+    rows = decode(SPECS[name], None, PROMPTS, pairs.MOST_TOKENS)
+    expected = pairs.autoregressive(pairs.random_target(PAIR), PROMPTS, pairs.MOST_TOKENS)
     assert [row.token_ids for row in rows] == expected
     assert sum(map(len, expected)) / sum(row.num_rounds for row in rows) > 1.2
     assert all(row.num_draft_passes == 0 for row in rows)
@@ -69,7 +60,9 @@ def test_a_lookup_alone_is_plain_decoding(name: str) -> None:
 def test_where_nothing_is_found_nothing_is_drafted() -> None:
     prompts = [[1, 2, 3], [9], [4, 5]]
     rows = decode(SPECS["fixed"], None, prompts, 1)
-    assert [row.token_ids for row in rows] == autoregressive(random_target(PAIR), prompts, 1)
+    assert [row.token_ids for row in rows] == pairs.autoregressive(
+        pairs.random_target(PAIR), prompts, 1
+    )
     assert [(row.num_rounds, row.num_draft_tokens) for row in rows] == [(1, 0)] * 3
     (found,) = decode(SPECS["fixed"], None, [[1, 2, 3, 1]], 1)
     assert found.num_draft_tokens == 3
@@ -77,7 +70,7 @@ def test_where_nothing_is_found_nothing_is_drafted() -> None:
 
 def test_nothing_that_proposes_is_refused() -> None:
     with pytest.raises(FlyJaxError, match="without a draft model or a lookup"):
-        batch_engine(random_target(PAIR), None, RoundSpec(Exact(), RoundStatic(K)), 1)
+        pairs.batch_engine(pairs.random_target(PAIR), None, RoundSpec(Exact(), RoundStatic(K)), 1)
 
 
 class Memory(NamedTuple):
@@ -128,14 +121,14 @@ class Table(Drafter):
 @pytest.mark.parametrize("below", [False, True])
 def test_a_drafter_of_ones_own(below: bool) -> None:
     """Alone or below a draft model, it changes how long decoding takes, and nothing else."""
-    drafter: Drafter = Table(jnp.full(CONFIG.vocab_size, -1, jnp.int32))
+    drafter: Drafter = Table(jnp.full(pairs.CONFIG.vocab_size, -1, jnp.int32))
     if below:
-        draft = random_draft(PAIR, 0.2)
+        draft = pairs.random_draft(PAIR, 0.2)
         given = dataclasses.replace(drafter, table=_next_tokens(PROMPTS))  # type: ignore[call-arg]
-        drafter = DraftModel(draft.parameters(), given, config=CONFIG, num_tokens=K)
-    spec = RoundSpec(Exact(), RoundStatic(K, None, EOS))
-    rows = decode(spec, drafter, PROMPTS, MOST_TOKENS)
-    expected = autoregressive(random_target(PAIR), PROMPTS, MOST_TOKENS)
+        drafter = DraftModel(draft.parameters(), given, config=pairs.CONFIG, num_tokens=K)
+    spec = RoundSpec(Exact(), RoundStatic(K, None, pairs.EOS))
+    rows = decode(spec, drafter, PROMPTS, pairs.MOST_TOKENS)
+    expected = pairs.autoregressive(pairs.random_target(PAIR), PROMPTS, pairs.MOST_TOKENS)
     assert [row.token_ids for row in rows] == expected
     assert sum(row.num_accepted_tokens for row in rows) > 0
     drafted = sum(row.num_draft_tokens for row in rows)
@@ -148,8 +141,8 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
 
 def _next_tokens(prompts: Sequence[Sequence[int]]) -> Array:
     """The last token that the target has said after each, in texts after these prompts."""
-    table = np.full(CONFIG.vocab_size, -1, np.int32)
-    said = autoregressive(random_target(PAIR), prompts, MOST_TOKENS)
+    table = np.full(pairs.CONFIG.vocab_size, -1, np.int32)
+    said = pairs.autoregressive(pairs.random_target(PAIR), prompts, pairs.MOST_TOKENS)
     for prompt, new in zip(prompts, said, strict=True):
         text = [*prompt, *new]
         table[text[:-1]] = text[1:]
@@ -157,17 +150,11 @@ def _next_tokens(prompts: Sequence[Sequence[int]]) -> Array:
 
 
 class Pieces(NamedTuple):
-    """What `Echo` has been given: hidden states of the last token, and how often they were wrong.
+    """What `Echo` has been given."""
 
-    Attributes:
-      prompt: the sum of the hidden states of the prompt.
-      hidden: of the token that the last verdict ended the draft after.
-      wrong: rounds in which the target would not have said the next token after that state.
-    """
-
-    prompt: Array
-    hidden: Array
-    wrong: Array
+    prompt: Array  # the sum of the prompt's hidden states
+    hidden: Array  # that of the token that the last verdict ended the draft after
+    wrong: Array  # rounds in which the target would not have said the next token after that state
 
 
 @jax.tree_util.register_dataclass
@@ -180,12 +167,12 @@ class Echo(Drafter):
     needs_hidden = True
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Pieces:
-        empty = jnp.zeros((rows, CONFIG.embed_size), dtype)
+        empty = jnp.zeros((rows, pairs.CONFIG.embed_size), dtype)
         return Pieces(empty, empty, jnp.zeros(rows, jnp.int32))
 
     def prefill(self, state: Pieces, tokens: Array, start: Array, hidden: Array | None) -> Pieces:
         assert hidden is not None
-        assert hidden.shape == (*tokens.shape, CONFIG.embed_size)
+        assert hidden.shape == (*tokens.shape, pairs.CONFIG.embed_size)
         return state._replace(prompt=state.prompt + jnp.sum(hidden, axis=1))
 
     def propose(
@@ -201,7 +188,7 @@ class Echo(Drafter):
     ) -> Pieces:
         rows, num_tokens = draft.tokens.shape
         assert hidden is not None
-        assert hidden.shape == (rows, num_tokens + 1, CONFIG.embed_size)
+        assert hidden.shape == (rows, num_tokens + 1, pairs.CONFIG.embed_size)
         own = jnp.take_along_axis(hidden, verdict.num_accepted[:, None, None], axis=1)[:, 0]
         wrong = jnp.argmax(own @ self.unembedding, axis=-1) != verdict.next_token
         return Pieces(state.prompt, own, state.wrong + (wrong & live))
@@ -219,12 +206,14 @@ def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(programs, "_run", spy)
     monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
-    target = random_target(PAIR)
+    target = pairs.random_target(PAIR)
     drafter = Echo(target.parameters()["unembedding"])
     prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3]
-    spec = RoundSpec(Exact(), RoundStatic(3, None, EOS))
-    rows = decode(spec, drafter, prompts, MOST_TOKENS)
-    assert [row.token_ids for row in rows] == autoregressive(target, prompts, MOST_TOKENS)
+    spec = RoundSpec(Exact(), RoundStatic(3, None, pairs.EOS))
+    rows = decode(spec, drafter, prompts, pairs.MOST_TOKENS)
+    assert [row.token_ids for row in rows] == pairs.autoregressive(
+        target, prompts, pairs.MOST_TOKENS
+    )
     assert len(states) > 5
     assert all(not np.any(state.wrong) for state in states)
     assert np.any(states[-1].hidden != 0)

@@ -8,23 +8,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
+import random_pairs as pairs
 from jaxtyping import Array
-from random_pairs import (
-    CAPACITY,
-    CONFIG,
-    EOS,
-    NOISES,
-    SPECS,
-    batch_engine,
-    greedy,
-    keys_from,
-    logits_after,
-    random_draft,
-    random_target,
-    until_end,
-)
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Draft
@@ -42,8 +28,8 @@ PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 MAX_NEW_TOKENS = 24
 DRAFTED = 5
 FLY = Fly(entropy_threshold=0.4, window_size=2)
-CASES = [SPECS[name] for name in ("exact", "fly, lookup", "sampled")]
-PROTECTED = np.isin(np.arange(CONFIG.vocab_size), EOS)
+CASES = [pairs.SPECS[name] for name in ("exact", "fly, lookup", "sampled")]
+PROTECTED = np.isin(np.arange(pairs.CONFIG.vocab_size), pairs.EOS)
 
 verify_alone = jax.jit(verify_step)
 evidence_alone = jax.jit(evidence, static_argnames="needs")
@@ -70,7 +56,7 @@ def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache,
 
 
 def fused(spec: RoundSpec, *, pair: int, noise: float, seed: int = 0) -> list[Generation]:
-    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec)
+    engine = pairs.batch_engine(pairs.random_target(pair), pairs.random_draft(pair, noise), spec)
     return engine.generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
 
 
@@ -79,14 +65,16 @@ def foreign_engine(
 ) -> list[tuple[list[int], str]]:
     """Somebody else's loop: her own text and caches, and the steps called one by one."""
     rule, sampling = spec.rule, spec.sampling
-    target, draft = random_target(pair), random_draft(pair, noise)
-    text = np.zeros((len(PROMPTS), CAPACITY), np.int32)
+    target, draft = pairs.random_target(pair), pairs.random_draft(pair, noise)
+    text = np.zeros((len(PROMPTS), pairs.CAPACITY), np.int32)
     length = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     for row, prompt in enumerate(PROMPTS):
         text[row, : len(prompt)] = prompt
-    drafter = DraftModel(draft.parameters(), spec.static.lookup, config=CONFIG, num_tokens=DRAFTED)
+    drafter = DraftModel(
+        draft.parameters(), spec.static.lookup, config=pairs.CONFIG, num_tokens=DRAFTED
+    )
     target_cache, drafter_state = prefilled(target, drafter, text)
-    keys = draft_keys = verify_keys = keys_from(seed, len(PROMPTS))
+    keys = draft_keys = verify_keys = pairs.keys_from(seed, len(PROMPTS))
     emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
     live = set(range(len(PROMPTS)))
     while live:
@@ -108,10 +96,10 @@ def foreign_engine(
             tokens, letters = emitted[row]
             letters += "".join("mr"[int(why)] for why in np.asarray(kept.why[row, :count]))
             letters += "cb"[int(count == DRAFTED)]
-            tokens = until_end([*tokens, *new])[:MAX_NEW_TOKENS]
+            tokens = pairs.until_end([*tokens, *new])[:MAX_NEW_TOKENS]
             emitted[row] = (tokens, letters[: len(tokens)])
             text[row, length[row] : length[row] + len(new)] = new
-            if tokens[-1] in EOS or len(tokens) == MAX_NEW_TOKENS:
+            if tokens[-1] in pairs.EOS or len(tokens) == MAX_NEW_TOKENS:
                 live.discard(row)
             else:
                 length[row] += len(new)
@@ -135,34 +123,15 @@ def test_steps_alone_give_the_same_tokens(spec: RoundSpec) -> None:
 
 def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tuple[list[int], str]:
     """Whole passes without a cache, and the plain loops of the rule's oracle."""
-    target, draft = random_target(pair), random_draft(pair, noise)
-    assert FLY.entropy == "top_k"
     tokens: list[int] = []
     why = ""
-    while len(tokens) < MAX_NEW_TOKENS and not (tokens and tokens[-1] in EOS):
-        (drafted,) = greedy(draft, [[*prompt, *tokens]], DRAFTED)
-        logits = logits_after(target, [*prompt, *tokens, *drafted])[-DRAFTED - 1 :]
-        seen = [
-            oracle.greedy_evidence(logits[at], drafted[at], FLY.entropy, FLY.entropy_top_k)
-            for at in range(DRAFTED)
-        ]
-        decided = oracle.fly_row(
-            [position.accepted for position in seen],
-            [position.entropy for position in seen],
-            [
-                token in EOS or position.argmax in EOS
-                for token, position in zip(drafted, seen, strict=True)
-            ],
-            DRAFTED,
-            threshold=FLY.entropy_threshold,
-            window_size=FLY.window_size,
-            reference=False,
-        )
+    while len(tokens) < MAX_NEW_TOKENS and not (tokens and tokens[-1] in pairs.EOS):
+        drafted, seen, decided = pairs.fly_block(FLY, pair, noise, [*prompt, *tokens], DRAFTED)
         kept = decided.num_accepted
-        tokens += [*drafted[:kept], int(np.argmax(logits[kept]))]
+        tokens += [*drafted[:kept], seen[kept].argmax]
         why += "".join({"MATCHED": "m", "RESCUED": "r"}[name] for name in decided.why[:kept])
         why += {"CORRECTED": "c", "BONUS": "b"}[decided.next_why]
-        tokens = until_end(tokens)
+        tokens = pairs.until_end(tokens)
     tokens = tokens[:MAX_NEW_TOKENS]
     return tokens, why[: len(tokens)]
 
@@ -171,7 +140,7 @@ def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tupl
 def test_fly_decodes_as_its_oracle(name: str) -> None:
     rescued = 0
     for pair, noise in ((0, 0.2), (3, 0.3)):
-        rows = fused(SPECS[name], pair=pair, noise=noise)
+        rows = fused(pairs.SPECS[name], pair=pair, noise=noise)
         for row, prompt in zip(rows, PROMPTS, strict=True):
             assert (row.token_ids, letters(row)) == fly_by_the_oracle(
                 prompt, pair=pair, noise=noise
@@ -181,7 +150,7 @@ def test_fly_decodes_as_its_oracle(name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", CASES)
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", pairs.NOISES)
 def test_the_account_adds_up(spec: RoundSpec, noise: float) -> None:
     for row in fused(spec, pair=1, noise=noise):
         why = letters(row)
@@ -195,12 +164,14 @@ def test_the_account_adds_up(spec: RoundSpec, noise: float) -> None:
         assert row.mean_accepted_tokens == len(row.token_ids) / row.num_rounds
         assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
         assert row.seconds > 0
-        if noise == 0 and spec is SPECS["exact"]:
+        if noise == 0 and spec is pairs.SPECS["exact"]:
             assert set(why) == {"m", "b"} or set(why) == {"m"}
 
 
 def test_the_running_account_is_that_of_what_has_settled() -> None:
-    engine = batch_engine(random_target(1), random_draft(1, 0.2), SPECS["fly, lookup"])
+    engine = pairs.batch_engine(
+        pairs.random_target(1), pairs.random_draft(1, 0.2), pairs.SPECS["fly, lookup"]
+    )
     rounds, text = collections.Counter[int](), collections.defaultdict[int, list[int]](list)
     for state, settled in engine.run(engine.requests(PROMPTS, MAX_NEW_TOKENS)):
         account, row = state.generation, PROMPTS.index(list(state.request.prompt))
@@ -219,7 +190,9 @@ def test_a_round_needs_no_more_room_than_it_says() -> None:
     spec = RoundSpec(Exact(), RoundStatic(12, Lookup(num_tokens=3)))
     prompts = [[1] * 24, [6, 3], [7, 3]]
     length = 24 + MAX_NEW_TOKENS
-    engine = batch_engine(random_target(2), random_draft(2, 0.2), spec, max_length=length)
+    engine = pairs.batch_engine(
+        pairs.random_target(2), pairs.random_draft(2, 0.2), spec, max_length=length
+    )
     assert engine._capacity == length + spec.static.room
     rows = engine.generate(prompts, MAX_NEW_TOKENS)
-    assert [row.token_ids for row in rows] == greedy(random_target(2), prompts)
+    assert [row.token_ids for row in rows] == pairs.greedy(pairs.random_target(2), prompts)

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import (
-    CONFIG,
-    EOS,
-    MOST_TOKENS,
-    NOISES,
-    SPECS,
-    autoregressive,
-    batch_engine,
-    random_draft,
-    random_target,
-)
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -25,26 +15,26 @@ from fly_jax.verification.rules import Exact, Why
 
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
-    "autoregressive": (SPECS["autoregressive"], 3),
-    "one token": (RoundSpec(Exact(), RoundStatic(1, None, EOS)), 1),
-    "five tokens": (SPECS["exact"], 3),
+    "autoregressive": (pairs.SPECS["autoregressive"], 3),
+    "one token": (RoundSpec(Exact(), RoundStatic(1, None, pairs.EOS)), 1),
+    "five tokens": (pairs.SPECS["exact"], 3),
     "lookup, three rounds": (
-        RoundSpec(Exact(), RoundStatic(5, Lookup(), EOS, rounds_per_dispatch=3)),
+        RoundSpec(Exact(), RoundStatic(5, Lookup(), pairs.EOS, rounds_per_dispatch=3)),
         3,
     ),
     "lookup, earliest": (
-        RoundSpec(Exact(), RoundStatic(9, Lookup(match="earliest", num_tokens=3), EOS)),
+        RoundSpec(Exact(), RoundStatic(9, Lookup(match="earliest", num_tokens=3), pairs.EOS)),
         2,
     ),
-    "depths": (SPECS["depths"], 3),
+    "depths": (pairs.SPECS["depths"], 3),
     "depths, lookup": (
-        RoundSpec(Exact(), RoundStatic(6, Lookup(num_tokens=3), EOS, depths=(2, 6))),
+        RoundSpec(Exact(), RoundStatic(6, Lookup(num_tokens=3), pairs.EOS, depths=(2, 6))),
         2,
     ),
 }
 
 # A small alphabet repeats itself, so that the lookup finds something.
-tokens = st.integers(0, CONFIG.vocab_size - 1) | st.integers(0, 2)
+tokens = st.integers(0, pairs.CONFIG.vocab_size - 1) | st.integers(0, 2)
 prompts_lists = st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, max_size=5)
 
 
@@ -52,7 +42,9 @@ def decode(
     program: str, prompts: list[list[int]], max_new_tokens: int, *, pair: int = 0, noise: float
 ) -> list[Generation]:
     spec, rows = PROGRAMS[program]
-    engine = batch_engine(random_target(pair), random_draft(pair, noise), spec, rows)
+    engine = pairs.batch_engine(
+        pairs.random_target(pair), pairs.random_draft(pair, noise), spec, rows
+    )
     return engine.generate(prompts, max_new_tokens)
 
 
@@ -60,20 +52,20 @@ def decode(
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     pair=st.integers(0, 3),
-    noise=st.sampled_from(NOISES),
+    noise=st.sampled_from(pairs.NOISES),
     prompts=prompts_lists,
-    max_new_tokens=st.integers(1, MOST_TOKENS),
+    max_new_tokens=st.integers(1, pairs.MOST_TOKENS),
 )
 def test_equals_one_token_at_a_time(
     program: str, pair: int, noise: float, prompts: list[list[int]], max_new_tokens: int
 ) -> None:
-    expected = autoregressive(random_target(pair), prompts, max_new_tokens)
+    expected = pairs.autoregressive(pairs.random_target(pair), prompts, max_new_tokens)
     generations = decode(program, prompts, max_new_tokens, pair=pair, noise=noise)
     assert [row.token_ids for row in generations] == expected
     for row, prompt in zip(generations, prompts, strict=True):
         assert list(row.prompt_token_ids) == prompt
-        assert row.finish_reason == ("stop" if row.token_ids[-1] in EOS else "length")
-        assert not any(token in EOS for token in row.token_ids[:-1])
+        assert row.finish_reason == ("stop" if row.token_ids[-1] in pairs.EOS else "length")
+        assert not any(token in pairs.EOS for token in row.token_ids[:-1])
 
 
 @pytest.mark.parametrize("program", ["five tokens", "lookup, three rounds"])
@@ -81,8 +73,8 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     """The cases above mean something: drafts from perfect to useless, and text that differs."""
     prompts = [[token] for token in range(24)]
     mean = []
-    for noise in NOISES:
-        rows = decode(program, prompts, MOST_TOKENS, noise=noise)
+    for noise in pairs.NOISES:
+        rows = decode(program, prompts, pairs.MOST_TOKENS, noise=noise)
         mean.append(sum(len(row.token_ids) for row in rows) / sum(row.num_rounds for row in rows))
         assert len({tuple(row.token_ids) for row in rows}) > 12
     assert mean == sorted(mean, reverse=True)
@@ -93,9 +85,11 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
 
 def test_end_of_text_inside_a_block_ends_the_row() -> None:
     prompts = [[token, 3, token] for token in range(24)]
-    engine = batch_engine(random_target(1), random_draft(1, 0.0), *PROGRAMS["five tokens"])
+    engine = pairs.batch_engine(
+        pairs.random_target(1), pairs.random_draft(1, 0.0), *PROGRAMS["five tokens"]
+    )
     inside, done = 0, list[RequestState]()
-    for state, settled in engine.run(engine.requests(prompts, MOST_TOKENS)):
+    for state, settled in engine.run(engine.requests(prompts, pairs.MOST_TOKENS)):
         account = state.generation
         assert state not in done, "a row goes on after its end"
         assert tuple(account.token_ids[-len(settled.token_ids) :]) == settled.token_ids
@@ -104,18 +98,18 @@ def test_end_of_text_inside_a_block_ends_the_row() -> None:
         done.append(state)
         assert settled.finish_reason == account.finish_reason
         if settled.finish_reason == "stop":
-            assert settled.token_ids[-1] in EOS
+            assert settled.token_ids[-1] in pairs.EOS
             inside += settled.why[-1] == Why.MATCHED
         else:
-            assert len(account.token_ids) == MOST_TOKENS
+            assert len(account.token_ids) == pairs.MOST_TOKENS
     assert sorted(list(state.request.prompt) for state in done) == prompts
     assert inside > 0
 
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
     prompts = [[5], [9, 9], [1, 2, 3]]
-    endless = SPECS["exact"].with_static(eos_token_ids=())
-    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless)
+    endless = pairs.SPECS["exact"].with_static(eos_token_ids=())
+    engine = pairs.batch_engine(pairs.random_target(2), pairs.random_draft(2, 0.0), endless)
     whole = engine.generate(prompts, 16)
     assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
     for limit in (1, 5, 7):
@@ -125,9 +119,11 @@ def test_a_limit_that_cuts_a_block_is_kept() -> None:
 
 
 def test_a_row_ends_where_the_context_does() -> None:
-    context = CONFIG.max_context
-    endless = SPECS["exact"].with_static(eos_token_ids=())
-    engine = batch_engine(random_target(2), random_draft(2, 0.0), endless, max_length=context)
+    context = pairs.CONFIG.max_context
+    endless = pairs.SPECS["exact"].with_static(eos_token_ids=())
+    engine = pairs.batch_engine(
+        pairs.random_target(2), pairs.random_draft(2, 0.0), endless, max_length=context
+    )
     prompt = list(range(40)) * 15
     (row,) = engine.generate([prompt[: context - 3]], 10)
     assert len(row.token_ids) == 3

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import re
+from collections.abc import Callable
 
-import jax
 import numpy as np
 import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
@@ -87,17 +86,16 @@ def test_every_layout_is_decoded_with() -> None:
 
 @pytest.mark.parametrize(("mesh", "name", "target_rules", "draft_rules"), CASES)
 def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
-    mesh: str, name: str, target_rules: str, draft_rules: str, caplog: pytest.LogCaptureFixture
+    mesh: str, name: str, target_rules: str, draft_rules: str, compilations: Callable[[], list[str]]
 ) -> None:
     expected = on_one_device(name)
     engine = engine_on(mesh, name, target_rules, draft_rules)
     found = []
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        for batch in BATCHES:
-            compiled = _compiled(caplog)
-            found += engine.generate(batch, MAX_NEW_TOKENS)
+    for batch in BATCHES:
+        compiled = compilations()
+        found += engine.generate(batch, MAX_NEW_TOKENS)
     assert any("_run" in message for message in compiled), "compilations go uncounted"
-    assert _compiled(caplog) == []
+    assert compilations() == []
     for row, other in zip(found, expected, strict=True):
         assert row.token_ids == other.token_ids
         for report, alone in zip(row.reports, other.reports, strict=True):
@@ -105,12 +103,6 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
                 dataclasses.astuple(alone), abs=1e-4
             )
     assert all(bool(row.reports) == SPECS[name].static.audits for row in found)
-
-
-def _compiled(caplog: pytest.LogCaptureFixture) -> list[str]:
-    messages = [record.getMessage() for record in caplog.records]
-    caplog.clear()
-    return [message for message in messages if message.startswith("Finished XLA compilation")]
 
 
 COLLECTIVE = re.compile(

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import random_pairs
-from random_pairs import EOS, batch_engine, greedy, logits_after, random_draft, random_target
+from random_pairs import EOS, batch_engine, fly_block, logits_after, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.request import Generation
@@ -85,23 +85,7 @@ def test_refusals_by_the_rule_are_those_of_its_oracle() -> None:
         ends = [at for at, why in enumerate(row.why) if why in (Why.CORRECTED, Why.BONUS)]
         for start, end in zip([0, *(at + 1 for at in ends)], ends, strict=False):
             before = [*row.prompt_token_ids, *row.token_ids[:start]]
-            (drafted,) = greedy(random_draft(PAIR, NOISE), [before], DRAFTED)
-            logits = logits_after(random_target(PAIR), [*before, *drafted])[-DRAFTED - 1 :]
-            seen = [
-                oracle.greedy_evidence(logits[at], drafted[at], "top_k", 3) for at in range(DRAFTED)
-            ]
-            decided = oracle.fly_row(
-                [one.accepted for one in seen],
-                [one.entropy for one in seen],
-                [
-                    token in EOS or one.argmax in EOS
-                    for token, one in zip(drafted, seen, strict=True)
-                ],
-                DRAFTED,
-                threshold=FLY.entropy_threshold,
-                window_size=FLY.window_size,
-                reference=False,
-            )
+            _, _, decided = fly_block(FLY, PAIR, NOISE, before, DRAFTED)
             if row.why[end] is Why.CORRECTED:
                 refused = row.reports[end].refused_by
                 assert refused is not None

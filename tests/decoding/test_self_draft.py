@@ -35,6 +35,12 @@ def target(request: pytest.FixtureRequest) -> Llama:
     return load_llama(GOLDEN / request.param)
 
 
+def on_a_mesh(target: Llama) -> tuple[Llama, Layout]:
+    layout = Layout(create_mesh(parse_mesh("2x2")), RULES["tensor"])
+    folder = "qwen2" if target.config.attention_biases else "llama3"
+    return load_llama(GOLDEN / folder, layout=layout), layout
+
+
 def widened(draft: Llama, name: str) -> np.ndarray:
     """A stack of matrices, as numbers."""
     values = draft.parameters()
@@ -70,9 +76,7 @@ def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
 def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
-    folder = GOLDEN / ("qwen2" if target.config.attention_biases else "llama3")
-    layout = None if mesh == "1x1" else Layout(create_mesh(parse_mesh(mesh)), RULES["tensor"])
-    spread = load_llama(folder, layout=layout)
+    spread, layout = (target, None) if mesh == "1x1" else on_a_mesh(target)
     rounded, wide = (
         self_draft(spread, SELF_DRAFTS[name], widens=widens) for widens in (False, True)
     )
@@ -99,11 +103,9 @@ def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_a_mesh_rounds_alike(target: Llama, name: str) -> None:
-    layout = Layout(create_mesh(parse_mesh("2x2")), RULES["tensor"])
-    folder = GOLDEN / ("qwen2" if target.config.attention_biases else "llama3")
     alone = self_draft(target, SELF_DRAFTS[name]).parameters()
-    spread = self_draft(load_llama(folder, layout=layout), SELF_DRAFTS[name])
-    for one, values in spread.parameters().items():
+    spread, layout = on_a_mesh(target)
+    for one, values in self_draft(spread, SELF_DRAFTS[name]).parameters().items():
         np.testing.assert_array_equal(values, alone[one], err_msg=one)
         spec = parameter_specs(target.config, SELF_DRAFTS[name])[one]
         expected = layout.sharding(spec.axes, spec.shape)

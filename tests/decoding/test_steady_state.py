@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,26 +38,10 @@ SPECS = {
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
 
-@pytest.fixture
-def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Messages about what has been compiled since the last call; before the first one nothing."""
-
-    def since() -> list[str]:
-        messages = [record.getMessage() for record in caplog.records]
-        caplog.clear()
-        return [message for message in messages if message.startswith("Finished XLA compilation")]
-
-    jax.clear_caches()
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        yield since
-
-
 def num_drafts(spec: RoundSpec) -> int:
-    if spec is SPECS["lookup"]:
+    if spec in (SPECS["lookup"], SPECS["autoregressive"]):
         return 0
-    return (
-        1 + len(spec.static.level_speculative_tokens) if spec.static.num_speculative_tokens else 0
-    )
+    return 1 + len(spec.static.level_speculative_tokens)
 
 
 def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
@@ -69,6 +52,7 @@ def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], list[str]]) -> None:
+    jax.clear_caches()
     engine = engine_for(SPECS[name])
     for prompts, max_new_tokens, seed in BATCHES:
         engine.warm_up_for(engine.requests(prompts, max_new_tokens, seed=seed))
@@ -82,6 +66,7 @@ def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], l
 def test_another_pair_of_the_same_shape_compiles_nothing(
     compilations: Callable[[], list[str]],
 ) -> None:
+    jax.clear_caches()
     prompts, max_new_tokens, seed = BATCHES[0]
     engine_for(SPECS["exact"]).generate(prompts, max_new_tokens, seed=seed)
     other = engine_for(SPECS["exact"], pair=2)
@@ -95,6 +80,7 @@ def test_other_numbers_compile_nothing(
     offline: bool, compilations: Callable[[], list[str]]
 ) -> None:
     """Those of the rule, of its budget and of the sampling are data; so are each request's own."""
+    jax.clear_caches()
     (prompt, *_), max_new_tokens, seed = BATCHES[0]
     online: list[Engine] = []
 
@@ -162,9 +148,7 @@ def begun(engine: Engine, limits: Sequence[int]) -> tuple[DecodeState, RuleInput
     for number, limit in enumerate(limits):
         engine.submit(Request([1, 2, 3 + number], limit))
     engine._run_prompts()
-    inputs = engine._inputs()
-    assert inputs is not None
-    return engine._held(), inputs
+    return engine._held(), engine._inputs()
 
 
 @pytest.mark.parametrize("rounds", [1, 3])

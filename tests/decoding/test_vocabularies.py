@@ -42,14 +42,32 @@ def narrowed(target: Llama) -> Llama:
     return Llama(config, parameters | more)
 
 
+def padded(folder: Path, to: Path, rows: int) -> Path:
+    """The model with that many rows more, which would win every time if they were kept."""
+    model = load_llama(folder)
+    embedding = np.asarray(model.parameters()["embedding"])
+    more = 50 * np.ones((rows, CONFIG.embed_size), np.float32)
+    parameters = model.parameters() | {"embedding": jnp.asarray(np.concatenate((embedding, more)))}
+    config = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE + rows)
+    save_hf(Llama(config, parameters), to)
+    shutil.copy(folder / "tokenizer.model", to)
+    return to
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("pair")
-    target, _ = write_pair(root)
-    narrow = root / "narrow"
-    save_hf(narrowed(load_llama(target)), narrow, jnp.float32)
-    shutil.copy(target / "tokenizer.model", narrow)
-    return target, narrow
+    target, draft = write_pair(root)
+    save_hf(narrowed(load_llama(target)), root / "narrow", jnp.float32)
+    shutil.copy(target / "tokenizer.model", root / "narrow")
+    return {
+        "target": target,
+        "draft": draft,
+        "narrow": root / "narrow",
+        "wide target": padded(target, root / "wide_target", 3),
+        "wide draft": padded(draft, root / "wide_draft", 2),
+        "other": padded(draft, root / "other", 40),
+    }
 
 
 def test_logits_are_those_of_the_known_tokens() -> None:
@@ -71,10 +89,9 @@ def test_logits_are_those_of_the_known_tokens() -> None:
 
 
 @pytest.mark.parametrize("where", [{}, {"dtype": "int8"}, {"mesh": "2x2"}], ids=str)
-def test_text_is_the_targets(folders: tuple[Path, Path], where: dict[str, str]) -> None:
-    target, narrow = folders
+def test_text_is_the_targets(folders: dict[str, Path], where: dict[str, str]) -> None:
     given = {"dtype": "float32", **where}
-    pair = fly_jax.load_pair(target, narrow, **given)
+    pair = fly_jax.load_pair(folders["target"], folders["narrow"], **given)
     assert pair.drafts[0].parameters()["token_rows"].dtype == jnp.int32
     greedy = {"num_speculative_tokens": 4, "max_new_tokens": 24, "batch_size": 2}
     alone = fly_jax.generate(pair, PROMPTS, rule="autoregressive", max_new_tokens=24, batch_size=2)
@@ -88,8 +105,8 @@ def test_text_is_the_targets(folders: tuple[Path, Path], where: dict[str, str]) 
         assert set(drafted) <= set(KNOWN.tolist())
 
 
-def test_sampling_knows_nothing_of_it(folders: tuple[Path, Path]) -> None:
-    pair = fly_jax.load_pair(*folders, dtype="float32")
+def test_sampling_knows_nothing_of_it(folders: dict[str, Path]) -> None:
+    pair = fly_jax.load_pair(folders["target"], folders["narrow"], dtype="float32")
     sampled = fly_jax.generate(
         pair, PROMPTS, rule="sampled", temperature=1.0, top_k=20, num_speculative_tokens=4,
         max_new_tokens=40, batch_size=2,
@@ -104,10 +121,9 @@ def test_sampling_knows_nothing_of_it(folders: tuple[Path, Path]) -> None:
     assert any(token % 2 for one in sampled for token in one.token_ids)
 
 
-def test_a_number_of_rows_that_cannot_be(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    target, narrow = folders
-    folder = tmp_path / "wrong"
-    shutil.copytree(narrow, folder)
+def test_a_number_of_rows_that_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
+    target, folder = folders["target"], tmp_path / "wrong"
+    shutil.copytree(folders["narrow"], folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["draft_vocab_size"] == ROWS
     for rows in (1, VOCAB_SIZE + 1):
@@ -121,9 +137,9 @@ def test_a_number_of_rows_that_cannot_be(folders: tuple[Path, Path], tmp_path: P
 
 @pytest.mark.parametrize("row", [-1, ROWS])
 def test_a_row_that_the_embedding_does_not_have(
-    folders: tuple[Path, Path], tmp_path: Path, row: int
+    folders: dict[str, Path], tmp_path: Path, row: int
 ) -> None:
-    shutil.copytree(folders[1], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(folders["narrow"], tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["token_rows"][5] = row
@@ -149,31 +165,6 @@ def test_the_drafter_that_is_here() -> None:
     assert loss < math.log(model.config.draft_vocab_size) / 2
 
 
-def padded(folder: Path, to: Path, rows: int) -> Path:
-    """The model with that many rows more, which would win every time if they were kept."""
-    model = load_llama(folder)
-    embedding = np.asarray(model.parameters()["embedding"])
-    more = 50 * np.ones((rows, CONFIG.embed_size), np.float32)
-    parameters = model.parameters() | {"embedding": jnp.asarray(np.concatenate((embedding, more)))}
-    config = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE + rows)
-    save_hf(Llama(config, parameters), to)
-    shutil.copy(folder / "tokenizer.model", to)
-    return to
-
-
-@pytest.fixture(scope="module")
-def padded_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("padded")
-    target, draft = write_pair(root)
-    return {
-        "target": target,
-        "draft": draft,
-        "wide target": padded(target, root / "wide_target", 3),
-        "wide draft": padded(draft, root / "wide_draft", 2),
-        "other": padded(draft, root / "other", 40),
-    }
-
-
 def decoded(target: Path, draft: Path, **where: str) -> list[list[int]]:
     pair = fly_jax.load_pair(target, draft, **{"dtype": "float32", **where})
     assert pair.target.config.vocab_size == VOCAB_SIZE
@@ -185,12 +176,12 @@ def decoded(target: Path, draft: Path, **where: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("where", [{}, {"dtype": "int8"}, {"mesh": "2x2"}], ids=str)
-def test_what_pads_is_cut(padded_folders: dict[str, Path], where: dict[str, str]) -> None:
-    expected = decoded(padded_folders["target"], padded_folders["draft"], **where)
-    assert decoded(padded_folders["wide target"], padded_folders["draft"], **where) == expected
-    assert decoded(padded_folders["target"], padded_folders["wide draft"], **where) == expected
+def test_what_pads_is_cut(folders: dict[str, Path], where: dict[str, str]) -> None:
+    expected = decoded(folders["target"], folders["draft"], **where)
+    assert decoded(folders["wide target"], folders["draft"], **where) == expected
+    assert decoded(folders["target"], folders["wide draft"], **where) == expected
 
 
-def test_more_than_padding_is_another_vocabulary(padded_folders: dict[str, Path]) -> None:
+def test_more_than_padding_is_another_vocabulary(folders: dict[str, Path]) -> None:
     with pytest.raises(FlyJaxError, match=r"320 tokens and the draft one of 360"):
-        fly_jax.load_pair(padded_folders["target"], padded_folders["other"])
+        fly_jax.load_pair(folders["target"], folders["other"])

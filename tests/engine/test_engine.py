@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
-from random_pairs import EOS, MAX_LENGTH, greedy, logits_after
+from random_pairs import EOS, MAX_LENGTH, batch_engine, greedy, logits_after
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -33,16 +32,8 @@ def alone(kind: Kind, request: Request, engines: dict[object, Engine]) -> Reques
             kind.spec, rule=request.rule or kind.spec.rule, sampling=request.sampling
         )
         target, *drafts = models(None, kind.num_drafts)
-        engines[key] = Engine(
-            target,
-            drafts,
-            spec,
-            num_slots=1,
-            max_length=224,
-            protected_token_ids=protected or (),
-            memory=kind.memory,
-            offline=True,
-        )
+        given = {"protected_token_ids": protected or (), "memory": kind.memory}
+        engines[key] = batch_engine(target, drafts, spec, 1, max_length=224, **given)
     state = RequestState(request, kind.spec.rule)
     (state.generation,) = engines[key].generate(
         [request.prompt], request.max_new_tokens, seed=request.seed
@@ -78,21 +69,21 @@ def check_logprobs(found: Sequence[RequestState]) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_requests_of_all_lengths_equal_those_alone(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, compilations: Callable[[], list[str]]
 ) -> None:
     kind = KINDS[name]
     engine = engine_for(kind)
     engine.warm_up()
     given = requests(kind)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        found = finished(engine, given)
-        # A beginning is copied, unless the drafter cannot begin there, and a slot is given up.
-        again = [engine.submit(given[-1]) for _ in range(3)]
-        engine.step()
-        engine.cancel(again[0])
-        found += finished(engine, [])
-        assert (engine.num_reused_tokens > 0) == (name != "levels")
-        assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
+    compilations()
+    found = finished(engine, given)
+    # A beginning is copied, unless the drafter cannot begin there, and a slot is given up.
+    again = [engine.submit(given[-1]) for _ in range(3)]
+    engine.step()
+    engine.cancel(again[0])
+    found += finished(engine, [])
+    assert (engine.num_reused_tokens > 0) == (name != "levels")
+    assert not compilations()
     engines: dict[object, Engine] = {}
     expected = [alone(kind, request, engines) for request in given]
     assert [account(one) for one in found] == [account(one) for one in expected]
@@ -114,7 +105,7 @@ def test_requests_of_all_lengths_equal_those_alone(
 
 
 def test_offline_what_is_known_beforehand_compiles_beforehand(
-    caplog: pytest.LogCaptureFixture,
+    compilations: Callable[[], list[str]],
 ) -> None:
     kind = KINDS["autoregressive"]
     common = list(range(30))
@@ -123,12 +114,12 @@ def test_offline_what_is_known_beforehand_compiles_beforehand(
     jax.clear_caches()
     engine = engine_for(kind, offline=True)
     engine.warm_up_for(given)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        states = [engine.submit(request) for request in given]
-        engine.step()
-        assert engine.slots.num_free == 0  # however many tokens that took
-        found = [state for state, settled in engine.run(()) if settled.finish_reason]
-        assert not [one for one in caplog.messages if one.startswith("Finished XLA")]
+    compilations()
+    states = [engine.submit(request) for request in given]
+    engine.step()
+    assert engine.slots.num_free == 0  # however many tokens that took
+    found = [state for state, settled in engine.run(()) if settled.finish_reason]
+    assert not compilations()
     assert engine.num_reused_tokens >= 3 * 16
     assert sorted(map(id, found)) == sorted(map(id, states))
     expected = greedy(models(None, 0)[0], prompts, 24)

@@ -14,41 +14,45 @@ from fly_jax.verification.sampling import Sampling
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("kind", "request_", "words"),
     [
-        (Request([]), "is empty"),
-        (Request([1] * 100), "shorten it, or raise max_length"),
-        (Request([1], 0), "max_new_tokens is 0"),
-        (Request([99]), "outside the model's vocabulary"),
-        (Request([1], logprobs=0), "log-probabilities of 0 tokens.*the engine gives none"),
-        (Request([1], rule=Csd(), sampling=Sampling(0.5)), "sampling and for a rule with a memory"),
-        (Request([1], rule=Margin()), "asks for the rule Margin, of a kind that the engine"),
+        ("autoregressive", Request([]), "is empty"),
+        ("autoregressive", Request([1] * 100), "shorten it, or raise max_length"),
+        ("autoregressive", Request([1], 0), "max_new_tokens is 0"),
+        ("autoregressive", Request([99]), "outside the model's vocabulary"),
+        (
+            "autoregressive",
+            Request([1], logprobs=0),
+            "log-probabilities of 0 tokens.*the engine gives none",
+        ),
+        (
+            "autoregressive",
+            Request([1], rule=Csd(), sampling=Sampling(0.5)),
+            "sampling and for a rule with a memory",
+        ),
+        (
+            "autoregressive",
+            Request([1], rule=Margin()),
+            "asks for the rule Margin, of a kind that the engine",
+        ),
+        ("defer", Request([1], sampling=Sampling(0.5)), "defers windows, which is for greedy"),
+        (
+            "defer",
+            Request([1], rule=Fly(0.0, 2)),
+            "with window_size=2 was given to an engine that defers",
+        ),
+        (
+            "rules and sampling",
+            Request([1], rule=Fly(0.5, 4)),
+            "no deferred window of window_size=4",
+        ),
     ],
 )
-def test_requests_that_are_refused(request_: Request, words: str) -> None:
-    engine = engine_for(KINDS["autoregressive"])
+def test_requests_that_are_refused(kind: str, request_: Request, words: str) -> None:
+    engine = engine_for(KINDS[kind])
     with pytest.raises(FlyJaxError, match=words):
         engine.submit(request_)
     assert engine.is_idle
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (Request([1], sampling=Sampling(0.5)), "defers windows, which is for greedy"),
-        (Request([1], rule=Fly(0.0, 2)), "with window_size=2 was given to an engine that defers"),
-    ],
-)
-def test_what_cannot_be_deferred_is_refused(request_: Request, words: str) -> None:
-    engine = engine_for(KINDS["defer"])
-    with pytest.raises(FlyJaxError, match=words):
-        engine.submit(request_)
-    assert engine.is_idle
-
-
-def test_a_window_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(FlyJaxError, match="no deferred window of window_size=4"):
-        engine_for(KINDS["rules and sampling"]).submit(Request([1], rule=Fly(0.5, 4)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_pairs import EOS, MAX_LENGTH, greedy, random_draft, random_target
+from engine_kinds import finished
+from random_pairs import EOS, MAX_LENGTH, batch_engine, greedy, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth
@@ -68,18 +69,11 @@ class Schedule(Clock):
         return np.where(np.equal(DEPTHS, next(self.said)), 1, np.inf).astype(np.float32)
 
 
-def decoded(by: Engine, *requests: Request) -> list[RequestState]:
-    states = [by.submit(request) for request in requests]
-    while not by.is_idle:
-        by.step()
-    return states
-
-
 def test_lossless_requests_do_not_notice() -> None:
     one = engine()
     one.costs = costs = Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4)))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
-    found = decoded(one, *(Request(prompt, LIMIT) for prompt in prompts))
+    found = finished(one, [Request(prompt, LIMIT) for prompt in prompts])
     for state, expected in zip(found, greedy(random_target(2), prompts, LIMIT), strict=True):
         tokens = state.generation.token_ids
         assert tokens == expected[: len(tokens)]
@@ -97,22 +91,16 @@ def test_a_loosened_request_keeps_its_k() -> None:
     """Also where it goes on with a text of which the draft model has not seen the end."""
     one = engine()
     one.costs = costs = Schedule(itertools.repeat(0))
-    (before,) = decoded(one, Request(list(range(30)), LIMIT))
+    (before,) = finished(one, [Request(list(range(30)), LIMIT)])
     assert set(costs.taken) == {0}
     assert before.generation.kept == []
     text = [*range(30), *before.generation.token_ids]
     asked = Request([*text, 3, 1], LIMIT, rule=FLY)
-    found, beside = decoded(one, asked, Request([6, 7, 8], LIMIT))
+    found, beside = finished(one, [asked, Request([6, 7, 8], LIMIT)])
     assert found.num_reused >= 16
     assert costs.taken[-1] in (0, 4)
-    fixed = Engine(
-        random_target(2),
-        random_draft(2, 0.2),
-        RoundSpec(FLY, RoundStatic(4, None, EOS)),
-        num_slots=1,
-        max_length=MAX_LENGTH,
-        offline=True,
-    )
+    spec = RoundSpec(FLY, RoundStatic(4, None, EOS))
+    fixed = batch_engine(random_target(2), random_draft(2, 0.2), spec, 1)
     (alone,) = fixed.generate([asked.prompt], LIMIT)
     assert found.generation.token_ids == alone.token_ids
     assert found.generation.why == alone.why
@@ -135,7 +123,7 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(
     shares = []
     for number in (1, 8, 1):
         costs.taken.clear()
-        decoded(one, *[request_] * number)
+        finished(one, [request_] * number)
         shares.append(costs.taken.count(0) / len(costs.taken))
     assert shares[0] == 0
     assert shares[1] > 0.5
@@ -180,13 +168,11 @@ def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
     costs, program = DepthCosts(DEPTHS), (1, 256)
     costs.learn(program, [1.0, 2.0, 3.0])
     costs.observe(program, rounds(4, 4), None)
-    stats = AcceptanceStats(
-        *(jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)), seconds=jnp.ones(3)
-    )
 
     def chosen() -> int:
         seconds = jnp.asarray(costs.next(program, may_vary=True))
-        now = AcceptanceStats(stats.matched, stats.rescued, stats.refused, stats.cut, seconds)
+        counts = [jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)]
+        now = AcceptanceStats(*counts, seconds=seconds)
         return DEPTHS[int(choose_depth(now, jnp.array([True]), DEPTHS, 0)[0])]
 
     # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.

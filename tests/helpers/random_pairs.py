@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 from jaxtyping import Array, Float, Int, Key
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
@@ -187,6 +189,27 @@ def greedy(
             tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
         ]
     return found
+
+
+def fly_block(
+    rule: Fly, pair: int, noise: float, text: Sequence[int], k: int
+) -> tuple[list[int], list[oracle.Evidence], oracle.Row]:
+    """The draft after a text, the evidence of it and of its bonus, and what the oracle decides."""
+    (drafted,) = greedy(random_draft(pair, noise), [text], k)
+    logits = logits_after(random_target(pair), [*text, *drafted])[-k - 1 :]
+    seen = [
+        oracle.greedy_evidence(row, token, rule.entropy, rule.entropy_top_k)
+        for row, token in zip(logits, [*drafted, None], strict=True)
+    ]
+    tiny = math.log(np.finfo(np.float32).tiny)
+    never = [
+        token in EOS or one.argmax in EOS or one.draft_logit - one.log_sum_exp < tiny
+        for token, one in zip(drafted, seen, strict=False)
+    ]
+    accepted, entropy = [one.accepted for one in seen[:k]], [one.entropy for one in seen[:k]]
+    numbers = {"threshold": rule.entropy_threshold, "window_size": rule.window_size}
+    decided = oracle.fly_row(accepted, entropy, never, k, **numbers, reference=False)
+    return drafted, seen, decided
 
 
 def keys_from(seed: int, rows: int) -> Key[Array, " rows"]:

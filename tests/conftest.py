@@ -30,6 +30,8 @@ import shape_checks
 
 shape_checks.install()
 
+from fly_jax.decoding.programs import Programs  # noqa: E402
+from fly_jax.decoding.state import DecodeState  # noqa: E402
 from fly_jax.sharding.mesh import enable_compilation_cache  # noqa: E402
 
 # A module in one piece: cutting it into pieces for more cores is work of its own.
@@ -109,6 +111,20 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list
 
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         yield since
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of each row, of every pass that has run some of a prompt."""
+    found: list[tuple[int, int]] = []
+    prefill_chunk = Programs.prefill_chunk
+
+    def running(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
+        found.append((len(state.length), size))
+        return prefill_chunk(self, state, size, *rest)
+
+    monkeypatch.setattr(Programs, "prefill_chunk", running)
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
 from fly_jax.engine import engine
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Exact
 
 RARE = (7,)  # rows end far apart
 
@@ -80,15 +80,11 @@ def test_a_dispatch_attends_to_what_its_rows_need(
     k: int, rounds: int, window: int | None, room: int, lengths: list[int], limit: int, seed: int
 ) -> None:
     """Rows advance by up to K + 1 a round, some of it provisional; the host knows it late."""
-    spec = RoundSpec(Exact(), RoundStatic(k, rounds_per_dispatch=rounds))
-    if window is not None:
-        spec = RoundSpec(
-            Fly(0.3, window), RoundStatic(k, rounds_per_dispatch=rounds, deferred_window=window)
-        )
+    static = RoundStatic(k, rounds_per_dispatch=rounds, deferred_window=window or 0)
     chance = random.Random(seed)
     limits = [length + limit for length in lengths]
     capacity = max(limits) + room
-    buckets = AttentionBuckets(spec.static, capacity, room, is_whole=False)
+    buckets = AttentionBuckets(static, capacity, room, is_whole=False)
     buckets.steps = tuple(range(1, capacity + 1))
     known = list(lengths)
     actual, settled, pending = list(lengths), list(lengths), list(lengths)

@@ -39,13 +39,10 @@ prompts_lists = st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, 
 
 
 def decode(
-    program: str, prompts: list[list[int]], max_new_tokens: int, *, pair: int = 0, noise: float
+    program: str, prompts: list[list[int]], limit: int, *, pair: int = 0, noise: float
 ) -> list[Generation]:
-    spec, rows = PROGRAMS[program]
-    engine = pairs.batch_engine(
-        pairs.random_target(pair), pairs.random_draft(pair, noise), spec, rows
-    )
-    return engine.generate(prompts, max_new_tokens)
+    models = pairs.random_target(pair), pairs.random_draft(pair, noise)
+    return pairs.batch_engine(*models, *PROGRAMS[program]).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -84,12 +84,11 @@ def test_every_layout_is_decoded_with() -> None:
     assert {case[2] for case in CASES} | {case[3] for case in CASES} == set(RULES)
 
 
-@pytest.mark.parametrize(("mesh", "name", "target_rules", "draft_rules"), CASES)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
-    mesh: str, name: str, target_rules: str, draft_rules: str, compilations: Callable[[], list[str]]
+    case: tuple[str, str, str, str], compilations: Callable[[], list[str]]
 ) -> None:
-    expected = on_one_device(name)
-    engine = engine_on(mesh, name, target_rules, draft_rules)
+    expected, engine = on_one_device(case[1]), engine_on(*case)
     found = []
     for batch in BATCHES:
         compiled = compilations()
@@ -102,7 +101,7 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
             assert dataclasses.astuple(report) == pytest.approx(
                 dataclasses.astuple(alone), abs=1e-4
             )
-    assert all(bool(row.reports) == SPECS[name].static.audits for row in found)
+    assert all(bool(row.reports) == SPECS[case[1]].static.audits for row in found)
 
 
 COLLECTIVE = re.compile(

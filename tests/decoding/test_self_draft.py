@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_pairs import batch_engine, greedy
+from random_pairs import batch_engine, greedy, logits_after
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
@@ -116,10 +116,7 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
     target = load_llama(GOLDEN / "llama3", int8=True)
     draft = self_draft(target, SELF_DRAFTS["int4"])
     wider = self_draft(target, SELF_DRAFTS["int4"], widens=True)
-    whole = (jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
-    found = [
-        one.logits(one.hidden_uncached(jnp.asarray(PROMPTS[:1]), *whole)) for one in (draft, wider)
-    ]
+    found = [logits_after(one, PROMPTS[0]) for one in (draft, wider)]
     np.testing.assert_allclose(*found, atol=1e-4)
     assert draft.parameters()["query"].dtype == jnp.int4
     assert draft.parameters()["embedding"] is target.parameters()["embedding"]
@@ -175,11 +172,5 @@ def test_what_cannot_be(draft: str | list[str], dtype: str, sentence: str) -> No
 
 def test_one_array_for_each_layer(target: Llama) -> None:
     draft = self_draft(target, SELF_DRAFTS["int4"])
-    tokens = jnp.asarray([PROMPTS[0]])
-    time = tokens.shape[1]
-    whole = (jnp.arange(time)[None], jnp.tri(time, dtype=bool)[None])
-    found = [
-        jax.jit(lambda model: model.logits(model.hidden_uncached(tokens, *whole)))(one)
-        for one in (draft, draft.unstacked())
-    ]
-    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+    found = [logits_after(one, PROMPTS[0]) for one in (draft, draft.unstacked())]
+    np.testing.assert_allclose(*found, atol=1e-4)

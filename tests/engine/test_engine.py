@@ -13,8 +13,6 @@ from random_pairs import EOS, MAX_LENGTH, batch_engine, greedy, logits_after
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
@@ -273,29 +271,21 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
             assert account(state) == account(alone(kind, state.request, engines))
 
 
-def test_a_long_prompt_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_does_not_stop_the_others(passes: list[tuple[int, int]]) -> None:
     """Between two rounds of the others one chunk of it is run."""
-    sizes: list[int] = []
-    prefill_chunk = Programs.prefill_chunk
-
-    def taking(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
-        sizes.append(size)
-        return prefill_chunk(self, state, size, *rest)
-
-    monkeypatch.setattr(Programs, "prefill_chunk", taking)
     endless = Kind(RoundSpec(Exact(), RoundStatic(0)), num_drafts=0)
     engine = engine_for(endless, max_length=500)
     short = engine.submit(Request([1, 2], 80))
     engine.step()
-    assert sizes == [32]
+    assert passes == [(1, 32)]
     long = engine.submit(Request([3] * 400, 2))
     steps = 0
     while long.first_token is None:
         before = short.generation.num_tokens
-        sizes.clear()
+        passes.clear()
         engine.step()
         steps += 1
-        assert sum(sizes) <= 32
+        assert sum(rows * size for rows, size in passes) <= 32
         assert short.generation.num_tokens == before + 1
     assert steps >= 400 // 32
     assert not short.is_finished

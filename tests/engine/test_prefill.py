@@ -13,8 +13,7 @@ from engine_kinds import KINDS, Kind, account, engine_for, finished, models, req
 from random_pairs import EOS, autoregressive
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.programs import Programs
-from fly_jax.decoding.state import DecodeState, RoundOutput
+from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
 from fly_jax.engine.request import Request, RequestState
@@ -68,20 +67,6 @@ def test_shared_beginnings() -> None:
     prompts = [[1, 2, 3, 4], [9], [1, 2, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4], [9, 9]]
     assert shared_beginnings(prompts) == [3, 0, 2, 4, 3, 1]
     assert shared_beginnings([[5, 6]]) == [0]
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and tokens of each row, of every pass that has run some of a prompt."""
-    found: list[tuple[int, int]] = []
-    prefill_chunk = Programs.prefill_chunk
-
-    def running(self: Programs, state: DecodeState, size: int, *rest: int) -> DecodeState:
-        found.append((len(state.length), size))
-        return prefill_chunk(self, state, size, *rest)
-
-    monkeypatch.setattr(Programs, "prefill_chunk", running)
-    return found
 
 
 AUTO = Kind(RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=(0, 2, 4))))

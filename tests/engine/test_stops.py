@@ -116,9 +116,8 @@ def engine() -> Engine:
 def run(engine: Engine, *requests: Request) -> list[tuple[RequestState, str]]:
     states = [engine.submit(one) for one in requests]
     texts = dict.fromkeys(states, "")
-    while not engine.is_idle:
-        for state, settled in engine.step():
-            texts[state] += "".join(settled.texts)
+    for state, settled in engine.run(()):
+        texts[state] += "".join(settled.texts)
     return [(state, texts[state]) for state in states]
 
 

@@ -58,7 +58,7 @@ class ChunkPlan:
     """
 
     def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
-        """For prompts of a length."""
+        """For prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`."""
         self.tokens, self._steps = tokens, steps
         sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
         while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:

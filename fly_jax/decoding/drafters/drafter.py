@@ -110,6 +110,7 @@ class Drafter(abc.ABC):
           state: as `propose` has left it.
           hidden: the target's final hidden states of the block, each row's last token and its draft
             tokens; None unless `needs_hidden`.
+          live: rows that were not finished before.
         """
         return state
 

@@ -71,8 +71,9 @@ def test_levels_change_no_token(name: str) -> None:
         found = decode(with_lookup, sizes, drafts, PROMPTS, pair=pair, rows=rows)
         assert [without_cost(row) for row in found] == [without_cost(row) for row in expected]
         plain += expected
-    assert (sum(row.num_rescued_tokens for row in plain) > 0) == (name != "sampled")
-    assert (sum(row.num_rollbacks for row in plain) > 0) == (name == "defer")
+    if name != "sampled":
+        seen = "num_rollbacks" if name == "defer" else "num_rescued_tokens"
+        assert sum(getattr(row, seen) for row in plain) > 0, "the case proves nothing"
 
 
 tokens = st.integers(0, pairs.CONFIG.vocab_size - 1) | st.integers(0, 2)

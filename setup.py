@@ -24,6 +24,7 @@ setup(
         # fly_jax/configs is a link to configs/; a built wheel carries the files themselves.
         "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
         "fly_jax.models": ["embedded/**/*", "presets.toml"],
+        "fly_jax.launch": ["page.html"],
         "fly_jax.serving.http": ["page.html"],
     },
     install_requires=[
@@ -33,7 +34,7 @@ setup(
         "huggingface-hub>=1.3",
         "jax>=0.10",
         "jaxtyping>=0.3",
-        "jinja2>=3.1",  # chat templates
+        "jinja2>=3.1",  # chat templates, and the page of an audit
         "ml-dtypes>=0.5",
         "numpy>=2.0",
         "optax>=0.2.6",

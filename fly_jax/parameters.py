@@ -135,12 +135,13 @@ def parameter(
       default: the value if none is given.
       help: one line, without a full stop.
       name: of the flag and the TOML key; the field's own if not given.
-      kind: of the values; that of the default if not given.
+      kind: of the values; that of the default if not given, and a text where that is None.
       low, high, above, below, choices, word, flag: as in `Parameter`.
       static: part of a rule's structure: another value is another program. Numbers are data.
     """
+    kind = kind or (str if default is None else type(default))
     declared = Parameter(
-        name or "", "", kind or type(default), default, help,
+        name or "", "", kind, default, help,
         low, high, above, below, tuple(choices), word, flag,
     )  # fmt: skip
     return dataclasses.field(default=default, metadata={_KEY: declared, "static": static})

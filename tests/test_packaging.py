@@ -31,10 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copy2(_ROOT / name, source / name)
     for name in _FOLDERS:
         shutil.copytree(
-            _ROOT / name,
-            source / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
+            _ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
     for name in _LINKS:
         (source / name).symlink_to((_ROOT / name).readlink())
@@ -85,9 +82,9 @@ def test_wheel_has_the_embedded_pair(unpacked: Path) -> None:
     assert size <= 25 * 2**20
 
 
-def test_wheel_has_the_servers_page(unpacked: Path) -> None:
-    page = Path("fly_jax", "serving", "http", "page.html")
-    assert (unpacked / page).read_bytes() == (_ROOT / page).read_bytes()
+def test_wheel_has_the_pages(unpacked: Path) -> None:
+    for page in ("fly_jax/serving/http/page.html", "fly_jax/launch/page.html"):
+        assert (unpacked / page).read_bytes() == (_ROOT / page).read_bytes()
 
 
 def test_metadata(unpacked: Path) -> None:

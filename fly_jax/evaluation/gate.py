@@ -198,11 +198,7 @@ def check_prompts(prompts: Sequence[object]) -> None:
 
 
 def candidates(
-    pair: Pair,
-    rounds: Rounds,
-    config: DecodingConfig,
-    bound: Bound,
-    windows: Sequence[int],
+    pair: Pair, rounds: Rounds, config: DecodingConfig, bound: Bound, windows: Sequence[int]
 ) -> Iterator[Candidate]:
     """Every setting that would have rescued something in these rounds."""
     strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids

@@ -31,8 +31,9 @@ Examples:
 
 @flag_group("Output")
 class _AuditFlags:
+    file: str | None = None
     pairs: int = parameter(10, "most pairs of tokens to list", low=0)
-    html: str | None = parameter(None, "file for a page that shows one prompt's text", kind=str)
+    html: str | None = parameter(None, "file for a page that shows one prompt's text")
     prompt: int = parameter(1, "number of the prompt that it shows, from 1", low=1)
     json: bool = parameter(False, "all figures as one JSON object on standard output")
 
@@ -43,15 +44,15 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
       FlyJaxError: a wrong flag, or a file that is no audit or lacks the prompt.
     """
-    values, name = Flags("audit", _AuditFlags).parse_with_file(arguments, _HELP)
+    values = Flags("audit", _AuditFlags).parse(arguments, _HELP)
     if values is None:
         return
-    if name is None:
+    if values.file is None:
         raise FlyJaxError(
             "audit needs a file to sum up; give one that python -m fly_jax.launch --audit FILE has "
             "written."
         )
-    path = Path(name)
+    path = Path(values.file)
     audit = read_audit(path)
     if audit.warning is not None:
         print(audit.warning, file=sys.stderr)

@@ -18,13 +18,7 @@ from fly_jax.evaluation.strictness import (
     windows_of,
     write_config,
 )
-from fly_jax.launch.flags import (
-    BatchFlags,
-    DecodingFlags,
-    Flags,
-    ProcessFlags,
-    flag_group,
-)
+from fly_jax.launch.flags import BatchFlags, DecodingFlags, Flags, ProcessFlags, flag_group
 from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -69,7 +63,6 @@ class _GateFlags:
         None,
         f"a loosened rule ({', '.join(CALIBRATED)}), or several joined by & and |, of which the "
         "first is varied; that of the config if not given, else fly",
-        kind=str,
     )
     window_size: int | None = parameter(
         None,
@@ -80,7 +73,6 @@ class _GateFlags:
         None,
         "TOML file with all that is not varied; if not given, what suits the pair that ships with "
         "the package, and else the defaults",
-        kind=str,
     )
 
 
@@ -92,10 +84,8 @@ class _CalibrateFlags(BatchFlags, _GateFlags, ProcessFlags):
         f"{Drafting.num_speculative_tokens}",
         kind=int, low=1,
     )  # fmt: skip
-    memory: str | None = parameter(
-        None, "where the memory goes; one that was begun is continued", kind=str
-    )
-    gate: str | None = parameter(None, "the config to write, a new .toml file", kind=str)
+    memory: str | None = parameter(None, "where the memory goes; one that was begun is continued")
+    gate: str | None = parameter(None, "the config to write, a new .toml file")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import (
-    DecodingFlags,
-    Flags,
-    ModelFlags,
-    SeedFlags,
-    flag_group,
-)
+from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
 from fly_jax.launch.inputs import load_opened, open_models, proposing, say, waiting
 from fly_jax.launch.view import TextView
 from fly_jax.parameters import parameter
@@ -57,7 +51,7 @@ _USUAL_TOKENS = 4096
 class ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
     """Those of the command."""
 
-    system: str | None = parameter(None, "message of the system, at the beginning", kind=str)
+    system: str | None = parameter(None, "message of the system, at the beginning")
     max_new_tokens: int = parameter(512, "most tokens of an answer", low=1)
 
 

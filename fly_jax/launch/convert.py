@@ -30,13 +30,9 @@ Examples:
 
 @flag_group("Conversion")
 class _ConvertFlags:
-    target: str | None = parameter(
-        None, "folder, GGUF file or hub id of the model to convert", kind=str
-    )
-    revision: str | None = parameter(None, "branch, tag or commit of the hub id", kind=str)
-    output: str | None = parameter(
-        None, "folder to write; new, or of an interrupted conversion", kind=str
-    )
+    target: str | None = parameter(None, "folder, GGUF file or hub id of the model to convert")
+    revision: str | None = parameter(None, "branch, tag or commit of the hub id")
+    output: str | None = parameter(None, "folder to write; new, or of an interrupted conversion")
     dtype: Literal["bfloat16", "bf16", "float32", "int8"] = parameter(
         "bfloat16",
         "type of the weights; bf16 is short for bfloat16, which is taken if not given; int8 has a "

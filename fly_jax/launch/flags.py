@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from absl import flags
 
-from fly_jax.decoding.config import (
-    DecodingConfig,
-    default_config,
-    load_config,
-    parameter_groups,
-)
+from fly_jax.decoding.config import DecodingConfig, default_config, load_config, parameter_groups
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import Parameter, parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -110,43 +105,35 @@ class Flags(Generic[_Values]):
     def parse(self, arguments: Sequence[str], help: str) -> _Values | None:
         """The flags' values; None where the help was asked for, which is printed.
 
+        Where they have a field `file`, it gets the one argument that is no flag, wherever that
+        stands.
+
         Args:
           arguments: the command line behind the command.
           help: with a place for {flags}.
 
         Raises:
-          FlyJaxError: an unknown flag, a value that is not allowed, or an argument that is no flag.
+          FlyJaxError: an unknown flag, a value that is not allowed, or an argument too many.
         """
+        takes_file = hasattr(self._kind, "file")
+        self._flags.set_gnu_getopt(takes_file)
         rest = self._rest(arguments)
-        if rest:
-            raise FlyJaxError(
-                f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
-                f"{self._advice}."
-            )
-        return self._read(help)
-
-    def parse_with_file(
-        self, arguments: Sequence[str], help: str
-    ) -> tuple[_Values | None, str | None]:
-        """As `parse`, with the one argument that is no flag, wherever it stands.
-
-        Raises:
-          FlyJaxError: an unknown flag, a value that is not allowed, or several such arguments.
-        """
-        self._flags.set_gnu_getopt(True)
-        rest = self._rest(arguments)
-        if len(rest) > 1:
+        if takes_file and len(rest) > 1:
             raise FlyJaxError(
                 f"{self.command} takes one file and was given {len(rest)}, '{rest[0]}' and "
                 f"'{rest[1]}' among them; {self._advice}."
             )
-        return self._read(help), rest[0] if rest else None
-
-    def _read(self, help: str) -> _Values | None:
-        found = {
-            name: tuple(flag.value) if isinstance(flag.value, list) else flag.value
-            for name, flag in ((name, self._flags[name]) for name in self._flags)
-        }
+        if rest and not takes_file:
+            raise FlyJaxError(
+                f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
+                f"{self._advice}."
+            )
+        found: dict[str, Any] = {}
+        for name in self._flags:
+            value = self._flags[name].value
+            found[name] = tuple(value) if isinstance(value, list) else value
+        if rest:
+            found["file"] = rest[0]
         if found.pop("help"):
             print(help.format(flags=self.help()))
             return None
@@ -236,7 +223,7 @@ class ModelFlags:
     """A target and a draft, their mesh and their type."""
 
     target: str | None = parameter(
-        None, "folder, GGUF file or hub id of the model whose text is wanted", kind=str
+        None, "folder, GGUF file or hub id of the model whose text is wanted"
     )
     draft: tuple[str, ...] = parameter(
         (),
@@ -248,24 +235,21 @@ class ModelFlags:
         None,
         "branch, tag or commit of the target's hub id; that of any model can follow its id, as in "
         "org/name@revision",
-        kind=str,
     )
     mesh: str = parameter(
-        "1x1",
-        "devices along each axis, such as 8x8; a machine without accelerators simulates them",
+        "1x1", "devices along each axis, such as 8x8; a machine without accelerators simulates them"
     )
     dtype: Dtype | None = parameter(
         None,
         "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
         "with the package, and bfloat16 for others; int8 is for matrices, with bfloat16 for the "
         "rest",
-        kind=str, choices=("float32", "bfloat16", "int8"),
+        choices=("float32", "bfloat16", "int8"),
     )  # fmt: skip
     compilation_cache: str | None = parameter(
         None,
         "folder that keeps compiled programs for the next start, or off; if not given, that of the "
         "environment variable FLY_JAX_COMPILATION_CACHE, else one of the user's own",
-        kind=str,
     )
 
     @property
@@ -287,7 +271,6 @@ class PromptFlags:
         None,
         "a prompt on each line, as plain text or as a JSON object with prompt, or with messages; - "
         "is standard input",
-        kind=str,
     )
     chat: bool | None = parameter(
         None,
@@ -295,9 +278,7 @@ class PromptFlags:
         "chat template, --nochat to continue them as they stand",
         kind=bool,
     )
-    system: str | None = parameter(
-        None, "message of the system, at the beginning of conversations", kind=str
-    )
+    system: str | None = parameter(None, "message of the system, at the beginning of conversations")
     skip_bad_prompts: bool = parameter(False, "warn of a bad line in the file and go on")
     max_new_tokens: int = parameter(128, "most tokens to add to a prompt", low=1)
     batch_size: int = parameter(1, "prompts decoded together", low=1)
@@ -321,7 +302,6 @@ class DecodingFlags:
         None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
-        kind=str,
     )
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -363,7 +343,6 @@ class AuditFlags:
         None,
         "file for every mismatch that was kept or refused, as JSON lines that the command audit "
         "sums up",
-        kind=str,
     )
     audit_exact: bool | None = parameter(
         None,
@@ -381,7 +360,6 @@ class ProcessFlags:
         None,
         "host and port of process 0, such as 10.0.0.1:8476; only needed where no cluster says so "
         "(TPU pods, GKE, Slurm and Open MPI do)",
-        kind=str,
     )
     num_processes: int | None = parameter(
         None,

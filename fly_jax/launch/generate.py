@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit_file import check_writable
 from fly_jax.launch.flags import (
     AuditFlags,
     BatchFlags,
@@ -97,7 +98,7 @@ def _run(values: GenerateFlags) -> None:
     says = values.config or "rule" in values.given
     if not (values.has_draft or says or config.num_speculative_tokens):
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
-    memory = _memory(values, inputs) if inputs.rule.uses_memory else None
+    memory = _memory(values, inputs) if inputs.config.to_rule().uses_memory else None
     pair = load_models(values, inputs)
     _decode(values, pair, memory, inputs)
     if compares:
@@ -108,10 +109,9 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
     if values.audit is None and values.audit_exact is not None:
         raise FlyJaxError("--audit_exact was given without --audit; give --audit FILE as well.")
     if values.audit is not None:
-        from fly_jax.launch.auditing import check_audit
-
         with joint_errors():
-            check_audit(Path(values.audit))
+            if process_id() == 0:
+                check_writable(Path(values.audit))
     config = values.to_config(is_embedded=values.is_embedded)
     proposes = values.has_draft or config.to_lookup()
     if not proposes and (config.num_speculative_tokens or compares):
@@ -199,9 +199,8 @@ def _decode(
             from fly_jax.launch.auditing import auditing
 
             texts = [prompt.text for prompt in prompts]
-            wanted = values.audit_exact is not False
             given = (values.audit, values, config, pair, engine.spec, texts, ids)
-            audit = stack.enter_context(auditing(*given, exact=wanted))
+            audit = stack.enter_context(auditing(*given, exact=values.audit_exact is not False))
         states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:
@@ -213,7 +212,7 @@ def _decode(
             else:
                 say(_summary(index + 1, len(ids), generation))
             if audit is not None:
-                audit.add(index, generation)
+                audit(index, generation)
 
         view = None
         if not values.json:

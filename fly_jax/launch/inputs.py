@@ -39,7 +39,6 @@ from fly_jax.sharding.processes import (
     num_processes,
     process_id,
 )
-from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype, OpenPair, Pair
@@ -73,7 +72,6 @@ class Inputs:
 
     Attributes:
       config: how prompts will be decoded.
-      rule: that of the config.
       models: the target and its drafts, opened.
       mesh: where they will lie.
       prompts: those that fit the context; in processes other than 0 their texts alone.
@@ -81,7 +79,6 @@ class Inputs:
     """
 
     config: DecodingConfig
-    rule: Rule
     models: OpenPair
     mesh: MeshSpec
     prompts: list[Prompt]
@@ -149,7 +146,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
     # The same on all of them, which have the same flags and process 0's config.
-    rule, _ = config.to_rule(), config.to_lookup()
+    config.to_rule(), config.to_lookup()
     with joint_errors():
         prompts = prompts_from_flags(values, texts) if process_id() == 0 else []
     models, mesh = open_models(values, config)
@@ -158,7 +155,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
     named, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in named], [CheckedPrompt(one) for one in ids]
-    return Inputs(config, rule, models, mesh, prompts, ids)
+    return Inputs(config, models, mesh, prompts, ids)
 
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:

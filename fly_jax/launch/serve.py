@@ -18,13 +18,7 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import (
-    DecodingFlags,
-    Flags,
-    ModelFlags,
-    ProcessFlags,
-    flag_group,
-)
+from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, ProcessFlags, flag_group
 from fly_jax.launch.inputs import (
     distributed_session,
     is_of_another,
@@ -74,13 +68,12 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     host: str = parameter("127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
     port: int = parameter(8000, "port to listen on; 0 for any that is free", low=0, high=65535)
     served_model_name: str | None = parameter(
-        None, "name of the model; that of --target if not given", kind=str
+        None, "name of the model; that of --target if not given"
     )
     api_key: str | None = parameter(
         None,
         f"key that requests have to bring; if not given, that of the environment variable {_KEY}, "
         "where other users of this machine do not see it; else none",
-        kind=str,
     )
     num_slots: int = parameter(8, "requests decoded at a time", low=1)
     max_length: int | None = parameter(
@@ -111,8 +104,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     request_timeout: float = parameter(600.0, "seconds a request may take")
     client_timeout: float = parameter(30.0, "seconds in which a client has to take what it is sent")
     grace_period: float = parameter(
-        30.0,
-        "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
+        30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)"
     )
 
 

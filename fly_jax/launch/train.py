@@ -43,7 +43,6 @@ class _TrainFlags(PromptFlags):
     teacher: str | None = parameter(
         None,
         "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
-        kind=str,
     )
     directory: str = parameter("runs/drafter", "where answers, checkpoints and the drafter go")
     num_steps: int = parameter(2000, "optimiser steps of the drafter", low=1)
@@ -51,7 +50,7 @@ class _TrainFlags(PromptFlags):
     dtype: Dtype | None = parameter(
         None,
         "of the teacher; the fastest here if not given",
-        kind=str, choices=("float32", "bfloat16", "int8"),
+        choices=("float32", "bfloat16", "int8"),
     )  # fmt: skip
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy")
     draft_vocab_size: int = parameter(

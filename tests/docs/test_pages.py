@@ -62,11 +62,7 @@ def test_the_rules_differ_as_the_page_says(library: dict[str, Any]) -> None:
 def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
     pair = library["pair"]
     whole = fly_jax.generate(
-        pair,
-        library["prompts"],
-        rule=fly_jax.Fly(),
-        max_new_tokens=64,
-        batch_size=2,
+        pair, library["prompts"], rule=fly_jax.Fly(), max_new_tokens=64, batch_size=2
     )
     written = {
         state.generation.prompt_token_ids: text for state, text in library["written"].items()

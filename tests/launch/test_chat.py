@@ -62,9 +62,7 @@ def answer_to(
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_what_is_waited_for(
-    is_terminal: bool,
-    talk: Callable[..., tuple[list[str], str]],
-    monkeypatch: pytest.MonkeyPatch,
+    is_terminal: bool, talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     _, said = talk("Ada has 3")
@@ -125,9 +123,7 @@ def test_what_was_said_is_not_taken_in_again(
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
-    talk: Callable[..., tuple[list[str], str]],
-    chatty: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    talk: Callable[..., tuple[list[str], str]], chatty: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = talk("Ada has 3")
     submit, run, prompts = Engine.submit, Engine.run, []

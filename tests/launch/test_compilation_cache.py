@@ -132,9 +132,7 @@ def test_no_cache(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_folder_that_cannot_be_written_is_only_told_of(
-    models: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")

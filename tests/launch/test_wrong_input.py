@@ -172,11 +172,7 @@ def test_flags(
     ],
 )
 def test_lines_of_a_prompts_file(
-    refused: Callable[..., str],
-    models: list[str],
-    tmp_path: Path,
-    content: bytes,
-    words: list[str],
+    refused: Callable[..., str], models: list[str], tmp_path: Path, content: bytes, words: list[str]
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(content)

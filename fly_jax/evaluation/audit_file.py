@@ -27,12 +27,10 @@ _Line = TypeVar("_Line", Run, Mismatch, Continuation)
 
 @dataclasses.dataclass
 class Audit:
-    """A file that has been read.
+    """A file that has been read, of the prompts that are done.
 
     Attributes:
-      run: the first line.
-      mismatches: of the prompts that are done.
-      continuations: of the same, by index of the prompt.
+      continuations: by index of the prompt.
       warning: what is missing at its end; None if it is whole.
     """
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from fly_jax.evaluation.audit_file import Audit
@@ -52,13 +52,9 @@ class PairCount:
     """A draft token and the target's choice, and how often the one was kept for the other.
 
     Attributes:
-      draft: what the draft token spells.
-      choice: what the target's choice spells.
       kind: in `CLASSES`.
-      count: rescues.
       mean_regret: in nats; None if one of them is infinite.
-      mean_draft_probability: of the draft token, in the target's plain softmax.
-      mean_choice_probability: the same of the target's choice.
+      mean_draft_probability: in the target's plain softmax, as that of its choice.
     """
 
     draft: str
@@ -74,10 +70,7 @@ class PairCount:
 class ClassCount:
     """Mismatches of one class, kept and refused.
 
-    Attributes:
-      rescues: kept.
-      refusals: corrected by the target.
-      mean_regret: of the rescues, in nats; None without any, or if one is infinite.
+    The mean regret of the rescues is in nats, and None without any, or if one is infinite.
     """
 
     rescues: int
@@ -90,16 +83,13 @@ class Summary:
     """The figures of one audit.
 
     Attributes:
-      rule: see `Run`.
       prompts: that are done.
-      tokens: of their continuations.
-      rescues: mismatches kept.
       regret: of all rescues together, in nats; None if one is infinite.
       pairs: the pairs of the rescues, the most frequent first.
       classes: by their names in `CLASSES`.
       windows: rescues by what became of their window; "none" where the rule has no window.
       windows_failed: mismatches that were deferred and then rolled back.
-      refusals: mismatches that were refused, by what refused them.
+      refusals: by what refused them.
       compared: prompts of which the target's own text is known.
       texts_differ: of these, those whose text is another.
       answered: of these, those where both texts came to their end within the limit.
@@ -139,11 +129,7 @@ def summarise(audit: Audit) -> Summary:
     texts = collections.defaultdict(list)
     for one in rescues:
         texts[one.draft_text, one.choice_text].append(one)
-    of_class: dict[str, tuple[list[Mismatch], list[Mismatch]]] = {
-        name: ([], []) for name in CLASSES
-    }
-    for one in audit.mismatches:
-        of_class[pair_class(one)][0 if one.is_rescue else 1].append(one)
+    classes = {name: (_of(rescues, name), _of(refusals, name)) for name in CLASSES}
     known = [one for one in audit.continuations.values() if one.exact_text is not None]
     ended = [one for one in known if None not in (one.answer, one.exact_answer)]
     return Summary(
@@ -155,7 +141,7 @@ def summarise(audit: Audit) -> Summary:
         pairs=tuple(sorted(map(_pair, texts.values()), key=lambda one: (-one.count, one.draft))),
         classes={
             name: ClassCount(len(kept), len(refused), _mean(kept))
-            for name, (kept, refused) in of_class.items()
+            for name, (kept, refused) in classes.items()
             if kept or refused
         },
         windows=_counted(one.window or "none" for one in rescues),
@@ -166,6 +152,10 @@ def summarise(audit: Audit) -> Summary:
         answered=len(ended),
         answers_differ=sum(one.answer != one.exact_answer for one in ended),
     )
+
+
+def _of(found: Sequence[Mismatch], name: str) -> list[Mismatch]:
+    return [one for one in found if pair_class(one) == name]
 
 
 def _pair(found: Sequence[Mismatch]) -> PairCount:
@@ -196,12 +186,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def table(summary: Summary, most_pairs: int) -> str:
-    """The summary for eyes.
-
-    Args:
-      summary: the figures.
-      most_pairs: pairs to list.
-    """
+    """The summary for eyes, with so many pairs at most."""
     lines = [
         f"rule {summary.rule}: {summary.prompts} prompts, {summary.tokens} tokens, "
         f"{summary.rescues} rescues ({summary.rescues_per_100_tokens:.1f} per 100 tokens, "
@@ -228,7 +213,7 @@ def table(summary: Summary, most_pairs: int) -> str:
         ]
         lines += [
             "",
-            *_aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4}),
+            *aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4}),
         ]
     if summary.pairs:
         shown = summary.pairs[:most_pairs]
@@ -245,7 +230,7 @@ def table(summary: Summary, most_pairs: int) -> str:
             for one in shown
         ]
         heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
-        lines += ["", *_aligned([(*heading, "class"), *pairs], {1, 6})]
+        lines += ["", *aligned([(*heading, "class"), *pairs], {1, 6})]
         if len(shown) < len(summary.pairs):
             lines.append(f"and {len(summary.pairs) - len(shown)} more")
     return "\n".join(lines)
@@ -255,12 +240,12 @@ def _nats(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
     """Lines of columns, numbers to the right; the first column and those in `left` to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if index in left | {0} else cell.rjust(width)
+            cell.ljust(width) if index == 0 or index in left else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

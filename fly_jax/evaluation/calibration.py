@@ -41,10 +41,7 @@ def fill_memory(
       pair: with a draft model.
       prompts: token ids.
       path: where the memory goes, now and then and at the end.
-      num_speculative_tokens: K.
       models: what tells this pair from others, so that a run does not go on with another one.
-      max_new_tokens: limit of each continuation.
-      batch_size: prompts decoded together.
 
     Raises:
       FlyJaxError: the file cannot be written, is no memory of this vocabulary, or holds the counts

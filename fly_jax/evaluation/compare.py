@@ -12,21 +12,12 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit_summary import aligned
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Fly
 
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
 _TURNS = 4
-_HEADINGS = (
-    "rule",
-    "tokens/s",
-    "speed-up",
-    "mean accepted",
-    "rescued",
-    "per 100 tokens",
-    "correct",
-    "retention",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +25,13 @@ class RuleResult:
     """The figures of one rule on all prompts.
 
     Attributes:
-      name: of the rule.
-      num_tokens: settled tokens.
+      num_tokens: settled.
       seconds: of decoding; prefill and compilation are not counted.
       num_rounds: target passes, each row's own.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
       num_checked: prompts whose continuation can be checked.
-      num_correct: those that were answered correctly.
       texts: every prompt's continuation.
     """
 
@@ -96,51 +85,39 @@ class Comparison:
 
     def to_dict(self) -> dict[str, dict[str, float | int | None]]:
         """Every figure, by rule."""
-        return {
-            result.name: {
-                "num_tokens": result.num_tokens,
-                "seconds": result.seconds,
+        figures = {}
+        for result in self.results:
+            counted = dataclasses.asdict(result)
+            del counted["texts"]
+            figures[counted.pop("name")] = counted | {
                 "tokens_per_second": result.tokens_per_second,
                 "speed_up": self.speed_up(result),
-                "num_rounds": result.num_rounds,
                 "mean_accepted_tokens": result.mean_accepted_tokens,
-                "num_draft_tokens": result.num_draft_tokens,
-                "num_accepted_tokens": result.num_accepted_tokens,
-                "num_rescued_tokens": result.num_rescued_tokens,
                 "rescued_per_100_tokens": result.rescued_per_100_tokens,
-                "num_checked": result.num_checked,
-                "num_correct": result.num_correct,
                 "retention": self.retention(result),
             }
-            for result in self.results
-        }
+        return figures
 
     def table(self) -> str:
         """An aligned text table with a line for every rule."""
-        rows = [_HEADINGS, *map(self._cells, self.results)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if index else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        cells = [self._cells(result) for result in self.results]
+        lines = aligned([tuple(cells[0]), *(tuple(row.values()) for row in cells)])
         lines.insert(1, "-" * len(lines[0]))
         return "\n".join(lines)
 
-    def _cells(self, result: RuleResult) -> tuple[str, ...]:
+    def _cells(self, result: RuleResult) -> dict[str, str]:
         retention = self.retention(result)
-        return (
-            result.name,
-            f"{result.tokens_per_second:.1f}",
-            f"{self.speed_up(result):.2f}x",
-            f"{result.mean_accepted_tokens:.2f}",
-            str(result.num_rescued_tokens),
-            f"{result.rescued_per_100_tokens:.1f}",
-            f"{result.num_correct}/{result.num_checked}" if result.num_checked else "-",
-            "-" if retention is None else f"{retention:.1%}",
-        )
+        checked = f"{result.num_correct}/{result.num_checked}"
+        return {
+            "rule": result.name,
+            "tokens/s": f"{result.tokens_per_second:.1f}",
+            "speed-up": f"{self.speed_up(result):.2f}x",
+            "mean accepted": f"{result.mean_accepted_tokens:.2f}",
+            "rescued": str(result.num_rescued_tokens),
+            "per 100 tokens": f"{result.rescued_per_100_tokens:.1f}",
+            "correct": checked if result.num_checked else "-",
+            "retention": "-" if retention is None else f"{retention:.1%}",
+        }
 
 
 def three_rules(
@@ -177,9 +154,6 @@ def compare(
       pair: from `load_pair`, with a draft model.
       prompts: as text or as token ids.
       configs: the rules by name, the baseline first; `three_rules` if not given.
-      max_new_tokens: limit of each continuation.
-      batch_size: prompts decoded together.
-      seed: of the draws, where a rule samples.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
       memory: what every rule that uses one begins with; it is copied.

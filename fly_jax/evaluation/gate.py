@@ -32,10 +32,7 @@ _AIM = 0.95
 class Candidate:
     """A setting, and what replaying exact decoding's rounds with it promises.
 
-    Attributes:
-      config: the setting.
-      rate: of the risk that is bounded, per token.
-      mean_accepted_tokens: tokens per pass of the target.
+    `rate` is that of the risk that is bounded, per token.
     """
 
     config: DecodingConfig
@@ -48,9 +45,7 @@ class Gate:
     """A setting that meets a bound, and its figures on prompts that it was not found on.
 
     Attributes:
-      config: the setting.
-      varied: the names of what was varied in it.
-      bound: what it meets.
+      varied: the names of what was varied in the config.
       checked: the prompts to check, decoded with it.
       exact: the same prompts, decoded exactly.
       num_tried: settings that were decoded with; all but the last missed the bound.
@@ -96,11 +91,7 @@ def upper_bound(
 ) -> float:
     """One-sided upper end of a rate's bootstrap interval, with prompts as what is drawn.
 
-    Args:
-      amounts: of each prompt.
-      tokens: of each prompt; the rate is all amounts over all tokens.
-      confidence: of the interval.
-      seed: of the draws.
+    The rate is all amounts over all tokens; both are given for each prompt.
     """
     draws = np.random.default_rng(seed).integers(len(tokens), size=(_DRAWS, len(tokens)))
     rates = amounts[draws].sum(axis=1) / np.maximum(tokens[draws].sum(axis=1), 1)
@@ -132,8 +123,6 @@ def find_gate(
       config: the rule, K, and all that is not varied.
       bound: what to meet.
       window_size: FLy's W; None tries `WINDOWS`.
-      max_new_tokens: limit of each continuation.
-      batch_size: prompts decoded together.
 
     Raises:
       FlyJaxError: too few prompts, a config that cannot be calibrated, or no setting that rescues

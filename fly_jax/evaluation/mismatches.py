@@ -50,20 +50,14 @@ class Mismatch:
     Attributes:
       prompt: index of the prompt, from 0.
       position: index in the continuation's tokens, from 0.
-      draft_id: the draft token.
-      draft_text: what it spells by itself.
+      draft_text: what the draft token spells by itself.
       choice_id: the target's most probable token.
-      choice_text: what it spells by itself.
-      draft_probability: of the draft token.
-      choice_probability: of the target's choice.
-      entropy: of the target there, measured by `entropy_measure`.
-      entropy_measure: see `Run`.
+      entropy: of the target there, measured by `entropy_measure` (see `Run`).
       window: what became of the deferred window: "held" in its block, "completed" by a later block,
         "failed" in a later block, so that the row was rolled back and this token refused; None
         where it was refused at once, or the rule has no window.
       refused_by: "gate", "memory", "budget", "window", "boundary" or, for what no rule may keep,
         "always"; None for a rescue.
-      rule: see `Run`.
       regret: ln(choice_probability / draft_probability), in nats; None if it is infinite.
       budget_left: what the rescues up to this one leave of the prompt's risk budget, in nats; None
         without a budget.
@@ -99,16 +93,12 @@ class Continuation:
 
     Attributes:
       prompt: index of the prompt, from 0.
-      prompt_text: the prompt.
-      token_ids: what followed.
       token_texts: what each of these tokens adds to the text, control tokens by their names.
       why: a letter for each, as in `Why.letter`.
       choice_probabilities: of the target's most probable token at each.
       entropies: of the target at each.
-      text: of the tokens, without control tokens.
+      text: without control tokens.
       answer: `final_answer` of the text; None if the limit cut it off.
-      finish_reason: "stop" or "length".
-      num_rounds: passes of the target.
       exact_text: what the target alone continues the prompt with; None if that was not decoded.
       exact_answer: its `final_answer`; None if the limit cut it off.
     """
@@ -152,10 +142,7 @@ def audited(
 
     Args:
       index: of the prompt.
-      prompt: its text.
       generation: what it became, with its reports.
-      tokenizer: of the models.
-      run: what it is part of.
       has_window: every rescue has a deferred window behind it, whichever part of the rule made it.
       budget: the risk budget that it began with.
       exact: what the target alone continues it with, if that is known.

@@ -84,8 +84,6 @@ def record(
 
     Args:
       engine: of a spec with `reports_evidence`.
-      prompts: token ids.
-      max_new_tokens: limit of each continuation.
       bar: is moved on by one for each prompt.
     """
     parts: list[dict[str, Any]] = []
@@ -100,7 +98,11 @@ def record(
     for _, settled in engine.run(()):
         bar.update(settled.finish_reason is not None)
     engine.listener = None
-    return Rounds(**_in_order(_joined(parts)), num_prompts=len(prompts))
+    rounds = jax.tree.map(lambda *some: np.concatenate(some), *parts)
+    # Prompt by prompt, whatever was decoded together.
+    order = np.argsort(rounds["prompt"], kind="stable")
+    rounds = jax.tree.map(lambda leaf: leaf[order], rounds)
+    return Rounds(**rounds, num_prompts=len(prompts))
 
 
 def _of_dispatch(
@@ -109,13 +111,9 @@ def _of_dispatch(
     numbers: Mapping[RequestState, int],
     max_length: int,
 ) -> dict[str, Any]:
-    """The fields of `Rounds` for one dispatch.
+    """The fields of `Rounds` for one dispatch, of which the requests have nothing yet.
 
-    Args:
-      output: on the host, of which nothing has been added to the requests yet.
-      occupants: who was in which slot.
-      numbers: of the requests' prompts.
-      max_length: of the engine.
+    `occupants` were in its slots; `numbers` are those of their prompts.
     """
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
     found: dict[str, Any] = {name: getattr(output, name) for name in fields}
@@ -133,16 +131,6 @@ def _room(state: RequestState, max_length: int) -> int:
     generation = state.generation
     limit = len(generation.prompt_token_ids) + state.request.max_new_tokens
     return min(limit, max_length) - generation.num_tokens
-
-
-def _in_order(rounds: dict[str, Any]) -> dict[str, Any]:
-    """Prompt by prompt, whatever was decoded together."""
-    order = np.argsort(rounds["prompt"], kind="stable")
-    return cast(dict[str, Any], jax.tree.map(lambda leaf: leaf[order], rounds))
-
-
-def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return cast(dict[str, Any], jax.tree.map(lambda *some: np.concatenate(some), *parts))
 
 
 def replay(

@@ -74,10 +74,7 @@ class Strictness:
     """The number of a rule that makes it stricter or laxer.
 
     Attributes:
-      name: of the parameter.
       levels: for each mismatch the number at which the rule just rescues it, windows aside.
-      most: largest number allowed.
-      least: smallest number allowed.
     """
 
     name: str
@@ -113,8 +110,6 @@ _OF_RULE = {
     "typical": Strictness("typical_delta", _typical, 1.0, _TINY),
     "margin": Strictness("margin_gap", lambda rounds: rounds.gap),
 }
-
-
 CALIBRATED = tuple(_OF_RULE)
 
 
@@ -179,13 +174,7 @@ def check_new(path: Path) -> None:
 
 
 def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
-    """A config as a file: the values that differ from the defaults, and those that were varied.
-
-    Args:
-      config: what the file says.
-      varied: fields that it says in any case.
-      comment: lines that it begins with.
-    """
+    """A config as a file: a comment, values that differ from the defaults, and those varied."""
     # TOML has no control characters in its comments, nor halves of surrogate pairs.
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in comment)
     lines = [f"# {line}".rstrip() for line in shown.splitlines()]

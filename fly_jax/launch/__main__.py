@@ -14,7 +14,8 @@ from absl import logging
 from fly_jax.errors import FlyJaxError, file_trouble
 from fly_jax.launch import crash_handler
 
-# Each is a module of this package with `main(arguments)`, imported only when it is asked for.
+# Each is a module of this package with `main(arguments)`, imported only when it is asked for. It
+# raises FlyJaxError for whatever is wrong with flags, files and models.
 COMMANDS = {
     "generate": "continue prompts, and compare the rules (the default)",
     "chat": "talk to an instruct model in the terminal",
@@ -42,10 +43,7 @@ _EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command.
-
-    Args:
-      arguments: the command line without the program's name.
+    """Runs the command of a command line, which is without the program's name.
 
     Returns:
       The exit status: 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away.

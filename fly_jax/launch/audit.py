@@ -39,11 +39,7 @@ class _AuditFlags:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: a wrong flag, or a file that is no audit or lacks the prompt.
-    """
+    """Runs the command."""
     values = Flags("audit", _AuditFlags).parse(arguments, _HELP)
     if values is None:
         return

@@ -89,12 +89,7 @@ class _CalibrateFlags(BatchFlags, _GateFlags, ProcessFlags):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: anything wrong with the flags, the files, the prompts or the models.
-      KeyboardInterrupt: with the way to go on.
-    """
+    """Runs the command."""
     values = Flags("calibrate", _CalibrateFlags).parse(arguments, _HELP)
     if values is None:
         return

@@ -56,11 +56,7 @@ class ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: anything wrong with the flags or the models.
-    """
+    """Runs the command."""
     # A conversation does not fill a memory of corrections.
     values = Flags("chat", ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
     if values is None:

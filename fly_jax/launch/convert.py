@@ -42,12 +42,7 @@ class _ConvertFlags:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: a wrong flag, or what `convert` raises.
-      KeyboardInterrupt: with the way to go on.
-    """
+    """Runs the command."""
     values = Flags("convert", _ConvertFlags).parse(arguments, _HELP)
     if values is None:
         return

@@ -43,12 +43,7 @@ class CrashHandler:
     """
 
     def __init__(self, process: ProcessInfo, timeout: int) -> None:
-        """Begins before the processes have met; `connected` tells it when they have.
-
-        Args:
-          process: this one.
-          timeout: seconds in which they are to meet.
-        """
+        """Begins before the processes have met, within `timeout` seconds, as `connected` tells."""
         self._process = process
         self._timeout = timeout
         self._hosts: Sequence[str] = ()
@@ -126,11 +121,7 @@ class CrashHandler:
 
 
 def lost_processes(native: str) -> set[int]:
-    """The processes that are gone, from what JAX's runtime wrote; empty where it does not say.
-
-    Args:
-      native: its messages in a process that it then aborted.
-    """
+    """The processes that are gone, from what JAX's runtime wrote; empty where it does not say."""
     if found := _LOST.search(native) or _LEFT.search(native):
         return {int(index) for index in re.findall(r"\d+", found[1])}
     return {0} if _SERVICE_LOST.search(native) else set()

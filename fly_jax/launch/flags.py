@@ -66,7 +66,6 @@ class Flags(Generic[_Values]):
         """Defines the flags.
 
         Args:
-          command: whose they are.
           kind: what they are parsed into. The help has its own flags first, then those of each
             group that it inherits from.
           without: names of decoding parameters that do not matter to the command.
@@ -109,7 +108,6 @@ class Flags(Generic[_Values]):
         stands.
 
         Args:
-          arguments: the command line behind the command.
           help: with a place for {flags}.
 
         Raises:
@@ -193,9 +191,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 def _described(one: Parameter, shipped: Any) -> str:
     """The help of a parameter that has no default as a flag, with what goes without saying.
 
-    Args:
-      one: the parameter.
-      shipped: its default with the pair that ships with the package; None where it is the same.
+    `shipped` is its default with the pair that ships with the package; None where it is the same.
     """
     text = one.help
     if one.kind is bool and one.default:
@@ -291,12 +287,7 @@ class BatchFlags(ModelFlags, PromptFlags):
 
 @flag_group("Decoding")
 class DecodingFlags:
-    """How to decode.
-
-    Attributes:
-      config: the file below.
-      decoding: each parameter of decoding that is a flag; None, or nothing, unless given.
-    """
+    """How to decode; `decoding` has each parameter that is a flag, None unless it was given."""
 
     config: str | None = parameter(
         None,
@@ -312,9 +303,6 @@ class DecodingFlags:
 
     def to_config(self, *, is_embedded: bool = False) -> DecodingConfig:
         """The flags laid over the file that is named, or over what suits the pair.
-
-        Args:
-          is_embedded: the pair is the one that ships with the package.
 
         Raises:
           FlyJaxError: a file that cannot be read, or a value of no use.

@@ -77,11 +77,7 @@ class GenerateFlags(BatchFlags, DecodingFlags, SeedFlags, AuditFlags, ProcessFla
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: anything wrong with the flags, the files, the prompts or the models.
-    """
+    """Runs the command."""
     values = Flags("generate", GenerateFlags).parse(arguments, _HELP)
     if values is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -54,8 +55,6 @@ class Prompt:
     Attributes:
       text: the prompt; of a conversation its last message.
       source: where it comes from, as an error names it.
-      problem: what the continuation can be checked against, if anything.
-      messages: the conversation, if it is one.
       is_question: what follows is an answer, not more of the same text.
     """
 
@@ -71,9 +70,6 @@ class Inputs:
     """Facts that are known before weights are read, the same in all processes.
 
     Attributes:
-      config: how prompts will be decoded.
-      models: the target and its drafts, opened.
-      mesh: where they will lie.
       prompts: those that fit the context; in processes other than 0 their texts alone.
       ids: their tokens.
     """
@@ -112,10 +108,6 @@ def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
     """Opens the models and checks the sizes; with the models comes the mesh for them.
 
-    Args:
-      values: of the models.
-      config: how prompts will be decoded.
-
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
@@ -138,9 +130,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
     """Reads the prompts, opens the models, and encodes the prompts.
 
     Args:
-      values: of models and prompts; process 0's prompts are taken by all.
-      config: how prompts will be decoded.
-      texts: prompts that come before those of a file.
+      texts: prompts that come before those of a file; process 0's are taken by all.
 
     Raises:
       FlyJaxError: on every process, whatever is wrong on any of them.
@@ -178,10 +168,7 @@ def load_opened(
     """Reads the weights, laid out for what is to be decoded, and says where they lie.
 
     Args:
-      config: how prompts will be decoded.
-      models: opened.
-      mesh: where they will lie.
-      dtype: of their weights; None for what suits them.
+      dtype: of the weights; None for what suits them.
       rows: decoded together.
       longest: tokens of a row, at most.
     """
@@ -237,14 +224,15 @@ def encode_prompts(
     fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:
         try:
-            messages = prompt.messages or ([_message("user", prompt.text)] if chats else [])
+            asked = [{"role": "user", "content": prompt.text}] if chats else []
+            messages = prompt.messages or asked
             if values.system is not None and messages:
                 if messages[0]["role"] == "system":
                     raise FlyJaxError(
                         f"{prompt.source} has a message of the system, and --system was given as "
                         "well; leave one of the two out."
                     )
-                messages = [_message("system", values.system), *messages]
+                messages = [{"role": "system", "content": values.system}, *messages]
             ids = models.encode(messages or prompt.text, name=prompt.source)
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
@@ -280,10 +268,6 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
     return chats
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
 def _refuse(error: FlyJaxError, *, skip: bool) -> None:
     """Raises the error, or only says it where bad prompts are to be skipped."""
     if not skip:
@@ -300,10 +284,6 @@ def built_in_prompts() -> list[Prompt]:
 
 def prompts_from_flags(values: PromptFlags, texts: Sequence[str]) -> list[Prompt]:
     """The prompts of --prompt, then those of --prompts_file; without either those built in.
-
-    Args:
-      values: of the latter.
-      texts: the former.
 
     Raises:
       FlyJaxError: one is empty or not UTF-8, or as `read_prompts`.
@@ -338,11 +318,16 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
         raise FlyJaxError(
             f"The prompts file {path} cannot be read ({error.strerror}); correct the path."
         ) from error
-    is_json = path.endswith((".jsonl", ".json")) or _unmarked(data).lstrip().startswith(b"{")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    is_json = path.endswith((".jsonl", ".json")) or data.lstrip().startswith(b"{")
     found: list[Prompt] = []
-    for source, line in _lines(name, data):
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        source = f"{name}, line {number}"
         try:
-            one = _prompt_of(line, source) if is_json else Prompt(_decoded(line, source), source)
+            text = _decoded(line.removesuffix(b"\r"), source)
+            one = _prompt_of(text, source) if is_json else Prompt(text, source)
             _check_text(one.text, source)
         except FlyJaxError as error:
             _refuse(error, skip=skip_bad)
@@ -356,17 +341,6 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
     return found
 
 
-def _unmarked(data: bytes) -> bytes:
-    return data.removeprefix(b"\xef\xbb\xbf")
-
-
-def _lines(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
-    """The lines that are not blank, each with the name of its place."""
-    for number, line in enumerate(_unmarked(data).split(b"\n"), 1):
-        if line.strip():
-            yield f"{name}, line {number}", line.removesuffix(b"\r")
-
-
 def _decoded(line: bytes, source: str) -> str:
     try:
         return line.decode("utf-8")
@@ -377,8 +351,7 @@ def _decoded(line: bytes, source: str) -> str:
         ) from error
 
 
-def _prompt_of(line: bytes, source: str) -> Prompt:
-    text = _decoded(line, source)
+def _prompt_of(text: str, source: str) -> Prompt:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

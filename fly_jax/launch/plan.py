@@ -61,12 +61,7 @@ class _PlanFlags(DecodingFlags):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: a wrong flag, an unknown model or chip, a mesh that no slice has, no compiler, or
-        a pair that does not fit (after the plan has been printed).
-    """
+    """Runs the command."""
     # What is looked up on the host is the same to a chip, and there is one draft model.
     without = ("protect", "memory", "csd_min_count", "level_speculative_tokens")
     values = Flags("plan", _PlanFlags, without).parse(arguments, _HELP)

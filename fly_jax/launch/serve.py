@@ -109,12 +109,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: anything wrong with the flags, the address or the models.
-      SystemExit: the engine has failed.
-    """
+    """Runs the command."""
     without = ("memory", "csd_min_count", "csd_online")  # the server takes no memory
     values = Flags("serve", ServeFlags, without).parse(arguments, _HELP)
     if values is None:

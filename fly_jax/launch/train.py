@@ -64,12 +64,7 @@ class _TrainFlags(PromptFlags):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the command.
-
-    Raises:
-      FlyJaxError: a flag or a file that will not do, or a directory with another run.
-      KeyboardInterrupt: with the way to go on.
-    """
+    """Runs the command."""
     values = Flags("train", _TrainFlags).parse(arguments, _HELP)
     if values is None:
         return

@@ -34,13 +34,7 @@ def legend() -> str:
 
 @dataclasses.dataclass
 class _Row:
-    """A prompt that is being continued.
-
-    Attributes:
-      heading: what to write before the first token.
-      waiting: its text that cannot be written yet, because an earlier row is.
-      done: no more tokens will come.
-    """
+    """A prompt that is being continued; its text is `waiting` while an earlier row is written."""
 
     heading: str
     waiting: str = ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Refused
 
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import load_tokenizer
@@ -36,10 +36,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_file_is_what_was_generated(
-    audit: Path,
-    models: list[str],
-    tiny_pair: tuple[Path, Path],
-    decoded: Callable[..., list[dict[str, Any]]],
+    audit: Path, models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded
 ) -> None:
     tokenizer = load_tokenizer(tiny_pair[0])
     given = [*models, *GIVEN, *SIZES]
@@ -82,10 +79,7 @@ def test_the_file_is_what_was_generated(
 
 
 def test_deferred_windows_are_in_the_file(
-    models: list[str],
-    tmp_path: Path,
-    decoded: Callable[..., list[dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
+    models: list[str], tmp_path: Path, decoded: Decoded, capsys: Captured
 ) -> None:
     path = tmp_path / "audit.jsonl"
     flags = ["--boundary=defer", "--entropy_threshold=0.01", "--noaudit_exact", f"--audit={path}"]
@@ -101,7 +95,7 @@ def test_deferred_windows_are_in_the_file(
 
 
 def test_the_command_sums_up_and_writes_a_page(
-    audit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    audit: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     html = tmp_path / "page.html"
     assert main(["audit", f"--html={html}", str(audit), "--prompt=2", "--pairs", "3"]) == 0
@@ -120,7 +114,7 @@ def test_the_command_sums_up_and_writes_a_page(
 
 
 def test_a_stopped_run_is_summed_up_with_a_warning(
-    audit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    audit: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_bytes(audit.read_bytes()[:-30])
@@ -144,7 +138,5 @@ def test_a_stopped_run_is_summed_up_with_a_warning(
         (["{}", "--pairs=-1"], ["pairs"]),
     ],
 )
-def test_bad_input(
-    audit: Path, refused: Callable[..., str], arguments: list[str], words: list[str]
-) -> None:
+def test_bad_input(audit: Path, refused: Refused, arguments: list[str], words: list[str]) -> None:
     refused("audit", *(argument.format(audit) for argument in arguments), words=words)

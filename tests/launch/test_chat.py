@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 import pytest
+from launch_types import Captured, Patch, Talk
 
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
@@ -26,9 +27,7 @@ Typed = str | type[BaseException]
 
 
 @pytest.fixture
-def talk(
-    chatty: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[list[str], str]]:
+def talk(chatty: list[str], monkeypatch: Patch, capsys: Captured) -> Talk:
     """Types lines, then Ctrl-D; gives the answers, and what the program says."""
 
     def run(*typed: Typed, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
@@ -48,9 +47,7 @@ def talk(
     return run
 
 
-def answer_to(
-    chatty: list[str], messages: list[dict], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> str:
+def answer_to(chatty: list[str], messages: list[dict], folder: Path, capsys: Captured) -> str:
     """What generate gives for a conversation."""
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps({"messages": messages}))
@@ -62,7 +59,7 @@ def answer_to(
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_what_is_waited_for(
-    is_terminal: bool, talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
+    is_terminal: bool, talk: Talk, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     _, said = talk("Ada has 3")
@@ -72,10 +69,7 @@ def test_a_terminal_shows_what_is_waited_for(
 
 
 def test_turns_are_one_conversation(
-    talk: Callable[..., tuple[list[str], str]],
-    chatty: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    talk: Talk, chatty: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     messages = [{"role": "system", "content": "Short."}]
     expected = []
@@ -92,7 +86,7 @@ def test_turns_are_one_conversation(
     assert "Forgotten." in said
 
 
-def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str]]) -> None:
+def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
     flags = ("--rule=fly", "--num_speculative_tokens=8", "--entropy_threshold=0")
     answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
     assert len(answers) == 2
@@ -105,9 +99,7 @@ def test_the_rule_is_changed_on_the_way(talk: Callable[..., tuple[list[str], str
     assert "/clear" in said
 
 
-def test_what_was_said_is_not_taken_in_again(
-    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_said_is_not_taken_in_again(talk: Talk, monkeypatch: Patch) -> None:
     states: list[RequestState] = []
     submit = Engine.submit
 
@@ -123,7 +115,7 @@ def test_what_was_said_is_not_taken_in_again(
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
-    talk: Callable[..., tuple[list[str], str]], chatty: list[str], monkeypatch: pytest.MonkeyPatch
+    talk: Talk, chatty: list[str], monkeypatch: Patch
 ) -> None:
     whole, _ = talk("Ada has 3")
     submit, run, prompts = Engine.submit, Engine.run, []
@@ -150,9 +142,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
 
 
-def test_ctrl_c_while_an_answer_is_prepared(
-    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_an_answer_is_prepared(talk: Talk, monkeypatch: Patch) -> None:
     """As if nothing had been asked; the next line is answered, and compiles before it."""
     (whole,), _ = talk("Ada has 3")
     run, interrupts = Programs.run, iter([KeyboardInterrupt])
@@ -172,9 +162,7 @@ def test_ctrl_c_while_an_answer_is_prepared(
     assert said.count("tokens/s") == 1
 
 
-def test_ctrl_c_while_a_question_is_encoded(
-    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_while_a_question_is_encoded(talk: Talk, monkeypatch: Patch) -> None:
     encode, interrupts = OpenPair.encode, iter([False, True])  # the first is before weights load
 
     def interrupted(self: OpenPair, *given: object, **named: object) -> object:
@@ -188,9 +176,7 @@ def test_ctrl_c_while_a_question_is_encoded(
     assert said.count("tokens/s") == 1
 
 
-def test_tokens_have_the_colours_of_their_reasons(
-    talk: Callable[..., tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_have_the_colours_of_their_reasons(talk: Talk, monkeypatch: Patch) -> None:
     def painting(out: TextIO) -> TextView:
         view = TextView(out)
         view._colour = True  # as on a terminal

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from launch_types import Captured, Patch
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
@@ -39,7 +40,7 @@ OPTIONS = (
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _settings(monkeypatch: Patch) -> Iterator[None]:
     """JAX's options are as they were when a test is done."""
     monkeypatch.delenv("FLY_JAX_COMPILATION_CACHE")
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
@@ -76,9 +77,7 @@ def test_the_second_start_compiles_nothing(models: list[str], tmp_path: Path) ->
     assert counts(arguments, FLY_JAX_COMPILATION_CACHE=folder) == (hits, 0, requests)
 
 
-def test_the_flag_goes_before_the_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_flag_goes_before_the_variables(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLY_JAX_COMPILATION_CACHE", str(tmp_path / "variable"))
     flagged = enable_compilation_cache(tmp_path / "flag")
     assert flagged is not None
@@ -96,9 +95,7 @@ def test_a_folder_that_jax_was_told_stays(tmp_path: Path) -> None:
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
 
 
-def test_what_jax_was_told_to_leave_out_stays_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_jax_was_told_to_leave_out_stays_out(tmp_path: Path, monkeypatch: Patch) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 5.0)  # as its variable does
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "5")
     enable_compilation_cache(tmp_path)
@@ -108,9 +105,7 @@ def test_what_jax_was_told_to_leave_out_stays_out(
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
 
 
-def test_what_was_not_read_for_longest_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_not_read_for_longest_goes(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = enable_compilation_cache(tmp_path)
     assert folder is not None
     for age, name in enumerate(("newest", "newer", "older", "oldest")):
@@ -124,7 +119,7 @@ def test_what_was_not_read_for_longest_goes(
 
 
 @pytest.mark.parametrize("word", ["off", "none", "Off"])
-def test_no_cache(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cache(word: str, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLY_JAX_COMPILATION_CACHE", str(tmp_path / "variable"))
     assert enable_compilation_cache(word) is None
     assert not jax.config.jax_enable_compilation_cache
@@ -132,7 +127,7 @@ def test_no_cache(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_folder_that_cannot_be_written_is_only_told_of(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")

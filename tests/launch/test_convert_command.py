@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Patch, Refused
 
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints import load as module
 
 
 @pytest.fixture
-def tokens(decoded: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[int]]:
+def tokens(decoded: Decoded) -> Callable[..., list[int]]:
     given = ["--prompt=Ada has 3", "--max_new_tokens=12"]
     return lambda *flags: decoded(*flags, *given)[0]["token_ids"]
 
@@ -42,9 +42,7 @@ def test_int8_decodes_alike_from_either_side(
     assert tokens(*folders, "--dtype=bfloat16") == loaded
 
 
-def test_what_is_wrong(
-    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_what_is_wrong(refused: Refused, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     target = f"--target={tiny_pair[0]}"
     output = f"--output={tmp_path / 'a'}"
     refused("convert", output, words=["--target"])
@@ -55,10 +53,7 @@ def test_what_is_wrong(
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(
-    tiny_pair: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

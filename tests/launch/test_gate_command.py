@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Patch, Refused
 from tqdm import tqdm
 
 from fly_jax.decoding.config import load_config
@@ -32,11 +31,7 @@ def calibrate(models: list[str], prompts: Path, path: Path, *more: str) -> list[
 
 
 def test_what_is_written_meets_the_bound(
-    models: list[str],
-    prompts: Path,
-    tmp_path: Path,
-    decoded: Callable[..., list[dict[str, Any]]],
-    capsys: pytest.CaptureFixture[str],
+    models: list[str], prompts: Path, tmp_path: Path, decoded: Decoded, capsys: Captured
 ) -> None:
     """And a laxer bound is worth no fewer tokens a pass."""
     accepted = []
@@ -93,12 +88,7 @@ def test_windows_are_tried_and_other_values_kept(
     ],
 )
 def test_configs_that_cannot_be_calibrated(
-    refused: Callable[..., str],
-    models: list[str],
-    prompts: Path,
-    tmp_path: Path,
-    line: str,
-    word: str,
+    refused: Refused, models: list[str], prompts: Path, tmp_path: Path, line: str, word: str
 ) -> None:
     base = tmp_path / "base.toml"
     base.write_text(line)
@@ -107,16 +97,14 @@ def test_configs_that_cannot_be_calibrated(
 
 
 def test_the_gate_has_no_say_in_a_memory(
-    refused: Callable[..., str], models: list[str], prompts: Path
+    refused: Refused, models: list[str], prompts: Path
 ) -> None:
     arguments = ["calibrate", *models, f"--prompts_file={prompts}", "--memory=x.npz"]
     refused(*arguments, "--max_regret=0.1", words=["--max_regret"])
     refused(*arguments, "--rule=fly", words=["--rule"])
 
 
-def test_few_prompts_are_refused(
-    refused: Callable[..., str], models: list[str], tmp_path: Path
-) -> None:
+def test_few_prompts_are_refused(refused: Refused, models: list[str], tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("Ada\nBoris\n")
     arguments = calibrate(models, few, tmp_path / "found.toml", "--max_regret=0.1")
@@ -124,7 +112,7 @@ def test_few_prompts_are_refused(
 
 
 def test_a_bound_that_nothing_meets(
-    models: list[str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], prompts: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     path = tmp_path / "found.toml"
     arguments = calibrate(models, prompts, path, "--rule=margin", "--max_disagreement=0.0001")
@@ -134,11 +122,7 @@ def test_a_bound_that_nothing_meets(
 
 
 def test_an_interrupted_search_writes_nothing(
-    models: list[str],
-    prompts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    models: list[str], prompts: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     class Interrupted(tqdm):
         def update(self, n: float | None = 1) -> bool | None:

@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Patch, Refused
 
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs
@@ -29,9 +28,6 @@ SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
 
 def given(*prompts: str) -> list[str]:
     return [f"--prompt={prompt}" for prompt in prompts]
-
-
-Decoded = Callable[..., list[dict[str, Any]]]
 
 
 def test_several_drafts(models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded) -> None:
@@ -79,9 +75,7 @@ def test_exact_gives_the_tokens_of_autoregressive(models: list[str], decoded: De
     assert sum(record["num_rounds"] for record in rules[1]) < sum(map(len, one))
 
 
-def test_text_is_what_json_says(
-    models: list[str], decoded: Decoded, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_what_json_says(models: list[str], decoded: Decoded, capsys: Captured) -> None:
     found = decoded(*models, *given(*PROMPTS), *SIZES)
     assert main([*models, *given(*PROMPTS), *SIZES]) == 0
     captured = capsys.readouterr()
@@ -98,9 +92,7 @@ def test_sampling_is_the_seeds(models: list[str], decoded: Decoded) -> None:
     assert first == again != other
 
 
-def test_comparison_leaves_stdout_to_json(
-    models: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_leaves_stdout_to_json(models: list[str], capsys: Captured) -> None:
     assert main([*models, *given("Boris"), *SIZES, "--compare", "--json"]) == 0
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 1
@@ -110,9 +102,7 @@ def test_comparison_leaves_stdout_to_json(
 
 
 def test_without_prompts_and_models(
-    tiny_pair: tuple[Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_pair: tuple[Path, Path], monkeypatch: Patch, capsys: Captured
 ) -> None:
     """The built-in pair continues built-in prompts, and the table says how many were right."""
     monkeypatch.setattr("fly_jax.decoding.pair.EMBEDDED_PAIR", tiny_pair)
@@ -138,7 +128,7 @@ def test_a_config_is_overridden_by_flags(
 
 
 def test_bad_lines_are_skipped_on_request(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     long = json.dumps({"prompt": "Ada " * 200}).encode()
     file = tmp_path / "prompts.jsonl"
@@ -169,9 +159,7 @@ def test_a_mesh_changes_no_token(models: list[str], decoded: Decoded) -> None:
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
 
 
-def test_auto_depth_is_a_word_for_k(
-    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_depth_is_a_word_for_k(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
     target, draft = map(str, tiny_pair)
     flags = [f"--target={target}", f"--draft={draft}", "--prompt=Ada has 3", "--rule=exact"]
     tokens = []
@@ -186,7 +174,7 @@ EXACT = ["--rule=exact", "--num_speculative_tokens=4"]
 
 
 def test_the_lookup_or_nothing_drafts(
-    tiny_pair: tuple[Path, Path], decoded: Decoded, capsys: pytest.CaptureFixture[str]
+    tiny_pair: tuple[Path, Path], decoded: Decoded, capsys: Captured
 ) -> None:
     target = [*LOOKED_UP, f"--target={tiny_pair[0]}", "--dtype=float32"]
     assert main([*target, "--json"]) == 0
@@ -210,8 +198,6 @@ def test_the_embedded_target_takes_the_lookup(decoded: Decoded) -> None:
     assert found["num_draft_tokens"] > 0
 
 
-def test_what_proposes_alone_stands_alone(
-    tiny_pair: tuple[Path, Path], refused: Callable[..., str]
-) -> None:
+def test_what_proposes_alone_stands_alone(tiny_pair: tuple[Path, Path], refused: Refused) -> None:
     drafts = ["--draft=ngram", f"--draft={tiny_pair[1]}"]
     refused("--prompt=x", f"--target={tiny_pair[0]}", *drafts, words=["proposes alone"])

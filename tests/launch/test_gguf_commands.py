@@ -6,11 +6,11 @@ import builtins
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 from gguf_files import CONFIG, byte_level_writer, tensors_of, write_sized
+from launch_types import Captured, Decoded, Patch, Refused
 from tokenizer_makers import llama3_json
 
 from fly_jax.launch.__main__ import main
@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def tokens(decoded: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[int]]:
+def tokens(decoded: Decoded) -> Callable[..., list[int]]:
     return lambda *flags: decoded(*flags, "--prompt=the fox", "--max_new_tokens=12")[0]["token_ids"]
 
 
@@ -56,10 +56,7 @@ def test_target_and_drafts(
 
 
 def test_a_chat(
-    files: tuple[Path, Path],
-    tokens: Callable[..., list[int]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[Path, Path], tokens: Callable[..., list[int]], capsys: Captured, monkeypatch: Patch
 ) -> None:
     """The README's command, which a file alone is enough for."""
     expected = tokens(f"--target={files[0]}")
@@ -79,7 +76,7 @@ def test_a_chat(
     assert said.count("On a CPU a pass of self:int4 takes as long as the target's") == 1
 
 
-def test_a_plan(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan(files: tuple[Path, Path], capsys: Captured) -> None:
     sizes = ["--mesh=1x1", "--context=64", "--no_compile", "--json"]
     for draft in (str(files[1]), "self:int4"):
         assert main(["plan", f"--target={files[0]}", f"--draft={draft}", *sizes]) == 0
@@ -89,7 +86,7 @@ def test_a_plan(files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("command", ["generate", "chat", "plan", "convert"])
 def test_a_file_that_was_cut_off(
-    refused: Callable[..., str], files: tuple[Path, Path], tmp_path: Path, command: str
+    refused: Refused, files: tuple[Path, Path], tmp_path: Path, command: str
 ) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files[0].read_bytes()[:-5000])

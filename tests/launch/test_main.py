@@ -3,9 +3,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
+from launch_types import Captured, Patch, Refused
 
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import COMMANDS, main
@@ -13,12 +13,12 @@ from fly_jax.launch.__main__ import COMMANDS, main
 LAUNCH = [sys.executable, "-m", "fly_jax.launch"]
 
 
-def test_an_unknown_command_is_told_which_exist(refused: Callable[..., str]) -> None:
+def test_an_unknown_command_is_told_which_exist(refused: Refused) -> None:
     refused("genrate", words=["genrate", *COMMANDS])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_ours_alone(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_ours_alone(command: str, capsys: Captured) -> None:
     assert main([command, "--help"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -28,7 +28,7 @@ def test_help_is_ours_alone(command: str, capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, captured.out.splitlines())) <= 100
 
 
-def test_help_names_every_flag_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_flag_of_generate(capsys: Captured) -> None:
     main(["--help"])
     text = capsys.readouterr().out
     for flag in ("target", "draft", "mesh", "rule", "num_speculative_tokens", "entropy_threshold",
@@ -37,7 +37,7 @@ def test_help_names_every_flag_of_generate(capsys: pytest.CaptureFixture[str]) -
         assert f"  --{flag}" in text
 
 
-def test_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interruption(monkeypatch: Patch, capsys: Captured) -> None:
     def interrupted(_: object) -> None:
         raise KeyboardInterrupt
 

@@ -7,7 +7,7 @@ import json
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ import httpx
 import jax
 import numpy as np
 import pytest
+from launch_types import Captured, Patch, Refused
 from local_processes import PATIENCE, Job
 
 from fly_jax.decoding.pair import load_pair
@@ -46,7 +47,7 @@ def test_tokens_are_those_of_one_process(
 
 
 def test_process_0_reads_the_prompts_and_is_heard(
-    models: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     """Rows over two processes, each of which has two devices for them."""
     prompts = ["Ada has 3 apples", "Boris", "Vera's"]
@@ -179,8 +180,8 @@ class Service:
 )
 def test_what_is_wrong_on_one_of_them(
     models: list[str],
-    refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    refused: Refused,
+    monkeypatch: Patch,
     process: int,
     flags: list[str],
     words: str,

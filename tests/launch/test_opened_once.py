@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_types import Captured, Patch
 
 from fly_jax.decoding import pair
 from fly_jax.decoding.pair import CheckedPrompt, load_pair, open_pair
@@ -25,7 +26,7 @@ SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", 
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+def counted(monkeypatch: Patch) -> collections.Counter[str]:
     """How often what is opened, read, parsed or checked is: by its name and first argument."""
     counts: collections.Counter[str] = collections.Counter()
 
@@ -80,7 +81,7 @@ def test_everything_is_opened_once(
 
 
 def test_each_prompt_is_encoded_and_checked_once(
-    models: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: list[str], monkeypatch: Patch, capsys: Captured
 ) -> None:
     """The command says which prompt it was, and its decoders believe it, in a comparison too."""
     encoded: list[str] = []
@@ -107,7 +108,7 @@ def test_each_prompt_is_encoded_and_checked_once(
     assert [json.loads(line)["prompt"] for line in lines] == encoded
 
 
-def test_the_library_and_the_command_decode_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_library_and_the_command_decode_alike(capsys: Captured) -> None:
     """With the embedded pair and nothing else said, and with a rule alone."""
     embedded = load_pair()
     prompt = "Problem: Mia has 12 shells and finds 9 more. How many has she?\nSolution:"
@@ -121,7 +122,7 @@ def test_the_library_and_the_command_decode_alike(capsys: pytest.CaptureFixture[
 
 
 def test_what_is_open_decodes_as_its_folders_do(
-    tiny_pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    tiny_pair: tuple[Path, Path], monkeypatch: Patch
 ) -> None:
     expected = generate(load_pair(*tiny_pair, dtype="float32"), ["Ada"], max_new_tokens=8)
     opened = open_pair(*tiny_pair)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_types import Captured, Patch, Refused
 
 from fly_jax.decoding.config import AUTO_DEPTHS, RoundSpec
 from fly_jax.launch.__main__ import main
@@ -26,16 +26,16 @@ STEP_KEYS = {
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment(monkeypatch: Patch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets for its process
 
 
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
+def planned(capsys: Captured, *arguments: str, status: int = 0) -> dict:
     assert main(("plan", "--json", *arguments)) == status
     return json.loads(capsys.readouterr().out)
 
 
-def test_json_of_a_gpu_is_counted_from_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_of_a_gpu_is_counted_from_shapes(capsys: Captured) -> None:
     plan = planned(capsys, *H200)
     assert plan["fits"] is True
     assert tuple(plan["steps"]) == STEPS
@@ -57,16 +57,14 @@ def test_json_of_a_gpu_is_counted_from_shapes(capsys: pytest.CaptureFixture[str]
     assert speed["best_speed_up"] >= speed["speed_up"]
 
 
-def test_the_table_says_where_figures_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_where_figures_come_from(capsys: Captured) -> None:
     assert main(("plan", *H200)) == 0
     out = capsys.readouterr().out
     for words in ("counted from shapes", "of 131.32", "all-reduce", "tokens/s", "largest batch"):
         assert words in out
 
 
-def test_largest_batch_and_context_fit_and_one_more_does_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_largest_batch_and_context_fit_and_one_more_does_not(capsys: Captured) -> None:
     sizes = ("--mesh=4", "--context=4096")
     rows = planned(capsys, *H200, *sizes)["largest_batch_size"]
     assert rows > 1
@@ -74,17 +72,13 @@ def test_largest_batch_and_context_fit_and_one_more_does_not(
     assert not planned(capsys, *H200, *sizes, f"--batch_size={rows + 1}", status=2)["fits"]
 
 
-def test_a_folder_is_planned_for(
-    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_planned_for(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
     target, draft = tiny_pair
     models = (f"--target={target}", f"--draft={draft}", "--context=64", "--mesh=1")
     assert planned(capsys, *models, "--chip=h100", "--num_speculative_tokens=5")["fits"]
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: Captured) -> None:
     small = ("--chip=v5e", "--mesh=4x8", "--prompt_length=512", "--no_compile")
     assert main(("plan", *small, "--json")) == 2
     captured = capsys.readouterr()
@@ -107,9 +101,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(
         ["--rule=csd", "--nocsd_online"],
     ],
 )
-def test_every_round_is_planned(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments: list[str]) -> None:
     made: list[RoundSpec] = []
     original = plan_module.make_plan
 
@@ -132,9 +124,7 @@ def test_every_round_is_planned(
 
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_what_would_run_is_compiled(
-    tiny_pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_would_run_is_compiled(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
     target, draft = tiny_pair
     models = (f"--target={target}", f"--draft={draft}", "--chip=v5e", "--mesh=2x2")
     options = ("--prompt_lookup_max=4", "--num_speculative_tokens=2", "--rule=exact")
@@ -148,9 +138,7 @@ def test_what_would_run_is_compiled(
     assert a_round["temporary_bytes_per_chip"] > 0  # of a tiny model more than all else
 
 
-def test_without_libtpu_the_extra_is_named(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_libtpu_the_extra_is_named(refused: Refused, monkeypatch: Patch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else found(name)
@@ -158,7 +146,7 @@ def test_without_libtpu_the_extra_is_named(
     refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--no_compile"])
 
 
-def test_a_data_axis_halves_the_rows_of_a_chip(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_data_axis_halves_the_rows_of_a_chip(capsys: Captured) -> None:
     sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
     one = planned(capsys, "--mesh=8x8", *sizes)
     two = planned(capsys, "--mesh=2x8x8", *sizes)

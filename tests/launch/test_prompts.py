@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launch_types import Captured, Patch, Refused
 
 from fly_jax.evaluation.problems import is_correct
 from fly_jax.launch.__main__ import main
@@ -36,9 +37,7 @@ def test_files(tmp_path: Path, content: bytes, texts: list[str]) -> None:
     assert [prompt.text for prompt in read_prompts(str(file), skip_bad=False)] == texts
 
 
-def test_the_name_tells_that_lines_are_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_name_tells_that_lines_are_json(tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('plain\n{"prompt": "x"}\n')
     prompts = read_prompts(str(file), skip_bad=True)
@@ -46,9 +45,7 @@ def test_the_name_tells_that_lines_are_json(
     assert "line 1" in capsys.readouterr().err
 
 
-def test_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_input(monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\n\xff\n")))
     assert [prompt.text for prompt in read_prompts("-", skip_bad=True)] == ["one"]
     assert "Standard input, line 2" in capsys.readouterr().err
@@ -65,7 +62,7 @@ def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:
 
 
 @pytest.fixture
-def answered(chatty: list[str], capsys: pytest.CaptureFixture[str]) -> Answered:
+def answered(chatty: list[str], capsys: Captured) -> Answered:
     """Runs the command; gives the objects that it prints, and what it says."""
 
     def run(*arguments: str) -> tuple[list[dict], str]:
@@ -93,9 +90,7 @@ def test_a_text_is_a_users_message_where_there_is_a_template(
     assert "--nochat" not in said
 
 
-def test_an_answer_stands_apart_from_what_was_asked(
-    chatty: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_stands_apart_from_what_was_asked(chatty: list[str], capsys: Captured) -> None:
     arguments = [*chatty, "--prompt=Ada has 3", *SIZES[:-1]]
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith("Ada has 3\n\n")
@@ -135,7 +130,7 @@ def test_a_system_message_and_lines_of_messages(
     ["Hello", [], [{"role": "user"}], [{"role": "user", "content": 3}], [["user", "Hello"]]],
 )
 def test_messages_of_the_wrong_shape(
-    refused: Callable[..., str], models: list[str], tmp_path: Path, messages: object
+    refused: Refused, models: list[str], tmp_path: Path, messages: object
 ) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"messages": messages}))
@@ -151,7 +146,7 @@ def test_messages_of_the_wrong_shape(
     ],
 )
 def test_messages_that_are_refused(
-    refused: Callable[..., str],
+    refused: Refused,
     chatty: list[str],
     tmp_path: Path,
     role: str,
@@ -177,7 +172,7 @@ def test_messages_that_are_refused(
     ],
 )
 def test_a_template_that_fails(
-    refused: Callable[..., str],
+    refused: Refused,
     tiny_pair: tuple[Path, Path],
     tmp_path: Path,
     file: str,
@@ -194,7 +189,7 @@ def test_a_template_that_fails(
 
 
 def test_a_list_without_a_default_is_no_template(
-    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
+    refused: Refused, tiny_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "target"
     shutil.copytree(tiny_pair[0], folder)
@@ -203,7 +198,7 @@ def test_a_list_without_a_default_is_no_template(
     refused("chat", f"--target={folder}", words=["no chat template"])
 
 
-def test_flags_without_a_template(refused: Callable[..., str], models: list[str]) -> None:
+def test_flags_without_a_template(refused: Refused, models: list[str]) -> None:
     refused("chat", *models, words=["no chat template"])
     given = [*models, *SIZES, "--prompt=Ada"]
     refused(*given, "--chat", words=["no chat template"])

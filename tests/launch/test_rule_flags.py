@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Patch, Refused
 from tqdm import tqdm
 
 from fly_jax.evaluation import calibration
@@ -17,7 +16,6 @@ from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
 PROMPTS = ["--prompt=Ada has 3 apples", "--prompt=Boris", *SIZES]
-Decoded = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -105,9 +103,9 @@ def test_what_is_learned_is_kept_if_asked_for(
     memory: Path,
     tiny_pair: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Patch,
     decoded: Decoded,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Captured,
 ) -> None:
     """In a file that is there or not, and when the decoding is interrupted; else nothing is."""
     digest = load_tokenizer(tiny_pair[0]).digest
@@ -142,7 +140,7 @@ def test_a_config_may_name_a_memory_for_some_of_its_rules(
 
 
 def test_the_comparison_is_with_the_rule_that_was_asked_for(
-    models: list[str], capsys: pytest.CaptureFixture[str]
+    models: list[str], capsys: Captured
 ) -> None:
     assert main([*models, "--prompt=Boris", "--rule=lossy", *SIZES, "--compare"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:]]
@@ -150,7 +148,7 @@ def test_the_comparison_is_with_the_rule_that_was_asked_for(
 
 
 def test_memories_that_are_refused(
-    refused: Callable[..., str], models: list[str], memory: Path, tmp_path: Path
+    refused: Refused, models: list[str], memory: Path, tmp_path: Path
 ) -> None:
     arguments = [*models, "--prompt=x", "--rule=fly | csd"]
     damaged = tmp_path / "damaged.npz"
@@ -162,11 +160,7 @@ def test_memories_that_are_refused(
 
 
 def test_calibrating_goes_on_where_it_was(
-    tiny_pair: tuple[Path, Path],
-    memory: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_pair: tuple[Path, Path], memory: Path, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     digest = load_tokenizer(tiny_pair[0]).digest
     whole = load_memory(memory, digest)
@@ -194,9 +188,7 @@ def test_calibrating_goes_on_where_it_was(
     assert load_memory(path, digest)._counts == whole._counts
 
 
-def test_help_says_what_the_shipped_pair_is_decoded_with(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_says_what_the_shipped_pair_is_decoded_with(capsys: Captured) -> None:
     assert main(["--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "; fly if not given, margin with the pair that ships with the package --num" in shown
@@ -205,7 +197,7 @@ def test_help_says_what_the_shipped_pair_is_decoded_with(
 
 
 def test_what_calibrate_refuses(
-    refused: Callable[..., str], tiny_pair: tuple[Path, Path], memory: Path, tmp_path: Path
+    refused: Refused, tiny_pair: tuple[Path, Path], memory: Path, tmp_path: Path
 ) -> None:
     prompts = memory.with_name("prompts.txt")
     assert "--prompts_file" in refused("calibrate", "--memory=x")

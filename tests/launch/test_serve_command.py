@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
 import jax
 import pytest
+from launch_types import Captured, Patch, Refused
 
 from fly_jax.launch import crash_handler, serve
 from fly_jax.serving.http.run import ServerFailed
@@ -25,16 +25,14 @@ SIZES = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--pref
 SHORT = "--max_length=50"  # few programs are compiled
 
 
-def test_a_port_that_is_taken(refused: Callable[..., str], models: list[str]) -> None:
+def test_a_port_that_is_taken(refused: Refused, models: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         sentence = refused("serve", *models, *SIZES, f"--port={port}")
     assert f"cannot listen on 127.0.0.1, port {port}" in sentence
 
 
-def test_without_the_extra(
-    refused: Callable[..., str], models: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra(refused: Refused, models: list[str], monkeypatch: Patch) -> None:
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'fly_jax[serve]'" in refused("serve", *models)
 
@@ -72,7 +70,7 @@ def test_it_serves_and_drains(models: list[str]) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_where_another_process_may_be_gone_the_session_says_which(
-    together: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    together: bool, monkeypatch: Patch, capsys: Captured
 ) -> None:
     cause = jax.errors.JaxRuntimeError("Gloo all-reduce failed")
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from launch_types import Patch
 
 from fly_jax.launch.view import TextView, legend, wants_colour
 from fly_jax.verification.rules import Why
@@ -14,7 +15,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain_environment(monkeypatch: Patch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
@@ -36,7 +37,7 @@ def test_colours_tell_why() -> None:
         assert f"\x1b[{styles[text]}m" in legend()
 
 
-def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_colour_where_none_is_wanted(monkeypatch: Patch) -> None:
     assert wants_colour(Terminal())
     assert not wants_colour(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -46,9 +47,7 @@ def test_no_colour_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None
     assert not wants_colour(Terminal())
 
 
-def test_a_terminal_gets_no_control_characters_of_the_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_gets_no_control_characters_of_the_models(monkeypatch: Patch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal, file = Terminal(), io.StringIO()
     for out in (terminal, file):

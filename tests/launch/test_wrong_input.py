@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launch_types import Refused
 
 from fly_jax.launch.__main__ import main
 
@@ -132,7 +132,7 @@ PROMPTS = "".join(f"Ada has {number} apples\n" for number in range(12))
     ("kind", "flags", "words"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows]
 )
 def test_flags(
-    refused: Callable[..., str],
+    refused: Refused,
     models: list[str],
     tmp_path: Path,
     kind: str,
@@ -172,7 +172,7 @@ def test_flags(
     ],
 )
 def test_lines_of_a_prompts_file(
-    refused: Callable[..., str], models: list[str], tmp_path: Path, content: bytes, words: list[str]
+    refused: Refused, models: list[str], tmp_path: Path, content: bytes, words: list[str]
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(content)
@@ -185,15 +185,13 @@ def test_nothing_left_after_skipping(models: list[str], tmp_path: Path) -> None:
     assert main([*models, f"--prompts_file={file}", "--skip_bad_prompts"]) == 2
 
 
-def test_a_target_without_a_draft(
-    refused: Callable[..., str], tiny_pair: tuple[Path, Path]
-) -> None:
+def test_a_target_without_a_draft(refused: Refused, tiny_pair: tuple[Path, Path]) -> None:
     target = f"--target={tiny_pair[0]}"
     refused(target, "--prompt=x", "--rule=exact", words=["--draft"])
     refused(target, "--prompt=x", "--rule=autoregressive", "--compare", words=["--compare"])
 
 
-def test_missing_model(refused: Callable[..., str], tiny_pair: tuple[Path, Path]) -> None:
+def test_missing_model(refused: Refused, tiny_pair: tuple[Path, Path]) -> None:
     assert "/nowhere/target" in refused(
         "--target=/nowhere/target", f"--draft={tiny_pair[1]}", "--prompt=x"
     )
@@ -202,9 +200,7 @@ def test_missing_model(refused: Callable[..., str], tiny_pair: tuple[Path, Path]
     )
 
 
-def test_broken_draft(
-    refused: Callable[..., str], tiny_pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_broken_draft(refused: Refused, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Truncated weights, and a vocabulary that is not the target's."""
     draft = tmp_path / "draft"
     shutil.copytree(tiny_pair[1], draft)

@@ -98,7 +98,7 @@ def long_70b() -> Steps:
     return up_to_the_round(MIDDLE, ("tensor_long", "narrow_whole"), prompt_length=128)
 
 
-def test_405b_in_bfloat16_fits_a_v5e_slice_of_64(plan: Plan) -> None:
+def test_405b_in_bfloat16_fits_a_v5e_slice_of_64(plan: Plan, bfloat16: Steps) -> None:
     assert tuple(step.name for step in plan.steps) == STEPS
     assert {step.source for step in plan.steps} == {"compiled"}
     assert plan.fits
@@ -108,10 +108,8 @@ def test_405b_in_bfloat16_fits_a_v5e_slice_of_64(plan: Plan) -> None:
     held = sum(
         memory[f"{name}_bytes"] for name in ("parameter", "draft_parameter", "cache", "draft_cache")
     )
-    a_round = plan.step("round")
-    assert a_round is not None
     # The compiler's arguments are the parameters and caches that shapes say, and little else.
-    assert held <= a_round.argument_bytes <= 1.01 * held
+    assert held <= bfloat16["round"].argument_bytes <= 1.01 * held
     assert plan.largest_batch >= 1
     assert plan.remedies == ()
 
@@ -124,11 +122,9 @@ def test_405b_in_int8_fits_with_8_rows(int8_batch: Steps) -> None:
     assert int8_batch["round"].temporary_bytes < 2**28
 
 
-def test_a_layer_of_one_row_exchanges_twice(plan: Plan) -> None:
-    verify, alone = plan.step("verify"), plan.step("autoregressive")
-    assert verify is not None
-    assert alone is not None
-    for step, tokens in ((verify, K + 1), (alone, 1)):
+def test_a_layer_of_one_row_exchanges_twice(bfloat16: Steps) -> None:
+    for name, tokens in (("verify", K + 1), ("autoregressive", 1)):
+        step = bfloat16[name]
         in_layers = [one for one in step.exchanges if one.count == LARGE.num_layers]
         assert [one.kind for one in in_layers] == ["all-reduce", "all-reduce"]
         assert {one.shapes for one in in_layers} == {((1, tokens, LARGE.embed_size),)}
@@ -182,12 +178,12 @@ def made(step: Step, kind: str, shape: Sequence[int]) -> set[str]:
 
 
 def test_caches_are_updated_in_place(bfloat16: Steps, int8_batch: Steps, long_70b: Steps) -> None:
-    for steps, mesh, rules, config, rows in (
-        (bfloat16, "8x8", "tensor_whole", LARGE, 1),
-        (int8_batch, "8x8", "tensor", LARGE, 8),
-        (long_70b, "8x8", "tensor_long", MIDDLE, 1),
+    for steps, rules, config, rows in (
+        (bfloat16, "tensor_whole", LARGE, 1),
+        (int8_batch, "tensor", LARGE, 8),
+        (long_70b, "tensor_long", MIDDLE, 1),
     ):
-        layout = Layout(slice_mesh(V5E, parse_mesh(mesh)), RULES[rules])
+        layout = Layout(slice_mesh(V5E, parse_mesh("8x8")), RULES[rules])
         shape = cache_shape(config, rows, CAPACITY)
         local = layout.sharding(CACHE_AXES, shape).shard_shape(shape)
         operations = made(steps["round"], "bf16", local)

@@ -25,6 +25,7 @@ setup(
         "fly_jax": ["py.typed", "configs/*.toml", "configs/*.json"],
         "fly_jax.models": ["embedded/**/*", "presets.toml"],
         "fly_jax.launch": ["page.html"],
+        "fly_jax.sharding": ["chips.toml"],
         "fly_jax.serving.http": ["page.html"],
     },
     install_requires=[

@@ -1,18 +1,15 @@
-"""Accelerators by name: what their makers publish, and how long an exchange takes with that.
-
-docs/planner.md names the source of every figure.
-"""
+"""Accelerators by name, from chips.toml, and how long an exchange takes with their figures."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from fly_jax.errors import FlyJaxError
-
-_GIB, _MIB = 2**30, 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,80 +94,23 @@ class Chip:
         return seconds
 
 
-_FLAT = (
-    "1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16",
-)  # fmt: skip
-_CUBES = (
-    "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16",
-)  # fmt: skip
-_tpu = functools.partial(Chip, step_seconds=1e-6)
-# 400 Gb/s for each GPU, and an assumption about how long a message takes.
-_gpu = functools.partial(
-    Chip, step_seconds=5e-6, domain=8, network_bandwidth=50e9, network_seconds=1e-5
+_TABLES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
 )
 
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        _tpu(
-            name="v5e",
-            kinds=("TPU v5 lite", "TPU v5e"),
-            memory_bytes=15.75 * _GIB,
-            memory_bandwidth=819e9,
-            flops=197e12,
-            link_bandwidth=100e9,
-            vector_memory=128 * _MIB,
-            slices=_FLAT,
-        ),
-        _tpu(
-            name="v6e",
-            kinds=("TPU v6 lite", "TPU v6e"),
-            memory_bytes=31.25 * _GIB,
-            memory_bandwidth=1640e9,
-            flops=918e12,
-            link_bandwidth=200e9,
-            vector_memory=128 * _MIB,
-            slices=_FLAT,
-        ),
-        _tpu(
-            name="v5p",
-            kinds=("TPU v5",),
-            memory_bytes=95.74 * _GIB,
-            memory_bandwidth=2765e9,
-            flops=459e12,
-            link_bandwidth=200e9,
-            vector_memory=64 * _MIB,
-            slices=_CUBES,
-        ),
-        _gpu(
-            name="h100",
-            kinds=("NVIDIA H100",),
-            memory_bytes=80e9,
-            memory_bandwidth=3350e9,
-            flops=989e12,
-            link_bandwidth=450e9,
-            vector_memory=50e6,
-        ),
-        _gpu(
-            name="h200",
-            kinds=("NVIDIA H200",),
-            memory_bytes=141e9,
-            memory_bandwidth=4800e9,
-            flops=989e12,
-            link_bandwidth=450e9,
-            vector_memory=50e6,
-        ),
-        _gpu(
-            name="mi355x",
-            kinds=("AMD Instinct MI355X",),
-            memory_bytes=288e9,
-            memory_bandwidth=8000e9,
-            flops=2500e12,
-            link_bandwidth=538e9,
-            vector_memory=256e6,
-        ),
-    )
-}
+
+def _chip(name: str) -> Chip:
+    """A chip of its own fields, and those of the chip that it is like."""
+    own = _TABLES[name]
+    fields = _TABLES[own["like"]] | own if "like" in own else own
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
+    values.pop("like", None)
+    return Chip(name=name, **values)
+
+
+CHIPS = {name: _chip(name) for name in _TABLES}
 
 
 def chip_named(name: str) -> Chip:

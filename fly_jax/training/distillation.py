@@ -51,7 +51,6 @@ class Expected(NamedTuple):
 
     Attributes:
       tokens: of prompt and answer.
-      num_prompt: those of the prompt.
       likely: the tokens that it finds most probable next.
       shares: their probabilities.
     """
@@ -63,20 +62,13 @@ class Expected(NamedTuple):
 
 
 def continued(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    file: Path,
-    *,
-    max_new_tokens: int,
-    seed: int,
+    engine: Engine, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int, seed: int
 ) -> list[Document]:
     """The teacher's continuations. What the file has of an earlier run is not decoded again.
 
     Args:
       engine: of the teacher.
-      prompts: token ids.
       file: takes a JSON object for each prompt.
-      max_new_tokens: limit of each continuation.
       seed: of the draws of the first prompt, each other one's being one more.
     """
     found = dict(_read(file))
@@ -116,8 +108,6 @@ def expected(
     """Reads along: the teacher's expectations after each token, in parts that are kept on disk.
 
     Args:
-      teacher: the model.
-      documents: what to read.
       folder: takes the parts.
       length: what is kept of a document is its last tokens, so many at most.
     """
@@ -238,7 +228,6 @@ def frequent_tokens(
     """The most frequent tokens, and the share of the answers that they are.
 
     Args:
-      documents: what the teacher has said.
       vocab_size: of the teacher.
       num_rows: what the drafter has, at most.
     """
@@ -268,11 +257,7 @@ def drafter_recipe(
 
     Args:
       teacher: whose rotary base and context the drafter takes.
-      own: the tokens that it knows.
       embed_size: a multiple of two heads of 64.
-      num_layers: decoder layers.
-      num_steps: optimiser steps.
-      seed: of the initial weights and of the data.
     """
     heads = embed_size // HEAD_SIZE
     config = LlamaConfig(

@@ -33,9 +33,6 @@ class Recipe:
     """A model and its training run.
 
     Attributes:
-      config: the shape of the model.
-      num_steps: optimiser steps.
-      batch_size: rows in a step.
       row_length: tokens in a row.
       learning_rate: peak rate.
       warmup_steps: steps in which the rate rises from 0.
@@ -130,19 +127,12 @@ def _backward(equation: str, saved: tuple[Array, Array], gradient: Array) -> tup
 bfloat16_matmul.defvjp(_forward, _backward)
 
 
-def weighted_loss(
-    model: Llama,
-    tokens: Int[Array, "batch time"],
-    weights: Float[Array, "batch time-1"],
-    segments: Int[Array, "batch time"],
-    positions: Int[Array, "batch time"],
-    likely: Int[Array, "batch time-1 few"] | None = None,
-    shares: Float[Array, "batch time-1 few"] | None = None,
-) -> Float[Array, ""]:
+def weighted_loss(model: Llama, batch: Row) -> Float[Array, ""]:
     """Cross entropy of each next token, or of what a teacher expects, in nats, averaged by weight.
 
     A token sees only the tokens of its own segment.
     """
+    tokens, weights, segments, positions, likely, shares = batch
     length = weights.shape[1]
     segment = segments[:, :-1]
     visible = (segment[:, :, None] == segment[:, None, :]) & jnp.tril(
@@ -161,13 +151,9 @@ def weighted_loss(
 
 _DIMENSIONS = optax.contrib.MuonDimensionNumbers
 _MATRICES = {
-    "query": _DIMENSIONS((1,), (2, 3)),
-    "key": _DIMENSIONS((1,), (2, 3)),
-    "value": _DIMENSIONS((1,), (2, 3)),
+    **dict.fromkeys(("query", "key", "value"), _DIMENSIONS((1,), (2, 3))),
     "output": _DIMENSIONS((1, 2), (3,)),
-    "gate": _DIMENSIONS((1,), (2,)),
-    "up": _DIMENSIONS((1,), (2,)),
-    "down": _DIMENSIONS((1,), (2,)),
+    **dict.fromkeys(("gate", "up", "down"), _DIMENSIONS((1,), (2,))),
 }
 
 
@@ -200,32 +186,17 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def _train_step(
-    recipe: Recipe,
-    state: TrainingState,
-    tokens: Int[Array, "batch time"],
-    weights: Float[Array, "batch time-1"],
-    segments: Int[Array, "batch time"],
-    positions: Int[Array, "batch time"],
-    likely: Int[Array, "batch time-1 few"] | None = None,
-    shares: Float[Array, "batch time-1 few"] | None = None,
+    recipe: Recipe, state: TrainingState, batch: Row
 ) -> tuple[TrainingState, Float[Array, ""]]:
     """One step on one batch: the new state, and the loss before it."""
 
     def loss(parameters: dict[str, Array]) -> Float[Array, ""]:
-        model = Llama(recipe.config, parameters)
-        return weighted_loss(model, tokens, weights, segments, positions, likely, shares)
+        return weighted_loss(Llama(recipe.config, parameters), batch)
 
     value, gradients = jax.value_and_grad(loss)(state.parameters)
     updates, optimizer = _optimizer(recipe).update(gradients, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
     return TrainingState(parameters, optimizer, state.step + 1), value
-
-
-def _initial_state(recipe: Recipe, known: dict[str, Array] | None = None) -> TrainingState:
-    """Random parameters in float32, but for those that are known, and an empty optimiser state."""
-    model = Llama.random(recipe.config, jax.random.key(recipe.seed))
-    parameters = model.parameters() | (known or {})
-    return TrainingState(parameters, _optimizer(recipe).init(parameters), jnp.int32(0))
 
 
 def train(
@@ -242,14 +213,9 @@ def train(
     not been: Ctrl-C loses at most `steps_per_checkpoint` steps.
 
     Args:
-      recipe: the model and its run.
       batches: what it learns from, from a step on.
       directory: takes the checkpoints.
       known: parameters that do not begin at random.
-      steps_per_checkpoint: steps from one checkpoint to the next.
-
-    Returns:
-      The trained model.
 
     Raises:
       FlyJaxError: the newest checkpoint is beyond the run's last step.
@@ -267,7 +233,7 @@ def train(
             unit_scale=True,
         ) as bar:
             for step in range(start, recipe.last_step):
-                state, loss = _train_step(recipe, state, *next(rows))
+                state, loss = _train_step(recipe, state, next(rows))
                 if (step + 1) % _STEPS_PER_REPORT == 0:
                     bar.set_postfix(step=step + 1, loss=f"{float(loss):.3f}", refresh=False)
                 bar.update(tokens_per_step)
@@ -290,7 +256,10 @@ def steps_done(directory: Path) -> int:
 def _restore(
     manager: ocp.CheckpointManager, recipe: Recipe, known: dict[str, jax.Array] | None
 ) -> TrainingState:
-    fresh = _initial_state(recipe, known)
+    """The newest checkpoint; else random parameters in float32, but for those that are known."""
+    model = Llama.random(recipe.config, jax.random.key(recipe.seed))
+    parameters = model.parameters() | (known or {})
+    fresh = TrainingState(parameters, _optimizer(recipe).init(parameters), jnp.int32(0))
     step = manager.latest_step()
     if step is None:
         return fresh

@@ -30,7 +30,7 @@ from fly_jax.training.distillation import (
     first_embedding,
     frequent_tokens,
 )
-from fly_jax.training.trainer import Recipe, weighted_loss
+from fly_jax.training.trainer import Recipe, Row, weighted_loss
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 
@@ -42,16 +42,15 @@ def model() -> Llama:
 
 def heard() -> list[Expected]:
     """Two documents, in which tokens 3 and 4 are said most."""
-    said = [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]
-    likely = np.array([3, 5])
+    likely, shares = np.array([[3, 5]], np.int32), np.array([[0.7, 0.2]], np.float16)
     return [
         Expected(
             np.array(tokens, np.int32),
             num_prompt,
-            np.tile(likely, (len(tokens), 1)).astype(np.int32),
-            np.tile([0.7, 0.2], (len(tokens), 1)).astype(np.float16),
+            likely.repeat(len(tokens), 0),
+            shares.repeat(len(tokens), 0),
         )
-        for tokens, num_prompt in said
+        for tokens, num_prompt in [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]
     ]
 
 
@@ -94,16 +93,13 @@ def test_what_a_teacher_expects(
         shares = np.asarray(probabilities(text))[-8:]
         best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
         # Products of bfloat16, shares as float16.
-        np.testing.assert_allclose(one.shares, best, rtol=0.05, atol=0.003)
-        np.testing.assert_allclose(
-            np.take_along_axis(shares, one.likely, axis=-1), best, rtol=0.05, atol=0.003
-        )
+        likely = np.take_along_axis(shares, one.likely, axis=-1)
+        for found_shares in (one.shares, likely):
+            np.testing.assert_allclose(found_shares, best, rtol=0.05, atol=0.003)
     monkeypatch.setattr(distillation, "_read_along", None)
     again = expected(model, documents, tmp_path / "parts", length=8)
     for one, other in zip(found, again, strict=True):
-        assert one.num_prompt == other.num_prompt
-        for name in ("tokens", "likely", "shares"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -140,8 +136,7 @@ def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: pytest.MonkeyPatc
     recipe = recipe_of(own)
     rows = list(itertools.islice(distilled_rows(heard(), own, recipe), 4))
     later = next(distilled_rows(heard(), own, recipe, start_row=3))
-    for one, other in zip(rows[3], later, strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, rows[3], later)
     for row in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
         assert row.likely is not None
@@ -169,7 +164,7 @@ def test_the_loss_is_the_cross_entropy_of_what_is_expected() -> None:
 
     @jax.jit
     def loss(*expected: jax.Array) -> jax.Array:
-        return weighted_loss(model, tokens, weights, segments, positions, *expected)
+        return weighted_loss(model, Row(tokens, weights, segments, positions, *expected))
 
     hard = loss()
     ones = tokens[:, 1:, None], jnp.ones((1, 3, 1))

@@ -41,11 +41,8 @@ class YarnScaling:
     blended, from one pair to the next in equal steps.
 
     Attributes:
-      factor: of the context.
       original_context: positions that the model was trained for before.
       attention_factor: that queries and keys are multiplied with.
-      fast_turns: `beta_fast`.
-      slow_turns: `beta_slow`.
       truncate: the band of blended pairs is widened to whole pairs.
     """
 
@@ -93,17 +90,10 @@ class LlamaConfig:
         `draft_vocab_size`.
       embed_size: width of the residual stream.
       ffw_size: width of the gated MLP.
-      num_layers: decoder layers.
-      num_heads: query heads.
-      num_kv_heads: key/value heads; divides `num_heads`.
-      head_size: width of one head.
+      num_kv_heads: divides `num_heads`.
       max_context: positions the model was trained for.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: Llama 3.1's scaling or YaRN's, if any.
-      norm_epsilon: added to the mean square in RMSNorm.
       tied_embeddings: the unembedding is the embedding (Llama 3.2).
       bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
-      eos_token_ids: every id that ends a text.
       architecture: the family, one of `ARCHITECTURES`.
       attention_biases: queries, keys and values have biases (Qwen 2).
       head_norms: each head's queries and keys are normalised before they are rotated (Qwen 3).
@@ -142,18 +132,14 @@ class LlamaConfig:
             self._check(getattr(self, name) >= 1, "it must be at least 1", name)
         tokens = self.eos_token_ids
         tokens += () if self.bos_token_id is None else (self.bos_token_id,)
-        self._check(
-            all(isinstance(token, int) and token >= 0 for token in tokens),
-            "token ids are numbers of at least 0", "bos_token_id", "eos_token_ids",
-        )  # fmt: skip
+        are_ids = all(isinstance(token, int) and token >= 0 for token in tokens)
         window, rows = self.sliding_window, self.draft_vocab_size
-        self._check(
-            window is None or window >= 1, "it must be at least 1, or null", "sliding_window"
-        )
-        self._check(
-            rows is None or 2 <= rows <= self.vocab_size,
-            "the first must be at least 2 and at most the second", "draft_vocab_size", "vocab_size",
-        )  # fmt: skip
+        has_room = window is None or window >= 1
+        has_rows = rows is None or 2 <= rows <= self.vocab_size
+        few = "the first must be at least 2 and at most the second"
+        self._check(are_ids, "token ids are numbers of at least 0", "bos_token_id", "eos_token_ids")
+        self._check(has_room, "it must be at least 1, or null", "sliding_window")
+        self._check(has_rows, few, "draft_vocab_size", "vocab_size")
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(
                 f"The configuration has {self.num_heads} query heads and {self.num_kv_heads} "
@@ -206,13 +192,11 @@ class Architecture:
 
     Attributes:
       name: its `model_type`.
-      class_name: its class in transformers.
       fields: of `LlamaConfig`, the same in all its models.
       read: the fields of `LlamaConfig` that differ from model to model, from the fields of a
         `config.json` and the number of layers. May raise as a wrong kind of field does.
       written: the fields of a `config.json` that are its own.
-      defaults: of fields that a `config.json` of this family may leave out, where they are not
-        Llama's.
+      defaults: of fields that its `config.json` may leave out, where they are not Llama's.
       refused: fields of transformers' class for the family that no published model sets, and that
         are not run.
       gguf: its name in GGUF files, where it is known there.
@@ -554,6 +538,7 @@ class MatrixType:
 
 
 INT8 = MatrixType(np.dtype(np.int8))
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -561,7 +546,6 @@ class ParameterSpec:
     """One parameter.
 
     Attributes:
-      shape: size of each axis.
       axes: logical name of each axis.
       inputs: the axes that a product with it sums over; none for norms and scales.
       dtype: of a parameter that has its own; None is the model's.
@@ -584,46 +568,43 @@ def parameter_specs(
       matrices: the type of matrices that are integers; each has scales in float32, as a parameter
         of its own (`scale_name`). The embedding's outputs are its rows, which suits both its uses.
     """
-    layers, embed, ffw = config.num_layers, config.embed_size, config.ffw_size
-    heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_size
-    rows = config.draft_vocab_size or config.vocab_size
-    norm = ParameterSpec((layers, embed), ("layers", "embed"))
-    key = ParameterSpec(
-        (layers, embed, kv_heads, head), ("layers", "embed", "kv_heads", "head"), ("embed",)
-    )
-    gate = ParameterSpec((layers, embed, ffw), ("layers", "embed", "ffw"), ("embed",))
+    sizes = {
+        "layers": config.num_layers,
+        "vocab": config.draft_vocab_size or config.vocab_size,
+        "embed": config.embed_size,
+        "ffw": config.ffw_size,
+        "q_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head": config.head_size,
+    }
+
+    def spec(axes: str, inputs: str = "") -> ParameterSpec:
+        names = tuple(axes.split())
+        return ParameterSpec(tuple(sizes[name] for name in names), names, tuple(inputs.split()))
+
     specs = {
-        "embedding": ParameterSpec((rows, embed), ("vocab", "embed"), ("embed",)),
-        "attention_norm": norm,
-        "query": ParameterSpec(
-            (layers, embed, heads, head), ("layers", "embed", "q_heads", "head"), ("embed",)
-        ),
-        "key": key,
-        "value": key,
-        "output": ParameterSpec(
-            (layers, heads, head, embed),
-            ("layers", "q_heads", "head", "embed"),
-            ("q_heads", "head"),
-        ),
-        "mlp_norm": norm,
-        "gate": gate,
-        "up": gate,
-        "down": ParameterSpec((layers, ffw, embed), ("layers", "ffw", "embed"), ("ffw",)),
-        "final_norm": ParameterSpec((embed,), ("embed",)),
+        "embedding": spec("vocab embed", "embed"),
+        "attention_norm": spec("layers embed"),
+        "query": spec("layers embed q_heads head", "embed"),
+        "key": spec("layers embed kv_heads head", "embed"),
+        "value": spec("layers embed kv_heads head", "embed"),
+        "output": spec("layers q_heads head embed", "q_heads head"),
+        "mlp_norm": spec("layers embed"),
+        "gate": spec("layers embed ffw", "embed"),
+        "up": spec("layers embed ffw", "embed"),
+        "down": spec("layers ffw embed", "ffw"),
+        "final_norm": spec("embed"),
     }
     if config.attention_biases:
-        key_bias = ParameterSpec((layers, kv_heads, head), ("layers", "kv_heads", "head"))
-        specs["query_bias"] = ParameterSpec((layers, heads, head), ("layers", "q_heads", "head"))
-        specs |= {"key_bias": key_bias, "value_bias": key_bias}
+        specs["query_bias"] = spec("layers q_heads head")
+        specs["key_bias"] = specs["value_bias"] = spec("layers kv_heads head")
     if config.head_norms:
-        head_norm = ParameterSpec((layers, head), ("layers", "head"))
-        specs |= {"query_norm": head_norm, "key_norm": head_norm}
+        specs["query_norm"] = specs["key_norm"] = spec("layers head")
     if not config.tied_embeddings:
-        specs["unembedding"] = ParameterSpec((embed, rows), ("embed", "vocab"), ("embed",))
+        specs["unembedding"] = spec("embed vocab", "embed")
     if config.draft_vocab_size is not None:  # the row of each of the target's tokens
-        specs["token_rows"] = ParameterSpec(
-            (config.vocab_size,), ("vocab",), (), np.dtype(np.int32)
-        )
+        rows = np.dtype(np.int32)
+        specs["token_rows"] = ParameterSpec((config.vocab_size,), ("vocab",), (), rows)
     return specs if matrices is None else _with_scales(specs, matrices)
 
 
@@ -674,17 +655,14 @@ def _with_scales(specs: dict[str, ParameterSpec], matrices: MatrixType) -> dict[
     found: dict[str, ParameterSpec] = {}
     for name, spec in specs.items():
         found[name] = spec
-        if spec.inputs and (matrices.outer or spec.axes[0] == "layers"):
-            found[name] = dataclasses.replace(spec, dtype=matrices.dtype)
-            found[scale_name(name)] = _scale(spec, matrices)
+        if not spec.inputs or not (matrices.outer or spec.axes[0] == "layers"):
+            continue
+        found[name] = dataclasses.replace(spec, dtype=matrices.dtype)
+        sizes = dict(zip(spec.axes, spec.shape, strict=True))
+        if matrices.group is None:
+            sizes = {axis: size for axis, size in sizes.items() if axis not in spec.inputs}
+        else:
+            axis, group = scale_groups(spec, matrices.group)
+            sizes[spec.axes[axis]] //= group
+        found[scale_name(name)] = ParameterSpec(tuple(sizes.values()), tuple(sizes), (), _FLOAT32)
     return found
-
-
-def _scale(spec: ParameterSpec, matrices: MatrixType) -> ParameterSpec:
-    sizes = dict(zip(spec.axes, spec.shape, strict=True))
-    if matrices.group is None:
-        sizes = {axis: size for axis, size in sizes.items() if axis not in spec.inputs}
-    else:
-        axis, group = scale_groups(spec, matrices.group)
-        sizes[spec.axes[axis]] //= group
-    return ParameterSpec(tuple(sizes.values()), tuple(sizes), (), np.dtype(np.float32))

@@ -126,9 +126,8 @@ def attend_cached(
     an all-gather and two reductions. Otherwise nothing travels.
 
     Args:
-      query: rotated queries.
-      key: rotated keys of the pass's tokens, which follow each row's `cache.length`.
-      value: values of the same tokens.
+      query: rotated.
+      key: rotated, of the pass's tokens, which follow each row's `cache.length`.
       layer: whose entries are read.
       window: newest tokens that a query sees, its own among them; None is all.
     """
@@ -189,9 +188,7 @@ def attention(
 ) -> Float[Array, "rows time kv_heads group head"]:
     """Grouped-query attention over all parts together, with scores and softmax in float32.
 
-    Args:
-      query: queries, grouped by the key/value head that they share.
-      parts: the positions; each query sees at least one of them.
+    Each query sees at least one position of them.
     """
     return _normalised(_mixed(query, parts, ()), query.dtype).reshape(query.shape)
 
@@ -205,25 +202,19 @@ def _mixed(
     """
     rows, time, kv_heads, group, head = query.shape
     scores = [_scores(query, part) for part in parts]
-    largest = functools.reduce(
-        jnp.maximum, (jnp.max(one, axis=-1, keepdims=True) for one in scores)
-    )
+    largest = functools.reduce(jnp.maximum, (one.max(axis=-1, keepdims=True) for one in scores))
     if lengths:
         largest = jax.lax.pmax(largest, lengths)
     weights = [jnp.exp(one - largest) for one in scores]
-    mass = functools.reduce(operator.add, (jnp.sum(one, axis=-1, keepdims=True) for one in weights))
+    product = functools.partial(jnp.einsum, "bkqs,bksh->bkqh", preferred_element_type=jnp.float32)
     mixed = functools.reduce(
         operator.add,
         (
-            jnp.einsum(
-                "bkqs,bksh->bkqh",
-                weight.astype(part.values.dtype),
-                part.values,
-                preferred_element_type=jnp.float32,
-            )
-            for weight, part in zip(weights, parts, strict=True)
+            product(one.astype(part.values.dtype), part.values)
+            for one, part in zip(weights, parts, strict=True)
         ),
     )
+    mass = functools.reduce(operator.add, (one.sum(axis=-1, keepdims=True) for one in weights))
     both = jnp.concatenate((mixed, mass), axis=-1)
     return both.reshape(rows, kv_heads * group, time, head + 1)
 
@@ -267,10 +258,8 @@ def _attend_shard(
     """One device's part: its heads for all rows of its activations, and its part of the cache.
 
     Args:
-      query, key, value, keys, values, layer, window: as in `attend_cached`, of this device.
       start: length of each row of its activations.
       heads: those that it has once queries have travelled.
-      attended: as in `KVCache`.
       gathers: `more_rows` or `lengths` also split the query heads.
       more_rows: the mesh axes that split the cache's rows, but not those of the activations.
       lengths: those that split the cache's positions.

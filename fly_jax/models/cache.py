@@ -121,8 +121,6 @@ def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Arra
     """Within `jax.shard_map`, this device's part of rows that the mesh splits further.
 
     Args:
-      values: with the rows of this device's activations.
-      axis: that of the rows.
       count: rows of this device's part of the cache.
       more_rows: the mesh axes that split the cache's rows, but not those of the activations.
     """
@@ -168,8 +166,6 @@ def _write_part(
     """`_write` where these are some of a row's positions: what belongs to others is left out.
 
     Args:
-      entries: the positions that are here.
-      new: what to write, much of which may belong elsewhere.
       start: where the first of it goes, counted from the first position here; may be negative.
     """
     new = new.astype(entries.dtype)

@@ -29,9 +29,7 @@ class Workload:
     """The figures that decide how models best lie on a mesh.
 
     Attributes:
-      rows: decoded together.
       capacity: cache positions of each row.
-      num_speculative_tokens: K, passes of the draft model for each of the target.
       matrices: their type, where it is not bfloat16.
     """
 
@@ -67,8 +65,7 @@ def choose_layouts(
     more of it than the target does.
 
     Args:
-      mesh: real, or abstract with the same axes.
-      draft: its shape; None for decoding with the target alone.
+      draft: None for decoding with the target alone.
       chip: what the mesh is made of; None if that is not known.
       draft_matrices: those of the draft, where they are not of the target's type. A target's own
         draft, which shares parameters with it, lies as it does.
@@ -161,14 +158,10 @@ def _by_memory(
 ) -> Layouts:
     groups = mesh.shape.get("data", 1) * mesh.shape.get("y", 1)
     wide = "tensor" if workload.rows % groups == 0 else "tensor_long"
-    if shares:
-        return _named(mesh, wide, wide)
     layouts = _named(mesh, wide, "replicated")
-    if draft is None or parameter_bytes(layouts.draft, draft) <= parameter_bytes(
-        layouts.target, target
-    ):
-        return layouts
-    return _named(mesh, wide, wide)
+    most = parameter_bytes(layouts.target, target)
+    is_small = draft is None or parameter_bytes(layouts.draft, draft) <= most
+    return layouts if is_small and not shares else _named(mesh, wide, wide)
 
 
 def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:

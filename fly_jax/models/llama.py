@@ -91,7 +91,6 @@ class Llama(nnx.Module):
     """A Llama decoder, or one of its kin in `ARCHITECTURES`.
 
     Attributes:
-      config: its shape.
       layout: how its arrays lie on a mesh; None on one device.
       embedding, final_norm, unembedding, token_rows: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after

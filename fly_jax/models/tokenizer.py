@@ -37,7 +37,6 @@ class Tokenizer:
     UTF-8. So streamed text, coloured pieces and `decode` agree to the character.
 
     Attributes:
-      vocabulary: the tokens themselves.
       eos_token_ids: every id that ends a text, from the tokenizer and the model's configuration.
       control_token_ids: every token that is no text (begin, end, padding, headers, unknown),
         sorted: never rescued, and left out of decoded text.
@@ -304,7 +303,6 @@ class Vocabulary(Protocol):
         """The tokens of a text.
 
         Args:
-          text: what to encode.
           parse_controls: control tokens that are spelt out become one token each.
           adds_special: adds what the model's makers put around a prompt, such as a begin of text.
         """

@@ -46,7 +46,7 @@ class Record:
     """The content of `conversion.json`.
 
     Attributes:
-      config: of the model, as in a Hugging Face `config.json`.
+      config: as in a Hugging Face `config.json`.
       source: size and time of change of each file that the weights come from, by its path.
       dtype: of the stored matrices; with int8, all else is float32.
       files: size of every file below `orbax/`; None while the conversion is not finished.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import jax
@@ -129,7 +129,9 @@ def _unreadable(path: Path, head: bytes) -> str:
 
 _ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later state their frequency scaling as factors; these made all that are known.
-_LOW, _HIGH, _ORIGINAL_CONTEXT = 1.0, 4.0, 8192
+_llama_3_1 = functools.partial(
+    RopeScaling, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=8192
+)
 # Kinds of tokens, which both GGUF and SentencePiece number so.
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 _END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
@@ -217,13 +219,7 @@ def _config(file: GgufFile) -> LlamaConfig:
     if _ROPE_FACTORS not in file.tensors:
         return config
     factors = file.rows(_ROPE_FACTORS, slice(None))
-    made = RopeScaling(
-        factor=float(factors.max()),
-        low_frequency_factor=_LOW,
-        high_frequency_factor=_HIGH,
-        original_context=_ORIGINAL_CONTEXT,
-    )
-    scaled = dataclasses.replace(config, rope_scaling=made)
+    scaled = dataclasses.replace(config, rope_scaling=_llama_3_1(factor=float(factors.max())))
     plain = inverse_frequencies(config)
     if factors.shape != plain.shape or not np.allclose(
         inverse_frequencies(scaled), plain / factors, rtol=1e-3
@@ -339,22 +335,47 @@ _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# What llama.cpp calls the way of Llama 3.
-_LLAMA_3_NAMES = ("llama3", "llama-v3", "llama-bpe")
-_SMOLLM_3_NAME = "smaug-bpe"  # cut as Llama 3's, and nothing is put before a text
-_QWEN_2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
-# Mistral's own since Nemo: words are cut where small letters turn into capitals.
-_TEKKEN_NAME = "tekken"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+# Mistral's own since Nemo: words are cut where small letters turn into capitals.
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A text that is a token stays one, however its merges would cut it.
-_WHOLE_TOKENS = (*_LLAMA_3_NAMES, _SMOLLM_3_NAME, _TEKKEN_NAME)
-# A text begins with a token of its own where the file does not say.
-_BEGUN = (*_LLAMA_3_NAMES, _TEKKEN_NAME)
+_GPT_2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, bytewise])
+
+
+class _Cut(NamedTuple):
+    """How text is cut before pairs are merged.
+
+    Attributes:
+      keeps_tokens: a text that is a token stays one, however its merges would cut it.
+      begins: a text begins with a token of its own where the file does not say.
+    """
+
+    cutter: pre_tokenizers.PreTokenizer
+    keeps_tokens: bool = False
+    begins: bool = False
+    normalizer: normalizers.Normalizer | None = None
+
+
+# By the names that llama.cpp has for them; "smaug-bpe" is SmolLM3's.
+_CUTS = {
+    "gpt-2": _Cut(_GPT_2),
+    "smollm": _Cut(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _GPT_2])),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), _Cut(_split(_LLAMA_3), True, True)),
+    "smaug-bpe": _Cut(_split(_LLAMA_3), keeps_tokens=True),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen"), _Cut(_split(_QWEN_2), normalizer=normalizers.NFC())
+    ),
+    "tekken": _Cut(_split(_TEKKEN), keeps_tokens=True, begins=True),
+}
 
 
 def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -386,14 +407,10 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
             f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "
             "safetensors checkpoint of the model."
         )
+    controls = vocabulary.control_ids | set(_named_ids(file).values()) | set(eos_token_ids)
+    template = file.value("tokenizer.chat_template")
     return Tokenizer(
-        vocabulary=vocabulary,
-        eos_token_ids=eos_token_ids,
-        control_token_ids=tuple(
-            sorted(vocabulary.control_ids | set(_named_ids(file).values()) | set(eos_token_ids))
-        ),
-        chat_template=file.value("tokenizer.chat_template"),
-        special_tokens=_named(file),
+        vocabulary, eos_token_ids, tuple(sorted(controls)), template, special_tokens=_named(file)
     )
 
 
@@ -413,7 +430,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 def _begin(file: GgufFile) -> int | None:
     """The token that is put before a prompt, if any."""
     is_sentencepiece = file.needed("tokenizer.ggml.model") == "llama"
-    usual = is_sentencepiece or file.value("tokenizer.ggml.pre") in _BEGUN
+    cut = _CUTS.get(file.value("tokenizer.ggml.pre"))
+    usual = is_sentencepiece or (cut is not None and cut.begins)
     adds = file.value("tokenizer.ggml.add_bos_token", usual)
     return file.value("tokenizer.ggml.bos_token_id") if adds else None
 
@@ -447,16 +465,17 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
         names, kinds = names[:-1], kinds[:-1]
     merges = [tuple(one.split(" ")) for one in file.needed("tokenizer.ggml.merges")]
     split = file.needed("tokenizer.ggml.pre")
-    made = tokenizers.Tokenizer(
-        BPE(
-            {name: index for index, name in enumerate(names)},
-            merges,
-            ignore_merges=split in _WHOLE_TOKENS,
+    if split not in _CUTS:
+        raise FlyJaxError(
+            f"{file.path} has the pre-tokenizer '{split}'; fly_jax knows {', '.join(_CUTS)}: give "
+            "the safetensors checkpoint of the model."
         )
-    )
-    made.pre_tokenizer = _pre_tokenizer(file, split)
-    if split in _QWEN_2_NAMES:
-        made.normalizer = normalizers.NFC()
+    cut = _CUTS[split]
+    ids = {name: index for index, name in enumerate(names)}
+    made = tokenizers.Tokenizer(BPE(ids, merges, ignore_merges=cut.keeps_tokens))
+    made.pre_tokenizer = cut.cutter
+    if cut.normalizer is not None:
+        made.normalizer = cut.normalizer
     made.decoder = decoders.ByteLevel()
     for name, kind in zip(names, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
@@ -468,35 +487,6 @@ def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
             single=f"{names[bos]} $A", special_tokens=[(names[bos], bos)]
         )
     return made
-
-
-def _pre_tokenizer(file: GgufFile, split: str) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before pairs are merged, by the name that llama.cpp has for it."""
-    if split == "gpt-2":
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split == "smollm":
-        return pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    patterns = {
-        **dict.fromkeys((*_LLAMA_3_NAMES, _SMOLLM_3_NAME), _LLAMA_3),
-        **dict.fromkeys(_QWEN_2_NAMES, _QWEN_2),
-        _TEKKEN_NAME: _TEKKEN,
-    }
-    if split not in patterns:
-        raise FlyJaxError(
-            f"{file.path} has the pre-tokenizer '{split}'; fly_jax knows gpt-2, smollm, "
-            f"{', '.join(patterns)}: give the safetensors checkpoint of the model."
-        )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(patterns[split]), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
 
 
 def _sentence_piece(file: GgufFile) -> sentencepiece.SentencePieceProcessor:

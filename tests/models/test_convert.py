@@ -48,10 +48,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_a_tokenizer_alone_is_carried_out_of_a_conversion(tmp_path: Path, source: Path) -> None:
-    convert(source, tmp_path / "converted")
-    folder = tmp_path / "other"
+    converted, folder = tmp_path / "converted", tmp_path / "other"
+    convert(source, converted)
     saved(folder, tiny(tied=False))
-    converted = tmp_path / "converted"
     carry_tokenizer(converted, open_weights(converted), folder)
     assert (folder / "tokenizer.model").read_bytes() == b"pieces"
     open_weights(folder)  # is no conversion
@@ -172,14 +171,14 @@ def test_no_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "has room for 0.0" in sentence(lambda: convert(source, tmp_path / "output"))
 
 
-def damaged(converted: dict[str, Path], folder: Path) -> Path:
+@pytest.fixture
+def folder(converted: dict[str, Path], tmp_path: Path) -> Path:
     """A copy to spoil."""
-    return Path(shutil.copytree(converted["int8"], folder / "damaged"))
+    return shutil.copytree(converted["int8"], tmp_path / "damaged")
 
 
 @pytest.mark.parametrize("what", ["missing", "truncated"])
-def test_a_damaged_file_is_named(converted: dict[str, Path], tmp_path: Path, what: str) -> None:
-    folder = damaged(converted, tmp_path)
+def test_a_damaged_file_is_named(converted: dict[str, Path], folder: Path, what: str) -> None:
     file = max((folder / "orbax" / "layer_002").rglob("*"), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     file.unlink() if what == "missing" else file.write_bytes(content[:-1])
@@ -189,33 +188,28 @@ def test_a_damaged_file_is_named(converted: dict[str, Path], tmp_path: Path, wha
     assert ("does not exist" if what == "missing" else f"{len(content)}") in text
 
 
-def test_a_checkpoint_that_orbax_cannot_read(converted: dict[str, Path], tmp_path: Path) -> None:
-    folder = damaged(converted, tmp_path)
+def test_a_checkpoint_that_orbax_cannot_read(folder: Path) -> None:
     (description,) = (folder / "orbax" / "layer_001").rglob("_METADATA")
     description.write_bytes(b"?" * description.stat().st_size)
     text = sentence(lambda: load_llama(folder))
     assert f"{folder / 'orbax' / 'layer_001'} is damaged" in text
 
 
-def test_a_scale_that_is_not_finite(tmp_path: Path, source: Path) -> None:
-    output = tmp_path / "output"
-    convert(source, output, "int8")
+def test_a_scale_that_is_not_finite(folder: Path) -> None:
     group = Group("layer_001", 1)
-    config = open_weights(output).config
+    config = open_weights(folder).config
     parts = {
         name: jnp.full(spec.shape, jnp.nan if name == "up_scale" else 1, spec.dtype or jnp.float32)
         for name, spec in group.specs(config, int8=True).items()
     }
-    record = read_record(output)
-    shutil.rmtree(output / "orbax" / "layer_001")
-    write_group(output, group, parts)
-    dataclasses.replace(record, files=stored_files(output)).write(output)
-    text = sentence(lambda: load_llama(output))
-    assert f"The array up_scale in {output / 'orbax' / 'layer_001'} holds NaN" in text
+    shutil.rmtree(folder / "orbax" / "layer_001")
+    write_group(folder, group, parts)
+    dataclasses.replace(read_record(folder), files=stored_files(folder)).write(folder)
+    text = sentence(lambda: load_llama(folder))
+    assert f"The array up_scale in {folder / 'orbax' / 'layer_001'} holds NaN" in text
 
 
-def test_a_config_of_another_model(converted: dict[str, Path], tmp_path: Path) -> None:
-    folder = damaged(converted, tmp_path)
+def test_a_config_of_another_model(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
     text = sentence(lambda: open_weights(folder))
@@ -223,8 +217,8 @@ def test_a_config_of_another_model(converted: dict[str, Path], tmp_path: Path) -
     assert "asks for [3, 20, 24]" in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"dtype": 1}'])
-def test_a_damaged_record(converted: dict[str, Path], tmp_path: Path, content: str) -> None:
-    folder = damaged(converted, tmp_path)
-    (folder / "conversion.json").write_text(content)
-    assert f"{folder / 'conversion.json'} is damaged" in sentence(lambda: open_weights(folder))
+def test_a_damaged_record(folder: Path) -> None:
+    record = folder / "conversion.json"
+    for content in ("", "[]", '{"dtype": 1}'):
+        record.write_text(content)
+        assert f"{record} is damaged" in sentence(lambda: open_weights(folder))

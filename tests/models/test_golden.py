@@ -40,12 +40,15 @@ class Golden:
     logits: np.ndarray
 
 
+def stored(kind: str, *, int8: bool = False) -> Golden:
+    numbers = np.load(GOLDEN / kind / "golden.npz")
+    model = load_llama(GOLDEN / kind, int8=int8)
+    return Golden(kind, model, numbers["tokens"], numbers["logits"])
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    folder = GOLDEN / request.param
-    stored = np.load(folder / "golden.npz")
-    model = load_llama(folder, layout=None, dtype=jnp.float32)
-    return Golden(request.param, model, stored["tokens"], stored["logits"])
+    return stored(request.param)
 
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
@@ -125,10 +128,8 @@ def test_fixtures_tell_right_from_wrong(golden: Golden) -> None:
 
 
 def test_sharded_checkpoint_is_the_single_file() -> None:
-    whole = load_llama(GOLDEN / "llama3", layout=None, dtype=jnp.float32)
-    sharded = load_llama(GOLDEN / "llama3_sharded", layout=None, dtype=jnp.float32)
     assert len(list((GOLDEN / "llama3_sharded").glob("*.safetensors"))) > 1
-    assert_same(sharded, whole)
+    assert_same(load_llama(GOLDEN / "llama3_sharded"), load_llama(GOLDEN / "llama3"))
 
 
 def test_an_empty_cache_may_be_donated_whole() -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import GOLDEN, layout_on
-from test_golden import KINDS, Golden, cached, uncached
+from test_golden import KINDS, Golden, cached, stored, uncached
 
 from fly_jax.models import quantise
 from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_name
@@ -28,23 +28,18 @@ MEAN_ERROR, LARGEST_ERROR, LEAST_AGREEMENT = 0.06, 0.8, 0.92
 
 @pytest.fixture(scope="module", params=KINDS)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    folder = GOLDEN / request.param
-    stored = np.load(folder / "golden.npz")
-    return Golden(request.param, load_llama(folder, int8=True), stored["tokens"], stored["logits"])
+    return stored(request.param, int8=True)
 
 
 def widened(model: Llama) -> Llama:
     """The same model with the numbers that its int8 matrices stand for, in float32."""
     parameters = model.parameters()
-    plain = {}
     for name, spec in parameter_specs(model.config).items():
-        value = parameters[name]
         if spec.inputs:
-            scale = parameters[scale_name(name)]
             axes = [spec.axes.index(axis) for axis in spec.inputs]
-            value = value.astype(jnp.float32) * jnp.expand_dims(scale, axes)
-        plain[name] = value
-    return Llama(model.config, plain)
+            scale = jnp.expand_dims(parameters.pop(scale_name(name)), axes)
+            parameters[name] = parameters[name].astype(jnp.float32) * scale
+    return Llama(model.config, parameters)
 
 
 def test_golden_logits_are_kept(golden: Golden) -> None:
@@ -150,9 +145,9 @@ def test_the_device_keeps_int8() -> None:
 
     compiled = jax.jit(run).lower(shapes, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
     memory = compiled.memory_analysis()
-    stored = sum(shape.size for shape in shapes.values() if shape.dtype == jnp.int8)
-    assert memory.argument_size_in_bytes < 1.1 * stored
-    assert memory.temp_size_in_bytes < stored
+    num_bytes = sum(shape.size for shape in shapes.values() if shape.dtype == jnp.int8)
+    assert memory.argument_size_in_bytes < 1.1 * num_bytes
+    assert memory.temp_size_in_bytes < num_bytes
 
 
 def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -78,30 +79,74 @@ def replace_tensor(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> 
     save_file({UP: change(tensors[UP])}, folder / "b.safetensors")
 
 
-def test_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = complaint(tmp_path / "absent", monkeypatch)
-    assert f"{tmp_path / 'absent'} does not exist" in text
+def remove_tensors(folder: Path, *names: str) -> None:
+    tensors = load_file(folder / "a.safetensors")
+    kept = {name: values for name, values in tensors.items() if name not in names}
+    save_file(kept, folder / "a.safetensors")
 
 
-def test_a_file_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = complaint(folder / "a.safetensors", monkeypatch)
-    assert f"{folder / 'a.safetensors'} is a file" in text
+def append(file: Path, data: bytes) -> None:
+    file.write_bytes(file.read_bytes() + data)
 
 
-def test_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What is wrong, and what is said of it.
+FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        ["{0}/config.json does not exist"],
+    ),
+    "a file that goes on": (
+        lambda folder: append(folder / "b.safetensors", b"\0"),
+        ["{0}/b.safetensors is too long"],
+    ),
+    "the index names an absent file": (
+        lambda folder: (folder / "b.safetensors").unlink(),
+        ["{0}/b.safetensors does not exist, but model.safetensors.index.json"],
+    ),
+    "missing tensors": (
+        lambda folder: remove_tensors(
+            folder, "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
+        ),
+        ["{0} lacks the tensor model.norm.weight and 1 more"],
+    ),
+    "a wrong shape": (
+        lambda folder: replace_tensor(folder, lambda values: np.ascontiguousarray(values.T)),
+        [UP + " in {0}/b.safetensors has shape [8, 12]", "asks for [12, 8]"],
+    ),
+    "a quantised tensor": (
+        lambda folder: replace_tensor(folder, lambda values: values.astype(np.int8)),
+        [UP + " in {0}/b.safetensors is stored as I8"],
+    ),
+    "a tensor in two files": (
+        lambda folder: shutil.copy(folder / "b.safetensors", folder / "c.safetensors"),
+        [UP, "both in {0}/b.safetensors and in {0}/c.safetensors"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_named(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], object],
+    words: list[str],
+) -> None:
+    change(folder)
+    text = complaint(folder, monkeypatch)
+    assert all(one.format(folder) in text for one in words), text
+
+
+def test_a_folder_without_weights(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"{tmp_path / 'x'} does not exist" in complaint(tmp_path / "x", monkeypatch)
+    file = folder / "a.safetensors"
+    assert f"{file} is a file" in complaint(file, monkeypatch)
     assert f"{tmp_path} holds no weights" in complaint(tmp_path, monkeypatch)
-
-
-def test_weights_of_torch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     text = complaint(tmp_path, monkeypatch)
     assert "only pytorch_model.bin" in text
     assert "needs safetensors" in text
-
-
-def test_no_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "config.json").unlink()
-    assert f"{folder / 'config.json'} does not exist" in complaint(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("left", [0, 5, 8, 40, -1])
@@ -116,17 +161,12 @@ def test_a_truncated_file(folder: Path, monkeypatch: pytest.MonkeyPatch, left: i
         assert f"{UP} need {len(content)}" in text
 
 
-def test_a_file_that_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = folder / "b.safetensors"
-    file.write_bytes(file.read_bytes() + b"\0")
-    assert f"{file} is too long" in complaint(folder, monkeypatch)
-
-
 def _header(header: object) -> bytes:
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(encoded).to_bytes(8, "little") + encoded
 
 
+FOUR = {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}
 DAMAGED = {
     "large file pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     "not JSON": _header(b"{'a': 1}"),
@@ -139,18 +179,8 @@ DAMAGED = {
     "offsets that turn back": _header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
     "bytes too few": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
     "no brace": _header(b' {"a": 1}'),
-    "ranges that overlap": _header(
-        {
-            "a": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
-            "b": {"dtype": "I8", "shape": [4], "data_offsets": [3, 7]},
-        }
-    ),
-    "one range for two": _header(
-        {
-            "a": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
-            "b": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
-        }
-    ),
+    "ranges that overlap": _header({"a": FOUR, "b": FOUR | {"data_offsets": [3, 7]}}),
+    "one range for two": _header({"a": FOUR, "b": FOUR}),
     "a type that is none": _header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
 }
 
@@ -160,6 +190,8 @@ def test_a_damaged_header(folder: Path, monkeypatch: pytest.MonkeyPatch, content
     (folder / "b.safetensors").write_bytes(content)
     text = complaint(folder, monkeypatch)
     assert f"header of {folder / 'b.safetensors'} is damaged" in text
+    if content == DAMAGED["ranges that overlap"]:
+        assert "the tensors a and b overlap" in text
 
 
 def test_a_header_is_not_read_beyond_its_limit(
@@ -179,49 +211,11 @@ def test_a_header_is_not_read_beyond_its_limit(
         assert "100000000 are the most" in text
 
 
-def test_tensors_that_overlap_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "b.safetensors").write_bytes(DAMAGED["ranges that overlap"])
-    assert "the tensors a and b overlap" in complaint(folder, monkeypatch)
-
-
-def test_the_index_names_an_absent_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "b.safetensors").unlink()
-    text = complaint(folder, monkeypatch)
-    assert f"{folder / 'b.safetensors'} does not exist, but model.safetensors.index.json" in text
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": 3}'])
 def test_a_damaged_index(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_bytes(content)
     assert f"{index} is not an index" in complaint(folder, monkeypatch)
-
-
-def test_missing_tensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = load_file(folder / "a.safetensors")
-    del tensors["model.norm.weight"], tensors["model.layers.0.self_attn.k_proj.weight"]
-    save_file(tensors, folder / "a.safetensors")
-    text = complaint(folder, monkeypatch)
-    assert f"{folder} lacks the tensor model.norm.weight and 1 more" in text
-
-
-def test_a_wrong_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_tensor(folder, lambda values: np.ascontiguousarray(values.T))
-    text = complaint(folder, monkeypatch)
-    assert f"{UP} in {folder / 'b.safetensors'} has shape [8, 12]" in text
-    assert "asks for [12, 8]" in text
-
-
-def test_a_quantised_tensor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_tensor(folder, lambda values: values.astype(np.int8))
-    assert f"{UP} in {folder / 'b.safetensors'} is stored as I8" in complaint(folder, monkeypatch)
-
-
-def test_a_tensor_in_two_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "c.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
-    text = complaint(folder, monkeypatch)
-    assert UP in text
-    assert f"both in {folder / 'b.safetensors'} and in {folder / 'c.safetensors'}" in text
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -276,14 +270,13 @@ REPOSITORY = [
     "original/tokenizer.model", "tf_model.h5", "model.gguf", "params.json",
 ]  # fmt: skip
 NEEDED = REPOSITORY[1:10]
+Downloads = list[tuple[str, str | None, list[str]]]
 
 
 @pytest.fixture
-def downloads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, str | None, list[str]]]:
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloads:
     """What is asked of a hub whose repositories have the files above."""
-    asked: list[tuple[str, str | None, list[str]]] = []
+    asked: Downloads = []
 
     def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         files = filter_repo_objects(REPOSITORY, allow_patterns=allow_patterns)
@@ -303,20 +296,14 @@ def downloads(
     ],
 )
 def test_a_hub_id_is_downloaded(
-    tmp_path: Path,
-    downloads: list[tuple[str, str | None, list[str]]],
-    name: str,
-    given: str | None,
-    revision: str | None,
+    tmp_path: Path, downloads: Downloads, name: str, given: str | None, revision: str | None
 ) -> None:
     """And of its files only those that are needed."""
     assert resolve(name, given) == tmp_path
     assert downloads == [("meta-llama/Llama-3.1-8B", revision, NEEDED)]
 
 
-def test_a_revision_that_cannot_be_meant(
-    tmp_path: Path, downloads: list[tuple[str, str | None, list[str]]]
-) -> None:
+def test_a_revision_that_cannot_be_meant(tmp_path: Path, downloads: Downloads) -> None:
     assert "names a revision, and 'v1' was given as well" in sentence(
         lambda: resolve("org/name@main", "v1")
     )
@@ -356,6 +343,5 @@ def test_a_hub_that_refuses(
 
 def test_the_embedded_pair_has_its_place() -> None:
     target, draft = EMBEDDED_PAIR
-    assert (target.name, draft.name) == ("target", "draft")
-    assert target.parent == draft.parent
-    assert (target.parent.name, target.parents[1].name) == ("embedded", "models")
+    assert target.parts[-3:] == ("models", "embedded", "target")
+    assert draft == target.with_name("draft")

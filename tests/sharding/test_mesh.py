@@ -18,8 +18,7 @@ READABLE = {
     "8x8": (("x", 8), ("y", 8)),
     "1x1": (("x", 1), ("y", 1)),
     "8": (("x", 8),),
-    "2x8x8": (("data", 2), ("x", 8), ("y", 8)),
-    "data=2,x=8,y=8": (("data", 2), ("x", 8), ("y", 8)),
+    **dict.fromkeys(("2x8x8", "data=2,x=8,y=8"), (("data", 2), ("x", 8), ("y", 8))),
     "data=2, x=4": (("data", 2), ("x", 4)),
     "y=16": (("y", 16),),
 }
@@ -57,10 +56,12 @@ def test_create(text: str) -> None:
 
 
 def test_describe_simulated_devices() -> None:
-    assert describe(create_mesh(parse_mesh("2x4"))) == "8 simulated devices (CPU) as mesh 2x4"
-    assert describe(create_mesh(parse_mesh("1x1"))) == "1 device (CPU) as mesh 1x1"
-    named = "4 simulated devices (CPU) as mesh data=2,x=2"
-    assert describe(create_mesh(parse_mesh("data=2,x=2"))) == named
+    found = [describe(create_mesh(parse_mesh(mesh))) for mesh in ("2x4", "1x1", "data=2,x=2")]
+    assert found == [
+        "8 simulated devices (CPU) as mesh 2x4",
+        "1 device (CPU) as mesh 1x1",
+        "4 simulated devices (CPU) as mesh data=2,x=2",
+    ]
 
 
 def test_too_late_to_simulate_more() -> None:
@@ -124,11 +125,7 @@ def test_a_cpu_only_machine_simulates_the_mesh() -> None:
         "prepare_devices(spec, 1)\n"
         "print(describe(create_mesh(spec)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "64 simulated devices (CPU) as mesh 8x8\n"

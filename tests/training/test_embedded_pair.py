@@ -59,9 +59,7 @@ class Forms:
     """The two forms of one tokenizer."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = sentencepiece.SentencePieceProcessor(
-            model_file=str(directory / "tokenizer.model")
-        )
+        self.model = sentencepiece.SentencePieceProcessor(str(directory / "tokenizer.model"))
         self.fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.fast.encode_special_tokens = True
 
@@ -90,14 +88,13 @@ def test_training_text(forms: Forms) -> None:
         forms.check(problem.prompt + problem.solution)
 
 
-@given(st.text(st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"])))
-def test_any_text(forms: Forms, text: str) -> None:
-    forms.check(text)
+ANY_TEXT = st.text(st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"]))
 
 
-@given(st.text(" \t\nab_=0"))
-def test_any_layout(forms: Forms, text: str) -> None:
+@given(ANY_TEXT, st.text(" \t\nab_=0"))
+def test_any_text_and_any_layout(forms: Forms, text: str, layout: str) -> None:
     forms.check(text)
+    forms.check(layout)
 
 
 def test_digits_and_newlines_are_tokens_of_their_own(forms: Forms) -> None:
@@ -107,11 +104,8 @@ def test_digits_and_newlines_are_tokens_of_their_own(forms: Forms) -> None:
         assert holders == [mark]
 
 
-def test_names_are_one_token(forms: Forms) -> None:
+def test_names_and_marks_are_one_token(forms: Forms) -> None:
     assert all(len(forms.model.encode(f" {name}")) == 1 for name in NAMES)
-
-
-def test_marks(forms: Forms) -> None:
     marks = [forms.model.id_to_piece(index) for index in range(4)]
     assert marks == ["<unk>", "<s>", "</s>", "<pad>"]
     assert [forms.fast.token_to_id(mark) for mark in marks] == [0, 1, 2, 3]
@@ -144,8 +138,7 @@ def tokenizer_path(tokenizer_directory: Path) -> Path:
 
 
 def assert_same(left: Row, right: Row) -> None:
-    for one, other in zip(left, right, strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
 def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> None:
@@ -154,6 +147,7 @@ def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> Non
     other = next(token_rows(tokenizer_path, 8))
     assert_same(rows[4], later[0])
     assert_same(rows[5], later[1])
+    assert [part.dtype for part in other[:4]] == [np.int32, np.float32, np.int32, np.int32]
     assert not np.array_equal(rows[0].tokens, other.tokens)
     assert not np.array_equal(rows[0].tokens, rows[1].tokens)
 
@@ -181,13 +175,8 @@ def test_documents_are_kept_apart(tokenizer_path: Path) -> None:
         np.testing.assert_array_equal(row.weights == 0, row.tokens[1:] == BEGIN)
 
 
-def test_dtypes(tokenizer_path: Path) -> None:
-    row = next(token_rows(tokenizer_path, 0))
-    assert [part.dtype for part in row[:4]] == [np.int32, np.float32, np.int32, np.int32]
-
-
-def test_weights_of_a_problem(tokenizer_path: Path) -> None:
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+def test_weights_of_a_problem(tokenizer_path: Path, forms: Forms) -> None:
+    model = forms.model
     rows = token_rows(tokenizer_path, 2, problem_share=1.0)
     for row in itertools.islice(rows, 20):
         for segment in range(1, row.segments[-1]):
@@ -208,18 +197,16 @@ def test_weights_of_a_problem(tokenizer_path: Path) -> None:
                 assert weight == (2.5 if copied else 1.0), piece
 
 
-def test_a_share_of_the_rows_starts_with_problems(tokenizer_path: Path) -> None:
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+def test_a_share_of_the_rows_starts_with_problems(tokenizer_path: Path, forms: Forms) -> None:
     rows = itertools.islice(token_rows(tokenizer_path, 3, problem_share=0.7), 600)
-    problem = [model.decode(row.tokens[1:4].tolist()).startswith("Problem:") for row in rows]
+    problem = [forms.model.decode(row.tokens[1:4].tolist()).startswith("Problem:") for row in rows]
     assert np.mean(problem) == pytest.approx(0.7, abs=0.06)
 
 
-def test_no_problem_is_cut(tokenizer_path: Path) -> None:
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+def test_no_problem_is_cut(tokenizer_path: Path, forms: Forms) -> None:
     for row in itertools.islice(token_rows(tokenizer_path, 4, problem_share=1.0), 100):
         documents = [row.tokens[row.segments == index] for index in range(1, row.segments[-1] + 1)]
-        texts = [model.decode(document.tolist()) for document in documents]
+        texts = [forms.model.decode(document.tolist()) for document in documents]
         worded = [text.startswith("Problem: ") for text in texts]
         assert worded[0]
         for is_problem, text, document in zip(worded, texts, documents, strict=True):

@@ -17,17 +17,12 @@ def take(count: int, seed: int = 0, split: Split = "train") -> list[Problem]:
     return list(itertools.islice(problems(seed, split), count))
 
 
-def test_every_equation_of_a_solution_holds() -> None:
+def test_every_equation_holds_and_the_answer_is_the_last_thing_computed() -> None:
     for problem in take(3000):
         equations = re.findall(r"\d[\d +*/=-]*=[\d +*/=-]*\d", problem.solution)
         assert equations, problem.solution
         for equation in equations:
-            values = {eval(side) for side in equation.split("=")}
-            assert len(values) == 1, problem.solution
-
-
-def test_the_answer_is_the_last_thing_computed() -> None:
-    for problem in take(3000):
+            assert len({eval(side) for side in equation.split("=")}) == 1, problem.solution
         ending = f" {problem.answer}.\nAnswer: {problem.answer}"
         assert problem.solution.endswith(ending)
         assert re.search(
@@ -37,10 +32,7 @@ def test_the_answer_is_the_last_thing_computed() -> None:
         assert results[-1] == problem.answer, problem.solution
         assert is_correct(problem, problem.solution)
         assert not is_correct(problem, problem.solution + "0")
-
-
-def test_no_number_is_negative_and_no_slot_is_left() -> None:
-    for problem in take(3000):
+        # No number is negative, and no slot is left.
         text = problem.prompt + problem.solution
         assert not re.search(r"[\[\]{}|]", text), text
         assert not re.search(r"-\d|(?<!\d)0|\b1 [a-z]+s\b", text), text

@@ -64,10 +64,9 @@ def self_draft_type(name: str) -> MatrixType:
 def quantised(
     name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
 ) -> dict[str, Array]:
-    """A matrix of integers and their scales: the range of the integers is that of its weights.
+    """A matrix of integers and their scales, under their names in `parameter_specs`.
 
-    Returns:
-      Both under their names in `parameter_specs`.
+    The range of the integers is that of the matrix's weights.
     """
     array = _quantised(matrix, spec, matrices)
     scale = array.scale
@@ -83,7 +82,6 @@ def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> 
     does. A layer is rounded at a time. The drafter is stacked, of an unstacked target too.
 
     Args:
-      target: in any type.
       matrices: one of `SELF_DRAFTS`.
       widens: keeps what was rounded in the target's type. A CPU multiplies no integers: widened
         in every pass, they make it twice to three times as long.

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 import tokenizers
@@ -286,35 +286,13 @@ def _render(
     return str(text)
 
 
-class Vocabulary(Protocol):
-    """The tokens of a model, without what only its other files tell (ends of text).
+class JsonVocabulary:
+    """The tokens of a `tokenizer.json`, by the tokenizers library (transformers starts slowly).
 
     Attributes:
       names: every token as the file spells it, by id; '' for an id without a token.
       control_ids: tokens that are no text.
     """
-
-    names: tuple[str, ...]
-    control_ids: frozenset[int]
-
-    def encode(
-        self, text: str, *, parse_controls: bool = False, adds_special: bool = False
-    ) -> list[int]:
-        """The tokens of a text.
-
-        Args:
-          parse_controls: control tokens that are spelt out become one token each.
-          adds_special: adds what the model's makers put around a prompt, such as a begin of text.
-        """
-        ...
-
-    def token_bytes(self, token_id: int, first: bool) -> bytes:
-        """UTF-8 of one token, as it stands at the start of a text or within it."""
-        ...
-
-
-class JsonVocabulary:
-    """A tokenizer of the tokenizers library alone (transformers starts slowly)."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Takes the library's tokenizer, whose post-processor says what is put around a prompt."""
@@ -335,12 +313,18 @@ class JsonVocabulary:
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
-        """See `Vocabulary`."""
+        """The tokens of a text.
+
+        Args:
+          parse_controls: control tokens that are spelt out become one token each.
+          adds_special: adds what the model's makers put around a prompt, such as a begin of text.
+        """
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
             return self._tokenizer.encode(text, add_special_tokens=adds_special).ids
 
     def _token_bytes(self, token_id: int, first: bool) -> bytes:
+        """UTF-8 of one token, as it stands at the start of a text or within it."""
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return b""
@@ -371,7 +355,7 @@ class JsonVocabulary:
 
 
 class SentencePieceVocabulary:
-    """A SentencePiece model."""
+    """The tokens of a SentencePiece model, as `JsonVocabulary` has those of its file."""
 
     def __init__(
         self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None
@@ -392,7 +376,7 @@ class SentencePieceVocabulary:
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
-        """See `Vocabulary`."""
+        """The tokens of a text."""
         controls = self._controls if parse_controls else {}
         parts = re.split(f"({'|'.join(map(re.escape, controls))})", text) if controls else [text]
         ids = [self._bos] if adds_special and self._bos is not None else []
@@ -401,7 +385,7 @@ class SentencePieceVocabulary:
         return ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
-        """See `Vocabulary`."""
+        """UTF-8 of one token, as it stands at the start of a text or within it."""
         if not 0 <= token_id < len(self.names):
             return b""
         piece = self.names[token_id]
@@ -410,6 +394,9 @@ class SentencePieceVocabulary:
         if first and self._strips_space:
             piece = piece.removeprefix(_SPACE)
         return piece.replace(_SPACE, " ").encode()
+
+
+Vocabulary = JsonVocabulary | SentencePieceVocabulary
 
 
 def _json_vocabulary(path: Path) -> JsonVocabulary:

@@ -17,7 +17,6 @@ class Chip:
     """One accelerator and the network between several.
 
     Attributes:
-      name: as commands take it.
       kinds: beginnings of JAX's `device_kind`.
       memory_bytes: what a program may use.
       memory_bandwidth: bytes per second.
@@ -102,12 +101,10 @@ _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 def _chip(name: str) -> Chip:
     """A chip of its own fields, and those of the chip that it is like."""
     own = _TABLES[name]
-    fields = _TABLES[own["like"]] | own if "like" in own else own
-    values = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
-    }
-    values.pop("like", None)
-    return Chip(name=name, **values)
+    fields: dict[str, Any] = {**_TABLES.get(own.get("like", ""), {}), **own}
+    fields.pop("like", None)
+    fields |= {key: tuple(fields[key]) for key in ("kinds", "slices") if key in fields}
+    return Chip(name=name, **fields)
 
 
 CHIPS = {name: _chip(name) for name in _TABLES}
@@ -128,13 +125,9 @@ def chip_named(name: str) -> Chip:
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip that JAX calls so; None for a CPU, or one whose figures are not known here."""
-    matches = [
-        (len(kind), chip)
-        for chip in CHIPS.values()
-        for kind in chip.kinds
-        if device_kind.startswith(kind)
-    ]
-    return max(matches, key=lambda match: match[0])[1] if matches else None
+    named = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
+    matches = [kind for kind in named if device_kind.startswith(kind)]
+    return named[max(matches, key=len)] if matches else None
 
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:

@@ -343,13 +343,14 @@ def _packed(documents: Sequence[Expected], own: OwnTokens, length: int, rng: ran
 
 def for_teacher(model: Llama, own: OwnTokens, teacher: LlamaConfig) -> Llama:
     """The trained model as one that takes the teacher's tokens."""
+    parameters = model.parameters()
+    if own.num_rows > len(own.known):
+        parameters["token_rows"] = jnp.asarray(own.rows)
     config = dataclasses.replace(
         model.config,
         vocab_size=teacher.vocab_size,
         bos_token_id=teacher.bos_token_id,
         eos_token_ids=teacher.eos_token_ids,
+        draft_vocab_size=own.num_rows if "token_rows" in parameters else None,
     )
-    if own.num_rows == len(own.known):
-        return Llama(config, model.parameters())
-    config = dataclasses.replace(config, draft_vocab_size=own.num_rows)
-    return Llama(config, model.parameters() | {"token_rows": jnp.asarray(own.rows)})
+    return Llama(config, parameters)

@@ -132,7 +132,7 @@ def weighted_loss(model: Llama, batch: Row) -> Float[Array, ""]:
 
     A token sees only the tokens of its own segment.
     """
-    tokens, weights, segments, positions, likely, shares = batch
+    tokens, weights, segments, positions, likely, shares = jax.tree.map(jnp.asarray, batch)
     length = weights.shape[1]
     segment = segments[:, :-1]
     visible = (segment[:, :, None] == segment[:, None, :]) & jnp.tril(

@@ -53,14 +53,13 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
     """Logits [rows, time, vocab] of whole sequences."""
-    config, (rows, time) = model.config, tokens.shape
-    steps = np.arange(time)
-    positions = np.broadcast_to(steps, (rows, time))
-    visible = np.broadcast_to(steps[:, None] >= steps, (rows, time, time))
+    config, layout, (rows, time) = model.config, model.layout, tokens.shape
+    positions = np.broadcast_to(np.arange(time), (rows, time))
+    visible = np.broadcast_to(np.tri(time, dtype=bool), (rows, time, time))
 
     @jax.jit
     def run(parameters: dict[str, jax.Array]) -> jax.Array:
-        model = Llama(config, parameters)
+        model = Llama(config, parameters, layout)
         return model.logits(model.hidden_uncached(tokens, positions, visible))
 
     return np.asarray(run(model.parameters()))

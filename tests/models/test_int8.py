@@ -102,28 +102,15 @@ def test_an_output_has_a_scale_of_its_own() -> None:
 
 @pytest.mark.parametrize(("mesh", "rules"), [("2x4", "tensor"), ("2x2x2", "tensor_long")])
 def test_layouts_give_the_same_logits(mesh: str, rules: str) -> None:
-    folder = GOLDEN / "llama31"
-    tokens = np.load(folder / "golden.npz")["tokens"][:2, :9]
-    one = load_llama(folder, int8=True)
-    layout = layout_on(mesh, rules)
-    split = load_llama(folder, layout=layout, int8=True)
+    golden, layout = stored("llama31", int8=True), layout_on(mesh, rules)
+    one, tokens = golden.model, golden.tokens[:2, :9]
+    split = load_llama(GOLDEN / "llama31", layout=layout, int8=True)
     specs = parameter_specs(one.config, INT8)
     for name, value in split.parameters().items():
         np.testing.assert_array_equal(value, one.parameters()[name])
         wanted = layout.sharding(specs[name].axes, specs[name].shape)
         assert value.sharding.is_equivalent_to(wanted, value.ndim), name
-    positions = np.broadcast_to(np.arange(9), (2, 9))
-    visible = np.broadcast_to(np.tri(9, dtype=bool), (2, 9, 9))
-
-    def logits(model: Llama) -> jax.Array:
-        @jax.jit
-        def run(parameters: dict[str, jax.Array]) -> jax.Array:
-            again = Llama(model.config, parameters, model.layout)
-            return again.logits(again.hidden_uncached(tokens, positions, visible))
-
-        return run(model.parameters())
-
-    np.testing.assert_allclose(logits(split), logits(one), atol=1e-4)
+    np.testing.assert_allclose(uncached(split, tokens), uncached(one, tokens), atol=1e-4)
 
 
 def test_the_device_keeps_int8() -> None:

@@ -316,7 +316,10 @@ def _attend(
         causal &= jax.lax.axis_index(lengths) == 0
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.
     first, needed = _shared_heads(heads, num_heads, kv_heads)
-    key, value = (_some(one, first, needed, 1) for one in (key, value))
+    if needed < key.shape[1]:
+        key, value = (
+            jax.lax.dynamic_slice_in_dim(one, first, needed, axis=1) for one in (key, value)
+        )
     parts = [Part(key, value, causal)]
     if read:
         at = (layer, 0, first, 0, 0)
@@ -356,12 +359,6 @@ def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | I
     if heads.kv_split:
         first -= jax.lax.axis_index(heads.kv_split) * kv_heads
     return first, needed
-
-
-def _some(values: Array, first: int | Int[Array, ""], count: int, axis: int) -> Array:
-    if count == values.shape[axis]:
-        return values
-    return jax.lax.dynamic_slice_in_dim(values, first, count, axis)
 
 
 def _scores(

@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -198,7 +197,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     if not wanted and given:
         path = Path(given)
     else:
-        path = (Path(wanted).expanduser() if wanted else _user_folder(os.environ)) / _kind()
+        path = (Path(wanted).expanduser() if wanted else _user_folder()) / _kind()
         _make(path)
         jax.config.update("jax_compilation_cache_dir", str(path))
         _forget_oldest(path)
@@ -208,9 +207,9 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     return path
 
 
-def _user_folder(environment: Mapping[str, str]) -> Path:
+def _user_folder() -> Path:
     """In the user's folder for what can be made again."""
-    given = environment.get("XDG_CACHE_HOME", "")
+    given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
     return base / "fly_jax" / "xla"
 

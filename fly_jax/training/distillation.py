@@ -127,8 +127,7 @@ def expected(
 def _read_along(teacher: Llama, documents: Sequence[Document], length: int) -> list[Expected]:
     texts = [np.array([*one.prompt, *one.answer], np.int32) for one in documents]
     found: dict[int, Expected] = {}
-    for batch, width in _passes([len(text) for text in texts]):
-        rows = max(_PASS_TOKENS // width, 1)
+    for batch, rows, width in _passes([len(text) for text in texts]):
         tokens = np.zeros((rows, width), np.int32)
         for row, index in enumerate(batch):
             tokens[row, : len(texts[index])] = texts[index]
@@ -147,13 +146,13 @@ def _read_along(teacher: Llama, documents: Sequence[Document], length: int) -> l
     return [found[index] for index in range(len(texts))]
 
 
-def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Which documents go through the teacher together, and how wide that pass is."""
+def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
+    """Which documents go through the teacher together, and that pass's rows and width."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     while order:
         width = -(-lengths[order[-1]] // _LENGTH_STEP) * _LENGTH_STEP
         rows = max(_PASS_TOKENS // width, 1)
-        yield order[-rows:], width
+        yield order[-rows:], rows, width
         del order[-rows:]
 
 

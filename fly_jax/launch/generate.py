@@ -94,7 +94,7 @@ def _run(values: GenerateFlags) -> None:
     says = values.config or "rule" in values.given
     if not (values.has_draft or says or config.num_speculative_tokens):
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
-    memory = _memory(values, inputs) if inputs.config.to_rule().uses_memory else None
+    memory = _memory(values, inputs) if inputs.rule.uses_memory else None
     pair = load_models(values, inputs)
     _decode(values, pair, memory, inputs)
     if compares:

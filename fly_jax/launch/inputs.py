@@ -40,6 +40,7 @@ from fly_jax.sharding.processes import (
     num_processes,
     process_id,
 )
+from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype, OpenPair, Pair
@@ -75,6 +76,7 @@ class Inputs:
     """
 
     config: DecodingConfig
+    rule: Rule
     models: OpenPair
     mesh: MeshSpec
     prompts: list[Prompt]
@@ -136,7 +138,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
       FlyJaxError: on every process, whatever is wrong on any of them.
     """
     # The same on all of them, which have the same flags and process 0's config.
-    config.to_rule(), config.to_lookup()
+    rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():
         prompts = prompts_from_flags(values, texts) if process_id() == 0 else []
     models, mesh = open_models(values, config)
@@ -145,7 +147,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
     named, ids = broadcast([[(one.text, one.source) for one in prompts], ids])
     if process_id() != 0:
         prompts, ids = [Prompt(*one) for one in named], [CheckedPrompt(one) for one in ids]
-    return Inputs(config, models, mesh, prompts, ids)
+    return Inputs(config, rule, models, mesh, prompts, ids)
 
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
@@ -124,6 +125,21 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return prefill_chunk(self, state, size, *rest)
 
     monkeypatch.setattr(Programs, "prefill_chunk", running)
+    return found
+
+
+@pytest.fixture
+def dispatches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, DecodeState]]:
+    """The state before and after every dispatch of rounds."""
+    found: list[tuple[DecodeState, DecodeState]] = []
+    run = Programs.run
+
+    def running(self: Programs, state: DecodeState, *rest: Any) -> tuple[DecodeState, Any]:
+        after, output = run(self, state, *rest)
+        found.append((state, after))
+        return after, output
+
+    monkeypatch.setattr(Programs, "run", running)
     return found
 
 

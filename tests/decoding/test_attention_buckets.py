@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import MOST_TOKENS, batch_engine, greedy, random_draft, random_target, until_end
+from random_pairs import MOST_TOKENS, greedy, pair_engine, random_target, until_end
 
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
+from fly_jax.decoding.state import DecodeState
 from fly_jax.engine import engine
 from fly_jax.verification.rules import Exact
 
@@ -32,37 +33,28 @@ def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
 
 
 def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, dispatches: list[tuple[DecodeState, DecodeState]]
 ) -> None:
     """While rows of all lengths grow through the steps."""
     prompts = [[5, 9], [2] * 3, [token % 48 for token in range(3, 43)], [1, 2, 3, 4, 5]]
     spec = RoundSpec(Exact(), RoundStatic(3, None, RARE))
-    target, draft = random_target(1), random_draft(1, 0.2)
-    attended = []
-    run = programs._run
-
-    def spy(*arguments: object) -> object:
-        state = arguments[4]
-        attended.append(state.target.attended)  # type: ignore[attr-defined]
-        return run(*arguments)
-
-    monkeypatch.setattr(programs, "_run", spy)
     monkeypatch.setattr(programs, "CAPACITY_STEP", 16)
     # Prompts are run together in caches of the first step, which has room for a chunk.
     monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
 
     def decode(least: int) -> tuple[list[list[int]], list[int]]:
         monkeypatch.setattr(programs, "LEAST_ATTENDED", least)
-        attended.clear()
-        rows = batch_engine(target, draft, spec, 2).generate(prompts, 90)
-        return [row.token_ids for row in rows], sorted(set(attended))
+        dispatches.clear()
+        rows = pair_engine(1, spec, 0.2, rows=2).generate(prompts, 90)
+        attended = {before.target.attended for before, _ in dispatches}
+        return [row.token_ids for row in rows], sorted(attended)
 
     found, steps = decode(16)
     assert len(steps) > 3
     assert steps[-1] == 112
     assert decode(1024) == (found, [112])
     assert max(map(len, found)) > 60
-    expected = [until_end(row, RARE) for row in greedy(target, prompts)]
+    expected = [until_end(row, RARE) for row in greedy(random_target(1), prompts)]
     assert [row[:MOST_TOKENS] for row in found] == expected
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fly_jax import FlyJaxError, Lookup, Sampling, data_tree, parameter
 from fly_jax.decoding.config import (
     DecodingConfig,
     decoding_parameters,
@@ -16,11 +17,7 @@ from fly_jax.decoding.config import (
     load_config,
     parameter_groups,
 )
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import DecodingFlags, Flags
-from fly_jax.parameters import parameter
-from fly_jax.verification.data import data_tree
 from fly_jax.verification.rules import (
     RULES,
     Budget,
@@ -34,7 +31,6 @@ from fly_jax.verification.rules import (
     Margin,
     Typical,
 )
-from fly_jax.verification.sampling import Sampling
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = json.loads((CONFIGS / "fly_reference.json").read_text())

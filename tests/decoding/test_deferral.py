@@ -11,13 +11,9 @@ import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fly_jax import Budget, Exact, Fly, FlyJaxError, Generation, Lookup, Margin, Rule, Sampling
 from fly_jax.decoding import deferral
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.request import Generation
-from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule
-from fly_jax.verification.sampling import Sampling
 
 LETTERS = {"MATCHED": "m", "RESCUED": "r"}
 WINDOW, THRESHOLD = 2, 0.2

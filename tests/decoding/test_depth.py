@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pairs import CAPACITY, ROWS, SPECS, batch_engine, random_draft, random_target
 
+from fly_jax import Exact, FlyJaxError, Verdict, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import (
     AcceptanceStats,
@@ -20,8 +21,6 @@ from fly_jax.decoding.depth import (
     observe,
 )
 from fly_jax.engine.depth_costs import DepthCosts
-from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Exact, Verdict, Why
 
 counts = st.floats(0.5, 50, width=32)
 

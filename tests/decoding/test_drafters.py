@@ -13,16 +13,11 @@ import pytest
 import random_pairs as pairs
 from jaxtyping import Array
 
-from fly_jax import Draft, Drafter, Verdict
-from fly_jax.decoding import programs
+from fly_jax import Draft, Drafter, DraftModel, FlyJaxError, Generation, Lookup, Sampling, Verdict
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.state import DecodeState
 from fly_jax.engine import engine
-from fly_jax.engine.request import Generation
-from fly_jax.errors import FlyJaxError
 from fly_jax.verification.rules import Budget, Exact, Fly
-from fly_jax.verification.sampling import Sampling
 
 PAIR = 2  # the pair that repeats itself most
 K = 5
@@ -194,17 +189,10 @@ class Echo(Drafter):
         return Pieces(state.prompt, own, state.wrong + (wrong & live))
 
 
-def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_is_given_the_targets_hidden_states(
+    monkeypatch: pytest.MonkeyPatch, dispatches: list[tuple[DecodeState, DecodeState]]
+) -> None:
     """Those of prompts, of all pieces, and of each block."""
-    states = []
-    run = programs._run
-
-    def spy(*arguments: Any) -> Any:
-        result = run(*arguments)
-        states.append(jax.device_get(result[0].drafter))
-        return result
-
-    monkeypatch.setattr(programs, "_run", spy)
     monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
     target = pairs.random_target(PAIR)
     drafter = Echo(target.parameters()["unembedding"])
@@ -214,7 +202,8 @@ def test_a_drafter_is_given_the_targets_hidden_states(monkeypatch: pytest.Monkey
     assert [row.token_ids for row in rows] == pairs.autoregressive(
         target, prompts, pairs.MOST_TOKENS
     )
-    assert len(states) > 5
-    assert all(not np.any(state.wrong) for state in states)
-    assert np.any(states[-1].hidden != 0)
-    assert np.all(np.any(states[-1].prompt != 0, axis=1))
+    assert len(dispatches) > 5
+    last = jax.device_get(dispatches[-1][1].drafter)
+    assert not np.any(last.wrong)  # in any round
+    assert np.any(last.hidden != 0)
+    assert np.all(np.any(last.prompt != 0, axis=1))

@@ -12,17 +12,11 @@ import pytest
 import random_pairs as pairs
 from jaxtyping import Array
 
+from fly_jax import Draft, Generation, KVCache, Lookup, Sampling, empty_cache, evidence, verify_step
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.drafter import Draft
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
-from fly_jax.decoding.round import verify_step
-from fly_jax.engine.request import Generation
-from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama
-from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import Exact, Fly, accept
-from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
 MAX_NEW_TOKENS = 24

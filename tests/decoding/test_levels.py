@@ -15,15 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
+from fly_jax import Draft, Exact, FlyJaxError, Generation, Lookup, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import drafter_of
-from fly_jax.decoding.drafters.drafter import Draft
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.request import Generation
-from fly_jax.errors import FlyJaxError
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Exact
-from fly_jax.verification.sampling import Sampling
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 LOOKUP = Lookup(num_tokens=3)

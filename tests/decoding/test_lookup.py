@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 from random_pairs import CONFIG, greedy, keys_from, logits_after, random_target, state_after
 
-from fly_jax.decoding.drafters.drafter import Draft
+from fly_jax import Draft, DraftModel, FlyJaxError, KVCache, Sampling
 from fly_jax.decoding.drafters.lookup import Lookup, look_up
-from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.errors import FlyJaxError
-from fly_jax.models.cache import KVCache
-from fly_jax.verification.sampling import Sampling
 
 CAPACITY = 32
 ROWS = 3

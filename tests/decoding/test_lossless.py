@@ -7,11 +7,8 @@ import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fly_jax import Exact, FlyJaxError, Generation, Lookup, RequestState, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.request import Generation, RequestState
-from fly_jax.errors import FlyJaxError
-from fly_jax.verification.rules import Exact, Why
 
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {

@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
 
+from fly_jax import Budget, CorrectionMemory, Csd, Engine, Exact, Fly, Generation, Margin, Typical
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
-from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Typical
 
 # A size of the vocabulary that no other dimension has, nor a multiple of one.
 LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)

@@ -13,14 +13,9 @@ import pytest
 from tiny_pair import write_pair
 
 import fly_jax
+from fly_jax import CorrectionMemory, DraftModel, Engine, FlyJaxError, Pair, generate, load_pair
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters import registry
-from fly_jax.decoding.drafters.model import DraftModel
-from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.batch import generate
-from fly_jax.engine.engine import Engine
-from fly_jax.errors import FlyJaxError
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]

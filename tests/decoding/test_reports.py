@@ -11,10 +11,8 @@ import pytest
 import random_pairs
 from random_pairs import EOS, batch_engine, fly_block, logits_after, random_draft, random_target
 
+from fly_jax import Budget, Entropy, Exact, Fly, Generation, Margin, Rule, Typical, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.engine.request import Generation
-from fly_jax.verification.evidence import Entropy
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, Typical, Why
 
 PROMPTS = [[first, 3, 5] for first in range(8)]
 DRAFTED, MAX_NEW_TOKENS, PAIR, NOISE = 5, 24, 2, 0.2

@@ -14,12 +14,8 @@ import pytest
 import scipy.stats
 from random_pairs import CONFIG, EOS, batch_engine, logits_after, random_draft, random_target
 
+from fly_jax import Engine, Exact, Fly, Generation, Lookup, Request, Rule, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation, Request
-from fly_jax.verification.rules import Exact, Fly, Rule
-from fly_jax.verification.sampling import Sampling
 
 # A small vocabulary, so that every token is drawn often enough to be counted.
 SMALL = dataclasses.replace(CONFIG, vocab_size=8, eos_token_ids=())

@@ -13,8 +13,8 @@ from random_pairs import batch_engine, greedy, logits_after
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
+from fly_jax import Exact, FlyJaxError
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.errors import FlyJaxError
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import parameter_specs, scale_groups, scale_name
 from fly_jax.models.checkpoints.load import load_llama, save_hf
@@ -23,7 +23,6 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
-from fly_jax.verification.rules import Exact
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]

@@ -10,18 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs
-from random_pairs import EOS, MAX_LENGTH, batch_engine, random_draft, random_target
+from random_pairs import EOS, pair_engine
 
-from fly_jax.decoding import programs
+from fly_jax import CorrectionMemory, Engine, KVCache, Lookup, Request, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.state import DecodeState, RuleInputs
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request
-from fly_jax.models.cache import KVCache
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin
-from fly_jax.verification.sampling import Sampling
 
 SPECS = {
     **random_pairs.SPECS,
@@ -35,6 +29,7 @@ SPECS = {
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), RoundStatic(5, None, EOS, reports_mismatches=True)),
 }
+# Prompts, how many tokens at most, and the seed.
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
 
@@ -46,8 +41,11 @@ def num_drafts(spec: RoundSpec) -> int:
 
 def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
-    drafts = [random_draft(pair, 0.2 + level) for level in range(num_drafts(spec))]
-    return batch_engine(random_target(pair), drafts, spec, memory=memory)
+    return pair_engine(pair, spec, *(0.2, 1.2)[: num_drafts(spec)], memory=memory)
+
+
+def decoded(engine: Engine, prompts: list[list[int]], limit: int, seed: int) -> list[list[int]]:
+    return [row.token_ids for row in engine.generate(prompts, limit, seed=seed)]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -57,9 +55,7 @@ def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], l
     for prompts, max_new_tokens, seed in BATCHES:
         engine.warm_up_for(engine.requests(prompts, max_new_tokens, seed=seed))
     assert any("_run" in message for message in compilations()), "compilations go uncounted"
-    for prompts, max_new_tokens, seed in BATCHES:
-        rows = engine.generate(prompts, max_new_tokens, seed=seed)
-        assert all(row.token_ids for row in rows)
+    assert all(all(decoded(engine, *batch)) for batch in BATCHES)
     assert compilations() == []
 
 
@@ -67,11 +63,10 @@ def test_another_pair_of_the_same_shape_compiles_nothing(
     compilations: Callable[[], list[str]],
 ) -> None:
     jax.clear_caches()
-    prompts, max_new_tokens, seed = BATCHES[0]
-    engine_for(SPECS["exact"]).generate(prompts, max_new_tokens, seed=seed)
+    decoded(engine_for(SPECS["exact"]), *BATCHES[0])
     other = engine_for(SPECS["exact"], pair=2)
     compilations()
-    other.generate(prompts, max_new_tokens, seed=seed)
+    decoded(other, *BATCHES[0])
     assert compilations() == []
 
 
@@ -84,24 +79,23 @@ def test_other_numbers_compile_nothing(
     (prompt, *_), max_new_tokens, seed = BATCHES[0]
     online: list[Engine] = []
 
-    def decoded(*numbers: float) -> list[int]:
-        threshold, window, total, temperature, top_p = numbers
-        rule = Budget(Fly(threshold, int(window)) | Margin(gap=threshold), total)
+    def tokens(
+        threshold: float, window: int, total: float, temperature: float, top_p: float
+    ) -> list[int]:
+        rule = Budget(Fly(threshold, window) | Margin(gap=threshold), total)
         sampling = Sampling(temperature, top_p=top_p)
         if offline:
             engine = engine_for(RoundSpec(rule, RoundStatic(5, None, EOS), sampling))
-            return engine.generate([prompt], max_new_tokens, seed=seed)[0].token_ids
+            return decoded(engine, [prompt], max_new_tokens, seed)[0]
         if not online:
-            pair = random_target(1), random_draft(1, 0.2)
-            spec = SPECS["exact"]
-            online.append(Engine(*pair, spec, rules=[rule], max_length=MAX_LENGTH))
+            online.append(pair_engine(1, SPECS["exact"], 0.2, rules=[rule], offline=False))
         state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
         list(online[0].run(()))
         return state.generation.token_ids
 
-    before = decoded(0.3, 2, 8.0, 0.7, 0.9)
+    before = tokens(0.3, 2, 8.0, 0.7, 0.9)
     assert any("_run" in message for message in compilations()), "compilations go uncounted"
-    after = decoded(0.0, 0, 9.5, 1.5, 0.6)
+    after = tokens(0.0, 0, 9.5, 1.5, 0.6)
     assert compilations() == []
     assert after != before
 
@@ -109,33 +103,23 @@ def test_other_numbers_compile_nothing(
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_is_copied_unasked(name: str) -> None:
     engine = engine_for(SPECS[name])
-    prompts, max_new_tokens, seed = BATCHES[0]
-    expected = engine.generate(prompts, max_new_tokens, seed=seed)  # compiles
+    expected = decoded(engine, *BATCHES[0])  # compiles
     if engine.memory is not None:  # what has been learnt would change the tokens
         assert engine.memory.version > 1
         engine.memory = CorrectionMemory("v", min_count=0)
     with jax.transfer_guard("disallow"):
         with pytest.raises(Exception, match="isallowed host-to-device"):
             jax.jit(jnp.negative)(np.ones(3))  # the guard is up
-        found = engine.generate(prompts, max_new_tokens, seed=seed)
-    assert [row.token_ids for row in found] == [row.token_ids for row in expected]
+        found = decoded(engine, *BATCHES[0])
+    assert found == expected
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_the_state_is_donated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_is_donated(name: str, dispatches: list[tuple[DecodeState, DecodeState]]) -> None:
     """Caches are large: a round that copied them would need twice their memory."""
-    states = []
-    run = programs._run
-
-    def spy(*arguments: object) -> object:
-        states.append(arguments[4])
-        return run(*arguments)
-
-    monkeypatch.setattr(programs, "_run", spy)
-    (prompts, max_new_tokens, seed), *_ = BATCHES
-    engine_for(SPECS[name]).generate(prompts, max_new_tokens, seed=seed)
-    assert len(states) > 2
-    for state in states:
+    decoded(engine_for(SPECS[name]), *BATCHES[0])
+    assert len(dispatches) > 2
+    for state, _ in dispatches:
         leaves = jax.tree.leaves(state.drafter, is_leaf=lambda one: isinstance(one, KVCache))
         caches = [one for one in (state.target, *leaves) if isinstance(one, KVCache)]
         assert len(caches) == 1 + num_drafts(SPECS[name])
@@ -181,21 +165,21 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
 
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     """Another request has its place; one that begins after that runs no round."""
-    spec = RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=3))
-    engine = engine_for(spec)
+    engine = engine_for(RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=3)))
     state, inputs = begun(engine, [1, 40])
-    state, output = engine._programs.run(state, inputs)
+    run = engine._programs.run
+    state, output = run(state, inputs)
     count, finished = jax.device_get((output.count, output.finished))
     assert (count[0, :2] > 0).all()
     assert finished[0].tolist() == [True, False, True]
     assert not count[1:].any(), "the rounds after it do not run"
     before = jax.device_get(state)
-    state, output = engine._programs.run(state, inputs)
+    state, output = run(state, inputs)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
     jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
     # Its request has been read, and nobody has its place yet.
     left = engine._programs.put_numbers(np.array([False, True, False]))
-    output = engine._programs.run(state, dataclasses.replace(inputs, seated=left))[1]
+    output = run(state, dataclasses.replace(inputs, seated=left))[1]
     assert (jax.device_get(output.count)[:, 1] > 0).all()
 
 

@@ -11,14 +11,9 @@ import pytest
 from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, MAX_LENGTH, batch_engine, greedy, logits_after
 
+from fly_jax import CorrectionMemory, Engine, FlyJaxError, Lookup, Request, RequestState, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState
-from fly_jax.errors import FlyJaxError
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Csd, Exact, Why
-from fly_jax.verification.sampling import Sampling
 
 
 def alone(kind: Kind, request: Request, engines: dict[object, Engine]) -> RequestState:

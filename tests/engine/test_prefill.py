@@ -12,12 +12,10 @@ import pytest
 from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, autoregressive
 
+from fly_jax import Engine, Exact, Request, RequestState
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.state import RoundOutput
-from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
-from fly_jax.engine.request import Request, RequestState
-from fly_jax.verification.rules import Exact
 
 CHANCE = np.random.default_rng(4)
 # All in one power of two, so that they are run together.

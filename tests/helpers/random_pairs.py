@@ -107,16 +107,16 @@ def batch_engine(
     **given: Any,
 ) -> Engine:
     """An engine whose requests all have the rule and the sampling of the spec."""
-    return Engine(
-        target,
-        draft,
-        spec,
-        num_slots=rows,
-        max_length=max_length,
-        load_may_change_text=True,
-        offline=True,
-        **given,
-    )
+    given = {"load_may_change_text": True, "offline": True} | given
+    return Engine(target, draft, spec, num_slots=rows, max_length=max_length, **given)
+
+
+def pair_engine(
+    pair: int, spec: RoundSpec, *noises: float, rows: int = ROWS, **given: Any
+) -> Engine:
+    """One of the random target of this seed, with drafts of these noises."""
+    drafts = [random_draft(pair, noise) for noise in noises]
+    return batch_engine(random_target(pair), drafts, spec, rows, **given)
 
 
 @functools.partial(jax.jit, static_argnums=0)

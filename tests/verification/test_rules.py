@@ -19,8 +19,9 @@ from fly_jax.verification.rules import Exact, Fly, Rule, Verdict, Why, accept, e
 from fly_jax.verification.sampling import Sampling
 from fly_jax.verification.verify import verify
 
-LETTER = {"m": True, "x": False}  # one letter per position of a block: match or mismatch
+# One letter per position of a block: a match, or a mismatch at which the entropy is this.
 UNDECIDED, SURE = 0.5, 0.1
+MISMATCHES = {"x": UNDECIDED, "s": SURE, "z": 0.0}
 
 decide = jax.jit(accept)
 verdict_on = jax.jit(verify)
@@ -52,29 +53,26 @@ def seen(
     )
 
 
-def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Verdict:
+def one_row(
+    rule: Rule, block: str, protected: jax.Array | None = None, **keywords: np.ndarray | float
+) -> Verdict:
     """The decision on a block such as "mmxmm"."""
-    accepted = np.array([[LETTER[letter] for letter in block]])
+    accepted = np.array([[letter == "m" for letter in block]])
+    entropy = np.array([[MISMATCHES.get(letter, UNDECIDED) for letter in block]])
     tokens = jnp.full(accepted.shape, 2)
-    return decide(rule, seen(accepted, **keywords), tokens)
+    return decide(rule, seen(accepted, entropy, **keywords), tokens, protected=protected)
 
 
 def whys(result: Verdict, row: int = 0) -> list[str]:
     return [Why(int(why)).name for why in result.why[row]]
 
 
-def text(result: Verdict, row: int = 0) -> str:
-    """What is emitted, one letter per token."""
-    kept = result.why[row, : int(result.num_accepted[row])]
-    return "".join(Why(int(why)).letter for why in [*kept, result.next_why[row]])
-
-
-def assert_same(result: Verdict, row: int, expected: oracle.Row, message: str = "") -> None:
-    result = jax.tree.map(np.asarray, result)
-    assert int(result.num_accepted[row]) == expected.num_accepted, message
-    assert int(result.num_rescued[row]) == expected.num_rescued, message
-    assert Why(int(result.next_why[row])).name == expected.next_why, message
-    assert whys(result, row) == expected.why, message
+def row_of(result: Verdict, row: int) -> oracle.Row:
+    """What is decided about a row, in the oracle's words."""
+    following = Why(int(result.next_why[row])).name
+    return oracle.Row(
+        result.num_accepted[row], following, whys(result, row), result.num_rescued[row]
+    )
 
 
 @pytest.mark.parametrize("window", ["paper", "reference"])
@@ -91,7 +89,7 @@ def test_fly_on_every_pattern_of_eight(window_size: int, window: str) -> None:
     for row in range(len(accepted)):
         block = accepted[row].tolist(), entropy[row].tolist(), [False] * 8, 8
         expected = oracle.fly_row(*block, 0.3, window_size, window == "reference")
-        assert_same(result, row, expected, str(accepted[row]))
+        assert row_of(result, row) == expected, accepted[row]
         assert result.next_token[row] == 100 + expected.num_accepted
     assert (result.num_rescued.sum() > 0) == (window_size < 8)
 
@@ -142,8 +140,7 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
     result = jax.tree.map(np.asarray, result)
     # The entropies are not recomputed: one at the threshold could go either way by rounding.
     entropy = np.zeros(draft.shape) if found.entropy is None else np.asarray(found.entropy)
-    for row in range(rows):
-        last = int(num_drafted[row])
+    for row, last in enumerate(num_drafted.tolist()):
         loops = [
             oracle.greedy_evidence(logits[row, i], int(draft[row, i]), "full", 3)
             for i in range(num_draft)
@@ -160,85 +157,53 @@ def test_rules_on_logits_are_the_oracles(seed: int, num_draft: int, rule: Rule) 
             expected = oracle.fly_row(*block, float(threshold), rule.window_size, is_reference)
         else:
             expected = oracle.lossless_row(accepted, last)
-        assert_same(result, row, expected)
+        assert row_of(result, row) == expected
         assert result.next_token[row] == logits[row, expected.num_accepted].argmax()
 
 
-@pytest.mark.parametrize(
-    ("case", "block", "expected"),
-    [
-        ("everything accepted", "mmmmm", "mmmmmb"),
-        ("nothing accepted", "xxxxx", "c"),
-        ("a clean window", "mxmmm", "mrmmmb"),
-        ("a window that just fits", "mmxmm", "mmrmmb"),
-        ("a window cut by the block's end", "mmmxm", "mmmc"),
-        ("a mismatch at the end", "mmmmx", "mmmmc"),
-        ("two mismatches in a window", "xmxmm", "c"),
-        ("two mismatches next to each other", "xxmmm", "c"),
-        ("two mismatches W + 1 apart", "xmmxmmm", "rmmrmmmb"),
-        ("the second of two is refused", "xmmxmx", "rmmc"),
-    ],
-)
-def test_windows_of_two(case: str, block: str, expected: str) -> None:
-    result = one_row(Fly(window_size=2), block)
-    assert text(result) == expected, case
-    assert int(result.num_rescued[0]) == expected.count("r")
+# What is emitted of a block, a letter per token, and why the first that is not kept was refused.
+W1, W2, REFERENCE = Fly(window_size=1), Fly(window_size=2), Fly(window_size=2, window="reference")
+BLOCKS: dict[str, tuple[Rule, str, str, str]] = {
+    "everything accepted": (W2, "mmmmm", "mmmmmb", ""),
+    "nothing accepted": (W2, "xxxxx", "c", "REFUSED_WINDOW"),
+    "a clean window": (W2, "mxmmm", "mrmmmb", ""),
+    "a window that just fits": (W2, "mmxmm", "mmrmmb", ""),
+    "a window cut by the block's end": (W2, "mmmxm", "mmmc", "REFUSED_BOUNDARY"),
+    "a mismatch at the end": (W2, "mmmmx", "mmmmc", "REFUSED_BOUNDARY"),
+    "two mismatches in a window": (W2, "xmxmm", "c", "REFUSED_WINDOW"),
+    "the same, in the middle": (W2, "mxmxm", "mc", "REFUSED_WINDOW"),
+    "two mismatches next to each other": (W2, "xxmmm", "c", "REFUSED_WINDOW"),
+    "two mismatches W + 1 apart": (W2, "xmmxmmm", "rmmrmmmb", ""),
+    "the second of two is refused": (W2, "xmmxmx", "rmmc", "REFUSED_WINDOW"),
+    "what was drafted of the window fails already": (W2, "mmmxx", "mmmc", "REFUSED_WINDOW"),
+    "an exact rule": (Exact(), "mmmxx", "mmmc", "REFUSED"),
+    "a sure target": (W1, "smm", "c", "REFUSED_GATE"),
+    "at the threshold": (Fly(SURE, window_size=1), "smm", "rmmb", ""),
+    "no window": (Fly(window_size=0), "xxxx", "rrrrb", ""),
+    "no window, and the gate": (Fly(window_size=0), "xxsx", "rrc", "REFUSED_GATE"),
+    "the reference's window is one shorter": (REFERENCE, "xmxmm", "rmrmmb", ""),
+    "and its boundary the same": (REFERENCE, "mmmxm", "mmmc", "REFUSED_BOUNDARY"),
+}
 
 
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        ("mxmxm", "REFUSED_WINDOW"),
-        ("mmmxm", "REFUSED_BOUNDARY"),
-        ("mmmxx", "REFUSED_WINDOW"),  # what was drafted of the window fails already
-    ],
-)
-def test_refusals_say_why(block: str, reason: str) -> None:
-    at = block.index("x")
-    expected = ["MATCHED"] * at + [reason] + ["DROPPED"] * (len(block) - at - 1)
-    assert whys(one_row(Fly(window_size=2), block)) == expected
-    assert whys(one_row(Exact(), block))[at] == "REFUSED"
-
-
-def test_the_gate_refuses_where_the_target_is_sure() -> None:
-    assert whys(one_row(Fly(window_size=1), "xmm", entropy=SURE))[0] == "REFUSED_GATE"
-    assert text(one_row(Fly(0.1, window_size=1), "xmm", entropy=0.1)) == "rmmb"
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_that_are_easy_to_get_wrong(case: str) -> None:
+    rule, block, emitted, reason = BLOCKS[case]
+    result = one_row(rule, block)
+    kept = [{"m": "MATCHED", "r": "RESCUED"}[letter] for letter in emitted[:-1]]
+    decided = [*kept, reason] if reason else kept
+    assert whys(result) == [*decided, *["DROPPED"] * (len(block) - len(decided))]
+    assert Why(int(result.next_why[0])).letter == emitted[-1]
+    assert (result.num_accepted, result.num_rescued) == (len(kept), emitted.count("r"))
 
 
 @pytest.mark.parametrize("window", ["paper", "reference"])
-@pytest.mark.parametrize(("threshold", "expected"), [(0.0, "rmmb"), (0.01, "rmmb"), (0.02, "c")])
+@pytest.mark.parametrize(("threshold", "rescued"), [(0.0, 1), (0.01, 1), (0.02, 0)])
 def test_a_threshold_of_a_hundredth_or_less_is_no_gate(
-    threshold: float, expected: str, window: str
+    threshold: float, rescued: int, window: str
 ) -> None:
-    rule = Fly(threshold, window_size=1, window=window)
-    assert text(one_row(rule, "xmm", entropy=0.0)) == expected
-
-
-def test_a_window_of_zero_is_the_gate_alone() -> None:
-    rule = Fly(window_size=0)
-    assert text(one_row(rule, "xxxx")) == "rrrrb"
-    entropy = np.array([[UNDECIDED, UNDECIDED, SURE, UNDECIDED]])
-    assert text(one_row(rule, "xxxx", entropy=entropy)) == "rrc"
-
-
-def test_the_reference_window_is_one_shorter_with_the_same_boundary() -> None:
-    paper, reference = Fly(window_size=2), Fly(window_size=2, window="reference")
-    assert text(one_row(paper, "xmxmm")) == "c"
-    assert text(one_row(reference, "xmxmm")) == "rmrmmb"
-    assert text(one_row(reference, "mmmxm")) == "mmmc"
-
-
-@pytest.mark.parametrize("window", ["paper", "reference"])
-@pytest.mark.parametrize("num_draft", [1, 5, 6])
-def test_a_block_no_longer_than_the_window_is_exact(num_draft: int, window: str) -> None:
-    accepted = np.array(list(itertools.product([True, False], repeat=num_draft)))
-    tokens = jnp.full(accepted.shape, 2)
-    rule = Fly(0.0, window=window)
-    loose, strict = (decide(each, seen(accepted), tokens) for each in (rule, Exact()))
-    np.testing.assert_array_equal(loose.num_accepted, strict.num_accepted)
-    assert int(loose.num_rescued.sum()) == 0
-    with pytest.raises(FlyJaxError, match=f"num_speculative_tokens={num_draft}.*window_size=6"):
-        rule.check(num_draft)
+    result = one_row(Fly(threshold, window_size=1, window=window), "zmm")
+    assert (result.num_rescued, result.num_accepted) == (rescued, 3 * rescued)
 
 
 @pytest.mark.parametrize("log_prob", [-np.inf, -100.0])
@@ -270,28 +235,11 @@ def test_a_token_that_top_k_removed_is_never_rescued() -> None:
 
 @pytest.mark.parametrize("token", [1, 2], ids=["the target's", "the draft's"])
 def test_a_protected_token_is_never_rescued(token: int) -> None:
-    accepted = np.array([[True, False, True, True]])
-    tokens = jnp.full((1, 4), 2)
     rule = Fly(0.0, window_size=1)
-    free = decide(rule, seen(accepted), tokens, protected=jnp.arange(5) == 3)
-    assert text(free) == "mrmmb"
-    result = decide(rule, seen(accepted), tokens, protected=jnp.arange(5) == token)
+    assert whys(one_row(rule, "mxmm", jnp.arange(5) == 3))[1] == "RESCUED"
     # The accepted tokens are protected as well, and kept.
-    assert whys(result) == ["MATCHED", "REFUSED", "DROPPED", "DROPPED"]
-
-
-def test_rows_may_have_drafted_different_numbers_of_tokens() -> None:
-    block = [LETTER[letter] for letter in "mxmmmm"]
-    num_drafted = jnp.array([0, 1, 2, 3, 4, 6])
-    accepted = np.array([block] * 6)
-    tokens = jnp.full((6, 6), 2)
-    result = decide(Fly(window_size=2), seen(accepted), tokens, num_drafted=num_drafted)
-    assert [text(result, row) for row in range(6)] == ["b", "mb", "mc", "mc", "mrmmb", "mrmmmmb"]
-    assert result.next_token.tolist() == [100, 101, 101, 101, 104, 106]
-    assert whys(result, 3)[1] == "REFUSED_BOUNDARY"
-    assert whys(result, 4)[4:] == ["DROPPED", "DROPPED"]
-    strict = decide(Exact(), seen(accepted), tokens, num_drafted=num_drafted)
-    assert [text(strict, row) for row in range(6)] == ["b", "mb", "mc", "mc", "mc", "mc"]
+    protected = one_row(rule, "mxmm", jnp.arange(5) == token)
+    assert whys(protected) == ["MATCHED", "REFUSED", "DROPPED", "DROPPED"]
 
 
 def test_entropy_gate_is_true_where_undecided() -> None:

@@ -71,36 +71,23 @@ def test_processed_distribution_is_the_oracles(seed: int, sampling: Sampling) ->
     assert_oracles(np.exp(processed(logits, sampling)), logits, sampling)
 
 
-def test_threshold_is_exact_for_neighbouring_floats() -> None:
-    top = np.float32(1.0)
-    second = np.nextafter(top, np.float32(0))
-    third = np.nextafter(second, np.float32(0))
-    logits = jnp.array([third, top, second, -0.0, 0.0])
-    kept = [np.isfinite(processed(logits, Sampling(top_k=k))).tolist() for k in (1, 2, 3, 4)]
-    assert kept == [
-        [False, True, False, False, False],
-        [False, True, True, False, False],
-        [True, True, True, False, False],
-        [True, True, True, True, True],  # the two zeros are a tie
-    ]
+# What is left of logits, where it can be worked out by hand.
+BY_HAND = {
+    "top-p keeps the token that reaches it": (
+        np.log([0.1, 0.5, 0.3, 0.1]), Sampling(top_p=0.6), [0, 0.625, 0.375, 0]
+    ),
+    "top-p counts what top-k left": (  # of which the first token has half
+        np.log([0.4, 0.2, 0.2, 0.1, 0.1]), Sampling(top_k=3, top_p=0.45), [1, 0, 0, 0, 0]
+    ),
+    "a small temperature is greedy and finite": ([3e4, 3.1e4, -3e4], Sampling(1e-6), [0, 1, 0]),
+}  # fmt: skip
 
 
-def test_top_p_keeps_the_token_that_reaches_it() -> None:
-    logits = jnp.log(jnp.array([0.1, 0.5, 0.3, 0.1]))
-    probs = np.exp(processed(logits, Sampling(top_p=0.6)))
-    np.testing.assert_allclose(probs, [0, 0.625, 0.375, 0], rtol=1e-6)
-
-
-def test_top_p_counts_what_top_k_left() -> None:
-    logits = jnp.log(jnp.array([0.4, 0.2, 0.2, 0.1, 0.1]))
-    # After top-3 the first token has half of the mass, which is then enough.
-    probs = np.exp(processed(logits, Sampling(top_k=3, top_p=0.45)))
-    np.testing.assert_allclose(probs, [1, 0, 0, 0, 0], rtol=1e-6)
-
-
-def test_small_temperature_is_greedy_and_finite() -> None:
-    logits = jnp.array([3e4, 3.1e4, -3e4])
-    np.testing.assert_array_equal(np.exp(processed(logits, Sampling(1e-6))), [0, 1, 0])
+@pytest.mark.parametrize("case", BY_HAND)
+def test_what_is_left(case: str) -> None:
+    logits, sampling, expected = BY_HAND[case]
+    left = np.exp(processed(jnp.asarray(logits, jnp.float32), sampling))
+    np.testing.assert_allclose(left, expected, rtol=1e-6)
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
@@ -115,6 +102,7 @@ def test_a_key_is_needed() -> None:
 
 TARGET = np.array([1.5, 0.3, -0.4, 1.1, -2.0, 0.9], np.float32)
 DRAFT = np.array([-1.0, 1.8, 1.2, -0.3, 0.5, 0.2], np.float32)
+LOGITS = TARGET, DRAFT, jax.random.split(jax.random.key(7))
 
 
 def assert_fits(tokens: np.ndarray, probs: np.ndarray) -> None:
@@ -136,17 +124,9 @@ def probs_of(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return oracle.processed_probs(logits, *numbers_of(sampling))
 
 
-def draft_and_verify(
-    sampling: Sampling, is_sampled: bool, num_drafted: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The first emitted token, the one that the target adds, and why, of every trial."""
-    keys = jax.random.split(jax.random.key(7))
-    return _draft_and_verify(sampling, is_sampled, num_drafted, TARGET, DRAFT, keys)
-
-
 # What is drawn from is an argument: of constants the compiler would work out the draws itself.
 @functools.partial(jax.jit, static_argnums=1)
-def _draft_and_verify(
+def draft_and_verify(
     sampling: Sampling,
     is_sampled: bool,
     num_drafted: int,
@@ -154,20 +134,13 @@ def _draft_and_verify(
     proposed: jax.Array,
     keys: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The first emitted token, the one that the target adds, and why, of every trial."""
     target = jnp.broadcast_to(jnp.stack([wanted, proposed]), (TRIALS, 2, len(TARGET)))
     draft = jnp.broadcast_to(proposed, (TRIALS, 1, len(DRAFT)))
-    draw_key, verify_key = keys
-    tokens = drawn(draft, sampling, draw_key) if is_sampled else sample(draft)
-    drafted = jnp.full((TRIALS,), num_drafted)
-    seen = evidence(
-        target,
-        tokens,
-        sampling=sampling,
-        draft_logits=draft if is_sampled else None,
-        key=verify_key,
-        num_drafted=drafted,
-    )
-    result = accept(Exact(), seen, tokens, num_drafted=drafted)
+    tokens = drawn(draft, sampling, keys[0]) if is_sampled else sample(draft)
+    drafted = {"num_drafted": jnp.full((TRIALS,), num_drafted)}
+    given = {"sampling": sampling, "draft_logits": draft if is_sampled else None, "key": keys[1]}
+    result = accept(Exact(), evidence(target, tokens, **given, **drafted), tokens, **drafted)
     first = jnp.where(result.num_accepted > 0, tokens[:, 0], result.next_token)
     return first, result.next_token, result.next_why
 
@@ -187,7 +160,7 @@ def test_draws_have_their_distribution(sampling: Sampling) -> None:
 def test_emitted_tokens_have_the_targets_distribution(sampling: Sampling, is_sampled: bool) -> None:
     target, draft = probs_of(TARGET, sampling), probs_of(DRAFT, sampling)
     assert np.abs(target - draft).sum() > 0.5, "the draft must be a poor one"
-    first, follower, why = map(np.asarray, draft_and_verify(sampling, is_sampled, 1))
+    first, follower, why = map(np.asarray, draft_and_verify(sampling, is_sampled, 1, *LOGITS))
     assert_fits(first, target)
     if not is_sampled:
         draft = np.eye(len(draft))[draft.argmax()]
@@ -201,7 +174,7 @@ def test_emitted_tokens_have_the_targets_distribution(sampling: Sampling, is_sam
 
 
 def test_without_a_draft_the_target_is_sampled() -> None:
-    first, _, why = map(np.asarray, draft_and_verify(Sampling(), True, 0))
+    first, _, why = map(np.asarray, draft_and_verify(Sampling(), True, 0, *LOGITS))
     assert set(why) == {Why.BONUS}
     assert_fits(first, probs_of(TARGET, Sampling()))
 
@@ -239,16 +212,9 @@ def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
     draft = draft.at[:, :, 0].add(1.0)
     tokens = drawn(draft, sampling, jax.random.key(1))
     rule = Fly(entropy_threshold=0.2, window_size=1)
-    seen = verified(
-        target,
-        tokens,
-        needs=rule.needs,
-        sampling=sampling,
-        draft_logits=draft,
-        key=jax.random.key(2),
-    )
-    loose = decided(rule, seen, tokens)
-    strict = decided(Exact(), seen, tokens)
+    given = {"sampling": sampling, "draft_logits": draft, "key": jax.random.key(2)}
+    seen = verified(target, tokens, needs=rule.needs, **given)
+    loose, strict = (decided(each, seen, tokens) for each in (rule, Exact()))
     rescued = np.asarray(loose.num_rescued)
     assert rescued.sum() > 0
     assert (np.asarray(loose.num_accepted) >= np.asarray(strict.num_accepted)).all()
@@ -257,8 +223,7 @@ def test_fly_rescues_only_what_rejection_sampling_refused() -> None:
         assert same[rescued == 0].all()
     kept = np.asarray(loose.why) == Why.RESCUED
     assert not (kept & np.asarray(seen.accepted)[:, :-1]).any()
-    untempered = verified(target, tokens, needs=rule.needs)
-    np.testing.assert_allclose(seen.entropy, untempered.entropy)
+    np.testing.assert_allclose(seen.entropy, verified(target, tokens, needs=rule.needs).entropy)
 
 
 WIDE, DEVICES = 96, 8  # a vocabulary over all devices
@@ -308,17 +273,23 @@ def test_the_shards_keep_together_what_the_oracle_keeps(seed: int, steps: str) -
     assert_oracles(np.exp(processed(logits, sampling)), logits, sampling)
 
 
+def kept(logits: np.ndarray, **steps: np.ndarray) -> list[int]:
+    """So many tokens of each row, over the shards as on one device."""
+    sampling = Sampling(np.ones(ROWS, np.float32), **steps)
+    here, there = (np.isfinite(found(logits, sampling)) for found in (processed, sharded))
+    np.testing.assert_array_equal(here, there)
+    return here.sum(axis=1).tolist()
+
+
 def test_ties_over_all_shards_are_kept_together() -> None:
     logits = np.zeros((ROWS, WIDE), np.float32)
+    logits[:, ::2] = -0.0
     logits[1:, ::13] = 2.0  # eight tokens, one on most shards
     logits[2:, 5] = 3.0
     top_k = np.array([1, 1, 1, 2, 9, 10], np.int32)
-    sampling = Sampling(np.ones(ROWS, np.float32), top_k)
-    kept = np.isfinite(sharded(logits, sampling)).sum(axis=1)
-    assert kept.tolist() == [WIDE, 8, 1, 9, 9, WIDE]
+    assert kept(logits, top_k=top_k) == [WIDE, 8, 1, 9, 9, WIDE]
     # The most probable token is kept, however little is asked for.
-    least = Sampling(np.ones(ROWS, np.float32), None, np.full(ROWS, 1e-38, np.float32))
-    assert np.isfinite(sharded(logits, least)).sum(axis=1).tolist() == [WIDE, 8, 1, 1, 1, 1]
+    assert kept(logits, top_p=np.full(ROWS, 1e-38, np.float32)) == [WIDE, 8, 1, 1, 1, 1]
 
 
 def test_neighbouring_floats_are_told_apart() -> None:
@@ -328,8 +299,7 @@ def test_neighbouring_floats_are_told_apart() -> None:
         logits[:, token] = np.nextafter(logits[:, token - 1], np.float32(0))
     logits = logits[:, np.random.default_rng(0).permutation(WIDE)]
     top_k = np.array([1, 2, 3, 17, 29, 30], np.int32)
-    kept = np.isfinite(sharded(logits, Sampling(np.ones(ROWS, np.float32), top_k)))
-    assert kept.sum(axis=1).tolist() == top_k.tolist()
+    assert kept(logits, top_k=top_k) == top_k.tolist()
 
 
 STEPS = {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax import monitoring
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import parameters_of
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.data import STATIC, column, data_tree, log
+from fly_jax.verification.data import STATIC, data_tree
 from fly_jax.verification.evidence import evidence
 from fly_jax.verification.rules import (
     RULES,
@@ -48,14 +47,17 @@ judge = jax.jit(accept)
 decide_flat = jax.jit(verify_flat, static_argnames=("max_drafted", "layout"))
 
 
-@dataclasses.dataclass
-class Block:
-    logits: np.ndarray
-    draft_tokens: np.ndarray
-    draft_logits: np.ndarray
-    num_drafted: np.ndarray
+class Block(NamedTuple):
+    rows: dict[str, np.ndarray]  # the inputs of `evidence`
     protected: np.ndarray
     memory: np.ndarray
+
+    def of(self, rows: Any) -> dict[str, np.ndarray]:
+        return {name: values[rows] for name, values in self.rows.items()}
+
+    def shared(self, rule: Rule, num_rows: int = ROWS) -> dict[str, Any]:
+        state = rule.initial_state(num_rows)
+        return {"protected": self.protected, "memory": self.memory, "state": state}
 
 
 def block_of(seed: int, rows: int = ROWS) -> Block:
@@ -66,33 +68,23 @@ def block_of(seed: int, rows: int = ROWS) -> Block:
     pairs = [(d, t) for d in range(VOCAB) for t in range(VOCAB)]
     memory.add([pair for pair in pairs if rng.random() < 0.5], 2)
     full = rng.random(rows) < 0.5
-    return Block(
-        logits.astype(np.float32),
-        draft_logits.argmax(-1).astype(np.int32),
-        draft_logits.astype(np.float32),
-        np.where(full, DRAFT, rng.integers(DRAFT + 1, size=rows)).astype(np.int32),
-        np.arange(VOCAB) == rng.integers(VOCAB),
-        memory.keys(),
-    )
+    num_drafted = np.where(full, DRAFT, rng.integers(DRAFT + 1, size=rows))
+    given = {
+        "logits": logits.astype(np.float32),
+        "draft_tokens": draft_logits.argmax(-1).astype(np.int32),
+        "draft_logits": draft_logits.astype(np.float32),
+        "num_drafted": num_drafted.astype(np.int32),
+    }
+    return Block(given, np.arange(VOCAB) == rng.integers(VOCAB), memory.keys())
 
 
 def verdict_on(
     block: Block, rule: Rule, sampling: Sampling | None = None, key: Any = None, rows: Any = None
 ) -> Verdict:
     """The verdict on some rows of a block, or all of them."""
-    rows = np.arange(len(block.logits)) if rows is None else np.asarray(rows)
-    return decide(
-        rule,
-        block.logits[rows],
-        block.draft_tokens[rows],
-        num_drafted=block.num_drafted[rows],
-        draft_logits=block.draft_logits[rows],
-        sampling=sampling,
-        key=key,
-        protected=block.protected,
-        memory=block.memory,
-        state=rule.initial_state(len(rows)),
-    )
+    rows = np.arange(len(block.rows["logits"])) if rows is None else np.asarray(rows)
+    given = block.of(rows) | block.shared(rule, len(rows))
+    return decide(rule, **given, sampling=sampling, key=key)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -101,25 +93,10 @@ def assert_same(one: Any, other: Any) -> None:
 
 def alone(block: Block, rule: Rule, sampling: Sampling | None, key: Any, row: int) -> Verdict:
     """The verdict on one row; in two programs, so that not every rule compiles the evidence."""
-    here = slice(row, row + 1)
-    seen = gather(
-        block.logits[here],
-        block.draft_tokens[here],
-        needs=per_row(POOL).needs,
-        num_drafted=block.num_drafted[here],
-        draft_logits=block.draft_logits[here],
-        sampling=sampling,
-        key=key,
-    )
-    return judge(
-        rule,
-        seen,
-        block.draft_tokens[here],
-        num_drafted=block.num_drafted[here],
-        protected=block.protected,
-        memory=block.memory,
-        state=rule.initial_state(1),
-    )
+    here = block.of([row])
+    seen = gather(**here, needs=per_row(POOL).needs, sampling=sampling, key=key)
+    drafted = {name: here[name] for name in ("draft_tokens", "num_drafted")}
+    return judge(rule, seen, **drafted, **block.shared(rule, 1))
 
 
 def row_of(verdict: Verdict, row: int) -> Verdict:
@@ -145,16 +122,8 @@ def test_no_number_is_compiled_in(by_row: bool) -> None:
     def decide(rule: Rule, sampling: Sampling, key: jax.Array, state: RuleState) -> Verdict:
         nonlocal traces
         traces += 1
-        return verify(
-            rule,
-            block.logits,
-            block.draft_tokens,
-            draft_logits=block.draft_logits,
-            sampling=sampling,
-            key=key,
-            memory=block.memory,
-            state=state,
-        )
+        given = {**block.rows, "memory": block.memory, "state": state}
+        return verify(rule, **given, sampling=sampling, key=key)
 
     leaves, structure = jax.tree.flatten((EVERYTHING, Sampling(0.9, 10, 0.95)))
     assert len(leaves) == NUMBERS
@@ -286,12 +255,10 @@ def test_a_row_of_temperature_0_is_decoded_greedily() -> None:
     greedy = verdict_on(block, rule)
     for row in np.flatnonzero(temperature == 0):
         assert_same(row_of(mixed, row), row_of(greedy, row))
-    tokens = sample(
-        block.logits[:, 0], Sampling(temperature), jax.random.split(jax.random.key(0), ROWS)
-    )
-    greedy_rows = temperature == 0
-    best = block.logits[:, 0].argmax(-1)
-    np.testing.assert_array_equal(tokens[greedy_rows], best[greedy_rows])
+    logits = block.rows["logits"][:, 0]
+    tokens = sample(logits, Sampling(temperature), jax.random.split(jax.random.key(0), ROWS))
+    is_greedy = temperature == 0
+    np.testing.assert_array_equal(tokens[is_greedy], logits.argmax(-1)[is_greedy])
 
 
 def test_a_rows_draws_are_its_own() -> None:
@@ -311,10 +278,8 @@ def test_a_rows_draws_are_its_own() -> None:
 
 def test_a_text_position_has_its_noise_in_any_pass() -> None:
     logits = np.random.default_rng(0).normal(size=(3, 5, VOCAB)).astype(np.float32)
-    keys, positions = (
-        jax.random.split(jax.random.key(0), 3),
-        np.arange(5) + np.array([[4], [0], [9]]),
-    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    positions = np.arange(5) + np.array([[4], [0], [9]])
     together = sample_at(logits, Sampling(), keys, positions)
     later = sample_at(logits[1:, 3:], Sampling(), keys[1:], positions[1:, 3:])
     np.testing.assert_array_equal(later, together[1:, 3:])
@@ -322,24 +287,16 @@ def test_a_text_position_has_its_noise_in_any_pass() -> None:
 
 def flattened(block: Block, with_bonus: bool) -> dict[str, np.ndarray]:
     """A block in vLLM's layout: one request after the other, and padding up to `TOKENS`."""
-    counts = block.num_drafted + with_bonus
-    kept = [(row, at) for row, count in enumerate(counts) for at in range(count)]
-    rows, at = np.array(kept).T
-    draft = np.pad(block.draft_tokens, ((0, 0), (0, 1)), constant_values=3)
-    draft_logits = np.pad(block.draft_logits, ((0, 0), (0, 1), (0, 0)))
-    flat = {
-        "logits": block.logits[rows, at],
-        "draft_tokens": draft[rows, at],
-        "draft_logits": draft_logits[rows, at],
-    }
-    return {
-        name: np.pad(
-            values,
-            ((0, TOKENS - len(values)),) + ((0, 0),) * (values.ndim - 1),
-            constant_values=1,
-        )
-        for name, values in flat.items()
-    }
+    counts = block.rows["num_drafted"] + with_bonus
+    flat = {}
+    for name, filler in (("logits", 1), ("draft_tokens", 3), ("draft_logits", 0)):
+        values = block.rows[name]
+        beyond = np.full_like(values[:, :1], filler)  # of drafts, which have no bonus position
+        rows = zip(np.concatenate((values, beyond), axis=1), counts, strict=True)
+        kept = np.concatenate([values[:count] for values, count in rows])
+        padding = np.ones((TOKENS - len(kept), *kept.shape[1:]), kept.dtype)
+        flat[name] = np.concatenate((kept, padding))
+    return flat
 
 
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
@@ -350,23 +307,16 @@ def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None
     sampling = sampling_per_row([SAMPLINGS[row % 4] for row in range(ROWS)]) if is_sampled else None
     key = jax.random.key(seed)
     rows = verdict_on(block, rule, sampling, key)
-    shared = {
-        "num_drafted": block.num_drafted,
-        "max_drafted": DRAFT,
-        "sampling": sampling,
-        "key": key,
-        "protected": block.protected,
-        "memory": block.memory,
-        "state": rule.initial_state(ROWS),
-    }
+    num_drafted, drafts = block.rows["num_drafted"], block.rows["draft_tokens"]
+    shared = block.shared(rule) | {"sampling": sampling, "key": key}
+    shared |= {"num_drafted": num_drafted, "max_drafted": DRAFT}
     flat = decide_flat(rule, **flattened(block, with_bonus=True), **shared)
     assert_same(flat.verdict, rows)
     expected = []
     for row in range(ROWS):
         kept = int(rows.num_accepted[row])
-        tail = [-1] * (int(block.num_drafted[row]) - kept)
-        expected.append([*block.draft_tokens[row, :kept], int(rows.next_token[row]), *tail])
-    expected = np.concatenate(expected).tolist()
+        tail = [-1] * (int(num_drafted[row]) - kept)
+        expected += [*drafts[row, :kept].tolist(), int(rows.next_token[row]), *tail]
     assert flat.tokens.tolist() == [*expected, *[-1] * (TOKENS - len(expected))]
 
     # As tpu-inference has it: the engine has drawn the bonus tokens, which come last.
@@ -377,32 +327,28 @@ def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None
         rows = verdict_on(block, rule, sampling, key)
         inputs["draft_probs"] = np.asarray(jax.nn.softmax(inputs.pop("draft_logits")))
     flat = decide_flat(rule, **inputs, bonus_tokens=bonus, **shared)
-    is_whole = np.asarray(rows.num_accepted) == block.num_drafted
+    is_whole = np.asarray(rows.num_accepted) == num_drafted
     following = np.where(is_whole, bonus, rows.next_token)
     assert_same(flat.verdict, dataclasses.replace(rows, next_token=following))
     expected = []
     for row in range(ROWS):
         kept = int(rows.num_accepted[row])
-        block_tokens = [*block.draft_tokens[row, :kept], int(following[row]), *[-1] * DRAFT]
-        expected.append(np.array(block_tokens)[: block.num_drafted[row]])
-    expected = np.concatenate(expected).tolist()
+        tokens = [*drafts[row, :kept].tolist(), int(following[row]), *[-1] * DRAFT]
+        expected += tokens[: num_drafted[row]]
     expected += [-1] * (TOKENS - len(expected))
     assert flat.tokens.tolist() == [*expected, *np.where(is_whole, bonus, -1)]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_missing_is_said() -> None:
-    block = block_of(0)
-    for rule, words in ((Csd(), "CorrectionMemory"), (Budget(Margin(), 1.0), "initial_state")):
-        with pytest.raises(FlyJaxError, match=words):
-            decide(rule, block.logits, block.draft_tokens)
+    logits, drafts = block_of(0).rows["logits"], block_of(0).rows["draft_tokens"]
     with pytest.raises(FlyJaxError, match="key"):
-        decide(Exact(), block.logits, block.draft_tokens, sampling=Sampling())
-    one, drafted = block.draft_tokens[0], {"num_drafted": np.array([DRAFT]), "max_drafted": DRAFT}
+        decide(Exact(), logits, drafts, sampling=Sampling())
+    given = {"num_drafted": np.array([DRAFT]), "max_drafted": DRAFT}
     with pytest.raises(FlyJaxError, match="key"):
-        decide_flat(Exact(), block.logits[0], np.append(one, 0), sampling=Sampling(), **drafted)
+        decide_flat(Exact(), logits[0], np.append(drafts[0], 0), sampling=Sampling(), **given)
     with pytest.raises(FlyJaxError, match="one row of logits"):
-        decide_flat(Exact(), block.logits[0], one, **drafted)
+        decide_flat(Exact(), logits[0], drafts[0], **given)
 
 
 @data_tree
@@ -432,14 +378,6 @@ def test_rebuilding_a_rule_checks_nothing() -> None:
         rebuilt = jax.tree.unflatten(structure, [placeholder] * len(leaves))
         assert rebuilt.gap is placeholder
     Margin(gap=np.full(3, -1.0))  # an array is data, and so not checked
-
-
-def test_numbers_meet_positions_row_by_row() -> None:
-    assert column(2) == 2
-    assert column(jnp.float32(2)).shape == ()
-    assert column(np.arange(3)).shape == (3, 1)
-    assert (log(0), log(1)) == (-math.inf, 0)
-    np.testing.assert_allclose(log(np.array([0.5, 1])), np.log([0.5, 1]))
 
 
 def test_every_rule_is_registered_with_its_parameters() -> None:

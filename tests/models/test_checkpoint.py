@@ -33,16 +33,9 @@ from fly_jax.models.llama import Llama
 def tiny(*, tied: bool) -> LlamaConfig:
     """Dimensions all differ, so that no two can be mixed up."""
     return LlamaConfig(
-        vocab_size=56,
-        embed_size=20,
-        ffw_size=48,
-        num_layers=3,
-        num_heads=8,
-        num_kv_heads=4,
-        head_size=6,
-        max_context=64,
-        tied_embeddings=tied,
-    )
+        vocab_size=56, embed_size=20, ffw_size=48, num_layers=3, num_heads=8, num_kv_heads=4,
+        head_size=6, max_context=64, tied_embeddings=tied,
+    )  # fmt: skip
 
 
 def saved(folder: Path, config: LlamaConfig) -> Llama:
@@ -109,19 +102,14 @@ def test_parameters_are_really_split(tmp_path: Path) -> None:
     layout = layout_on("2x4")
     parameters = load_llama(tmp_path, layout=layout).parameters()
     shard = {name: value.addressable_shards[5].data.shape for name, value in parameters.items()}
-    assert shard["embedding"] == (7, 20)
-    assert shard["query"] == (3, 20, 1, 6)
-    assert shard["key"] == (3, 20, 2, 6)
-    assert shard["output"] == (3, 1, 6, 20)
-    assert shard["down"] == (3, 6, 20)
-    assert shard["unembedding"] == (20, 7)
-    assert shard["mlp_norm"] == (3, 20)
+    heads = {"query": (3, 20, 1, 6), "key": (3, 20, 2, 6), "output": (3, 1, 6, 20)}
+    others = {"embedding": (7, 20), "down": (3, 6, 20), "unembedding": (20, 7), "mlp_norm": (3, 20)}
+    assert shard == shard | heads | others
 
 
 def test_heads_that_do_not_divide_load_replicated(tmp_path: Path) -> None:
-    config = dataclasses.replace(
-        tiny(tied=False), vocab_size=27, ffw_size=9, num_heads=3, num_kv_heads=1
-    )
+    sizes = {"vocab_size": 27, "ffw_size": 9, "num_heads": 3, "num_kv_heads": 1}
+    config = dataclasses.replace(tiny(tied=False), **sizes)
     model = saved(tmp_path, config)
     layout = layout_on("2x4")
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
@@ -189,13 +177,11 @@ def test_no_more_than_a_layer_is_held_beside_the_model(
     int8: bool,
 ) -> None:
     """benchmarks/load_memory.py measures the same in bytes of the process."""
-    config = dataclasses.replace(tiny(tied=True), num_layers=12)
-    path = tmp_path
-    if source is GgufSource:
-        config = dataclasses.replace(  # rows of 32 numbers, and ends of texts, which files have
-            config, embed_size=32, ffw_size=64, head_size=8, bos_token_id=1, eos_token_ids=(2,)
-        )
+    # Rows of 32 numbers, and ends of texts, are what GGUF files have.
+    sizes = {"num_layers": 12, "embed_size": 32, "ffw_size": 64, "head_size": 8}
+    config = dataclasses.replace(tiny(tied=True), **sizes, bos_token_id=1, eos_token_ids=(2,))
     model = saved(tmp_path, config)
+    path = tmp_path
     if source is GgufSource:
         path = write(tmp_path / "model.gguf", tensors_of(model), "Q8_0", config=config)
     del model

@@ -35,12 +35,11 @@ def folder_with(folder: Path, config: dict[str, Any], **others: dict[str, Any]) 
 
 def test_v5_spelling() -> None:
     config = read_config(GOLDEN / "llama31")
-    assert config.rope_theta == 500_000.0
     assert config.rope_scaling == RopeScaling(
         factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=256
     )
     assert (config.num_heads, config.num_kv_heads, config.head_size) == (4, 2, 8)
-    assert config.norm_epsilon == 1e-5
+    assert (config.rope_theta, config.norm_epsilon) == (500_000.0, 1e-5)
     assert config.eos_token_ids == (2, 5, 7)
 
 
@@ -63,16 +62,9 @@ def test_head_size_of_its_own_and_tied_embeddings() -> None:
 
 
 def test_fields_that_old_files_lack() -> None:
-    absent = {
-        "head_dim",
-        "num_key_value_heads",
-        "rope_theta",
-        "rope_scaling",
-        "tie_word_embeddings",
-    }
-    config = config_of(
-        {key: LLAMA31_V4[key] for key in LLAMA31_V4.keys() - absent - {"tie_word_embeddings"}}
-    )
+    rope = {"rope_theta", "rope_scaling"}
+    absent = rope | {"head_dim", "num_key_value_heads", "tie_word_embeddings"}
+    config = config_of({key: LLAMA31_V4[key] for key in LLAMA31_V4.keys() - absent})
     assert (config.num_kv_heads, config.head_size) == (4, 8)
     assert (config.rope_theta, config.rope_scaling) == (10_000.0, None)
     assert not config.tied_embeddings
@@ -110,12 +102,6 @@ def test_missing_field_is_named(tmp_path: Path, field: str) -> None:
         read_config(folder)
 
 
-def test_missing_field_of_the_scaling_is_named() -> None:
-    rope = {k: v for k, v in LLAMA31["rope_parameters"].items() if k != "low_freq_factor"}
-    with pytest.raises(FlyJaxError, match="lacks the field 'low_freq_factor'"):
-        config_of(LLAMA31 | {"rope_parameters": rope})
-
-
 def test_yarn_as_a_qwen_asks_for_it() -> None:
     """The context in the file is the one without it; what is not said is the paper's."""
     asked = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
@@ -135,6 +121,7 @@ def test_yarn_as_a_qwen_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "field 'low_freq_factor'"),
         ({"model_type": "gpt2"}, "type 'gpt2'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rotary scaling 'longrope'"),
         ({"attention_bias": True}, "biases"),
@@ -147,9 +134,7 @@ def test_what_is_not_known_is_refused(change: dict[str, Any], message: str) -> N
         config_of(LLAMA31 | change)
 
 
-def test_a_config_file_that_is_absent_or_no_json(tmp_path: Path) -> None:
-    with pytest.raises(FlyJaxError, match=r"config\.json does not exist"):
-        read_config(tmp_path)
+def test_a_config_file_that_is_no_json(tmp_path: Path) -> None:
     for content in (b'{"vocab_size": 96,', b'{"a": "\xff"}', b""):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(FlyJaxError, match=r"config\.json is not valid JSON"):
@@ -165,12 +150,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 def test_presets_of_one_family_share_vocabulary_and_ends() -> None:
     newer = [config for name, config in PRESETS.items() if re.match(r"llama-3\.[123]-", name)]
     assert len(newer) == 6
-    assert {config.vocab_size for config in newer} == {128_256}
-    assert {config.eos_token_ids for config in newer} == {(128_001, 128_008, 128_009)}
-    assert {config.rope_scaling.factor for config in newer if config.rope_scaling} == {8.0, 32.0}
-    assert all(config.rope_scaling for config in newer)
-
-
-def test_unknown_preset_lists_the_names() -> None:
-    with pytest.raises(FlyJaxError, match=r"no preset 'llama-4'.*llama-3\.1-405b"):
-        preset("llama-4")
+    ends = (128_001, 128_008, 128_009)
+    assert {(one.vocab_size, one.eos_token_ids) for one in newer} == {(128_256, ends)}
+    factors = {one.rope_scaling and one.rope_scaling.factor for one in newer}
+    assert factors == {8.0, 32.0}

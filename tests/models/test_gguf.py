@@ -14,6 +14,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf_files import (
     CONFIG,
+    Put,
     byte_level_writer,
     quantised,
     sentence_piece_writer,
@@ -34,6 +35,8 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.tokenizer import load_tokenizer
 
 Tensors = dict[str, np.ndarray]
+Make = Callable[[Path], tuple[int, Put]]
+Sized = Callable[[int, Put], Path]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,12 @@ def model() -> Llama:
 def tensors(model: Llama) -> Tensors:
     """The model's, by GGUF's names."""
     return tensors_of(model)
+
+
+@pytest.fixture
+def sized(tmp_path: Path, tensors: Tensors) -> Sized:
+    """Writes a file with a tokenizer, and embeddings for so many tokens."""
+    return lambda size, put: write_sized(tmp_path / "model.gguf", tensors, size, put)
 
 
 @pytest.mark.parametrize("mesh", [None, "2x2"])
@@ -98,18 +107,13 @@ def test_the_output_may_be_the_embedding(tmp_path: Path, tensors: Tensors) -> No
 TEXTS = ["the quick  brown fox", " he said: 42\n", "", "déjà vu 🙂", "</s> spelt out"]
 
 
-TOKENIZERS: dict[str, Callable[[Path], tuple[int, Callable[[gguf.GGUFWriter], None]]]] = {
-    "gpt2": lambda _: (
-        llama3_json().get_vocab_size(),
-        byte_level_writer(llama3_json(), "gpt-2", adds_bos=True),
-    ),
-    "llama": sentence_piece_writer,
-}
+def byte_level(_: Path) -> tuple[int, Put]:
+    made = llama3_json()
+    return made.get_vocab_size(), byte_level_writer(made, "gpt-2", adds_bos=True)
 
 
-def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(tmp_path: Path, tensors: Tensors) -> None:
-    path = write_sized(tmp_path / "model.gguf", tensors, *TOKENIZERS["gpt2"](tmp_path))
-    found = open_checkpoint(path).tokenizer
+def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(tmp_path: Path, sized: Sized) -> None:
+    found = open_checkpoint(sized(*byte_level(tmp_path))).tokenizer
     assert found.eos_token_ids == (2, 3)
     reference = llama3_json()
     reference.encode_special_tokens = True
@@ -120,57 +124,53 @@ def test_a_byte_level_tokenizer_gives_the_ids_of_its_json(tmp_path: Path, tensor
     assert found.apply_chat_template([{"role": "user", "content": "fox"}])[-1] == 3
 
 
-@pytest.mark.parametrize(
-    ("maker", "pre"),
-    [
-        ("Llama 3", "llama-bpe"),
-        ("Llama 3", "smaug-bpe"),  # SmolLM3's, which puts nothing before a text
-        ("SmolLM2", "smollm"),
-        ("Qwen 2.5 and 3", "qwen2"),
-        ("Qwen 2.5 and 3", "deepseek-r1-qwen"),
-        ("Mistral since Nemo", "tekken"),
-    ],
-)
-def test_text_is_cut_as_its_makers_cut_it(
-    tmp_path: Path, tensors: Tensors, maker: str, pre: str
-) -> None:
+CUTS = {
+    "llama-bpe": "Llama 3",
+    "smaug-bpe": "Llama 3",  # SmolLM3's, which puts nothing before a text
+    "smollm": "SmolLM2",
+    "qwen2": "Qwen 2.5 and 3",
+    "deepseek-r1-qwen": "Qwen 2.5 and 3",
+    "tekken": "Mistral since Nemo",
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_text_is_cut_as_its_makers_cut_it(sized: Sized, pre: str) -> None:
     """What puts a begin of text before it is known by the name of the cut where nothing says so."""
-    made = MAKERS[maker]()
+    made = MAKERS[CUTS[pre]]()
     put = byte_level_writer(made, pre, adds_bos=None)
-    path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
-    found = open_checkpoint(path).tokenizer
+    found = open_checkpoint(sized(made.get_vocab_size(), put)).tokenizer
     for text in HARD:
         expected = made.encode(text, add_special_tokens=pre != "smaug-bpe")
         assert found.encode(text) == expected.ids
 
 
-def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, tensors: Tensors) -> None:
-    made = llama3_json()
-
-    def refused(key: str, value: object, words: str) -> None:
-        def put(writer: gguf.GGUFWriter) -> None:
-            byte_level_writer(made, "gpt-2", adds_bos=True)(writer)
-            writer.add_pad_token_id(0)
-            name, fields = f"tokenizer.ggml.{key}", writer.kv_data[0]
-            fields[name] = dataclasses.replace(fields[name], value=value)
-
-        path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
-        with pytest.raises(FlyJaxError, match=words):
-            open_checkpoint(path)
-
-    refused("merges", ["a b c"], "is damaged")
-    refused("token_type", [1, 1], "is damaged")
-    refused("padding_token_id", 9999, "9999")
-    refused("pre", "viking", "pre-tokenizer 'viking'")
+DAMAGE: dict[str, tuple[object, str]] = {
+    "merges": (["a b c"], "is damaged"),
+    "token_type": ([1, 1], "is damaged"),
+    "padding_token_id": (9999, "9999"),
+    "pre": ("viking", "pre-tokenizer 'viking'"),
+}
 
 
-def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(
-    tmp_path: Path, tensors: Tensors
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path = write_sized(tmp_path / "model.gguf", tensors, *TOKENIZERS["llama"](folder))
-    found, expected = open_checkpoint(path).tokenizer, load_tokenizer(folder)
+@pytest.mark.parametrize("key", DAMAGE)
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, sized: Sized, key: str) -> None:
+    value, words = DAMAGE[key]
+    size, whole = byte_level(tmp_path)
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        whole(writer)
+        writer.add_pad_token_id(0)
+        name, fields = f"tokenizer.ggml.{key}", writer.kv_data[0]
+        fields[name] = dataclasses.replace(fields[name], value=value)
+
+    with pytest.raises(FlyJaxError, match=words):
+        open_checkpoint(sized(size, put))
+
+
+def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(tmp_path: Path, sized: Sized) -> None:
+    path = sized(*sentence_piece_writer(tmp_path))
+    found, expected = open_checkpoint(path).tokenizer, load_tokenizer(tmp_path)
     for text in TEXTS:
         assert found.encode(text) == expected.encode(text)
         assert found.decode(found.encode(text)) == text
@@ -206,12 +206,11 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
             open_weights(write(path, some, kind, architecture=family))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("make", [byte_level, sentence_piece_writer])
 def test_a_conversion_carries_the_tokenizer(
-    tmp_path: Path, tensors: Tensors, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sized: Sized, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vocab_size, tokenizer = TOKENIZERS[kind](tmp_path)
-    path = write_sized(tmp_path / "model.gguf", tensors, vocab_size, tokenizer)
+    path = sized(*make(tmp_path))
     opened: list[Path] = []
     with monkeypatch.context() as patch:
         patch.setattr(load, "open_gguf", lambda one: opened.append(one) or open_gguf(one))
@@ -239,22 +238,20 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert_same(Llama(model.config, found.parameters()), model)
 
 
-def test_what_pads_a_vocabulary_is_no_token(tmp_path: Path, tensors: Tensors) -> None:
+def test_what_pads_a_vocabulary_is_no_token(sized: Sized) -> None:
     made = MAKERS["Qwen 2.5 and 3"]()
     put = byte_level_writer(made, "qwen2", adds_bos=False, padding=3)
-    path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size() + 3, put)
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(sized(made.get_vocab_size() + 3, put))
     assert len(opened.tokenizer.vocabulary.names) == made.get_vocab_size()
     assert opened.config.vocab_size == made.get_vocab_size() + 3
 
 
-def test_ends_are_known_by_their_text_too(tmp_path: Path, tensors: Tensors) -> None:
+def test_ends_are_known_by_their_text_too(sized: Sized) -> None:
     """A file names one end of each kind, and a Qwen has two."""
     made = llama3_json()
     assert made.token_to_id("<unk>") == 0
     put = byte_level_writer(made, "gpt-2", adds_bos=False, renamed={"<unk>": "<|endoftext|>"})
-    path = write_sized(tmp_path / "model.gguf", tensors, made.get_vocab_size(), put)
-    assert set(open_checkpoint(path).config.eos_token_ids) == {0, 2, 3}
+    assert set(open_checkpoint(sized(made.get_vocab_size(), put)).config.eos_token_ids) == {0, 2, 3}
 
 
 @pytest.mark.parametrize(("window", "family"), [(8, "mistral"), (0, "llama")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import tracemalloc
@@ -20,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, parameter_specs, shared_vocabulary
+from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
-from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
+from fly_jax.models.checkpoints.source import resolve
 from fly_jax.models.llama import Llama
 
 CONFIG = LlamaConfig(
@@ -31,6 +30,8 @@ CONFIG = LlamaConfig(
     head_size=4, max_context=16,
 )  # fmt: skip
 UP = "model.layers.1.mlp.up_proj.weight"
+Change = Callable[[Path], object]
+Complaint = Callable[[Path], str]
 
 
 @pytest.fixture
@@ -62,16 +63,20 @@ def sentence(call: Callable[[], object]) -> str:
     return text
 
 
-def complaint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is said about the folder before any weight is read: by the check and by loading."""
+@pytest.fixture
+def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
+    """What is said about a folder before any weight is read: by the check and by loading."""
 
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
+    def said(folder: Path) -> str:
+        text = sentence(lambda: open_weights(folder))
+        assert sentence(lambda: load_llama(folder)) == text
+        return text
+
     monkeypatch.setattr(HuggingFaceSource, "read", read)
-    text = sentence(lambda: open_weights(folder))
-    assert sentence(lambda: load_llama(folder)) == text
-    return text
+    return said
 
 
 def replace_tensor(folder: Path, change: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -85,22 +90,46 @@ def remove_tensors(folder: Path, *names: str) -> None:
     save_file(kept, folder / "a.safetensors")
 
 
-def append(file: Path, data: bytes) -> None:
-    file.write_bytes(file.read_bytes() + data)
+def without(file: str) -> Change:
+    return lambda folder: (folder / file).unlink()
 
 
+def with_bytes(file: str, content: bytes) -> Change:
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def with_tensor(change: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda folder: replace_tensor(folder, change)
+
+
+def header(content: object) -> bytes:
+    encoded = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+FOUR = {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}
+HEADERS = {
+    "large file pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+    "not JSON": header(b"{'a': 1}"),
+    "not UTF-8": header(b'{"\xff": 1}'),
+    "a list": header([1]),
+    "no entry": header({"a": 1}),
+    "no shape": header({"a": {"dtype": "F32", "data_offsets": [0, 0]}}),
+    "one offset": header({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}),
+    "offsets in words": header({"a": {"dtype": "F32", "shape": [0], "data_offsets": ["a", "b"]}}),
+    "offsets that turn back": header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
+    "bytes too few": header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
+    "no brace": header(b' {"a": 1}'),
+    "ranges that overlap": header({"a": FOUR, "b": FOUR | {"data_offsets": [3, 7]}}),
+    "one range for two": header({"a": FOUR, "b": FOUR}),
+    "a type that is none": header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
+}
+INDEX = "model.safetensors.index.json"
 # What is wrong, and what is said of it.
-FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "no config": (
-        lambda folder: (folder / "config.json").unlink(),
-        ["{0}/config.json does not exist"],
-    ),
-    "a file that goes on": (
-        lambda folder: append(folder / "b.safetensors", b"\0"),
-        ["{0}/b.safetensors is too long"],
-    ),
+FAULTS: dict[str, tuple[Change, list[str]]] = {
+    "no config": (without("config.json"), ["{0}/config.json does not exist"]),
     "the index names an absent file": (
-        lambda folder: (folder / "b.safetensors").unlink(),
+        without("b.safetensors"),
         ["{0}/b.safetensors does not exist, but model.safetensors.index.json"],
     ),
     "missing tensors": (
@@ -110,93 +139,66 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         ["{0} lacks the tensor model.norm.weight and 1 more"],
     ),
     "a wrong shape": (
-        lambda folder: replace_tensor(folder, lambda values: np.ascontiguousarray(values.T)),
+        with_tensor(lambda values: np.ascontiguousarray(values.T)),
         [UP + " in {0}/b.safetensors has shape [8, 12]", "asks for [12, 8]"],
     ),
     "a quantised tensor": (
-        lambda folder: replace_tensor(folder, lambda values: values.astype(np.int8)),
+        with_tensor(lambda values: values.astype(np.int8)),
         [UP + " in {0}/b.safetensors is stored as I8"],
     ),
     "a tensor in two files": (
         lambda folder: shutil.copy(folder / "b.safetensors", folder / "c.safetensors"),
         [UP, "both in {0}/b.safetensors and in {0}/c.safetensors"],
     ),
+    **{
+        f"header: {name}": (
+            with_bytes("b.safetensors", content),
+            ["header of {0}/b.safetensors is damaged"],
+        )
+        for name, content in HEADERS.items()
+    },
+    **{
+        f"index: {content!r}": (with_bytes(INDEX, content), ["{0}/" + INDEX + " is not an index"])
+        for content in (b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": 3}')
+    },
 }
+FAULTS["header: ranges that overlap"][1].append("the tensors a and b overlap")
 
 
-@pytest.mark.parametrize(("change", "words"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_named(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Path], object],
-    words: list[str],
-) -> None:
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(folder: Path, complaint: Complaint, name: str) -> None:
+    change, words = FAULTS[name]
     change(folder)
-    text = complaint(folder, monkeypatch)
+    text = complaint(folder)
     assert all(one.format(folder) in text for one in words), text
 
 
-def test_a_folder_without_weights(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert f"{tmp_path / 'x'} does not exist" in complaint(tmp_path / "x", monkeypatch)
+def test_a_folder_without_weights(folder: Path, tmp_path: Path, complaint: Complaint) -> None:
+    assert f"{tmp_path / 'x'} does not exist" in complaint(tmp_path / "x")
     file = folder / "a.safetensors"
-    assert f"{file} is a file" in complaint(file, monkeypatch)
-    assert f"{tmp_path} holds no weights" in complaint(tmp_path, monkeypatch)
+    assert f"{file} is a file" in complaint(file)
+    assert f"{tmp_path} holds no weights" in complaint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    text = complaint(tmp_path, monkeypatch)
+    text = complaint(tmp_path)
     assert "only pytorch_model.bin" in text
     assert "needs safetensors" in text
 
 
-@pytest.mark.parametrize("left", [0, 5, 8, 40, -1])
-def test_a_truncated_file(folder: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+@pytest.mark.parametrize("left", [0, 5, 8, 40, -1, None])
+def test_a_file_of_another_length(folder: Path, complaint: Complaint, left: int | None) -> None:
     file = folder / "b.safetensors"
     content = file.read_bytes()
-    file.write_bytes(content[:left])
-    text = complaint(folder, monkeypatch)
+    file.write_bytes(content + b"\0" if left is None else content[:left])
+    text = complaint(folder)
     assert str(file) in text
-    if left < 0:
+    if left is None:
+        assert f"{file} is too long" in text
+    elif left < 0:
         assert f"is truncated: it has {len(content) - 1} bytes" in text
         assert f"{UP} need {len(content)}" in text
 
 
-def _header(header: object) -> bytes:
-    encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
-FOUR = {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}
-DAMAGED = {
-    "large file pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    "not JSON": _header(b"{'a': 1}"),
-    "not UTF-8": _header(b'{"\xff": 1}'),
-    "a list": _header([1]),
-    "no entry": _header({"a": 1}),
-    "no shape": _header({"a": {"dtype": "F32", "data_offsets": [0, 0]}}),
-    "one offset": _header({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0]}}),
-    "offsets in words": _header({"a": {"dtype": "F32", "shape": [0], "data_offsets": ["a", "b"]}}),
-    "offsets that turn back": _header({"a": {"dtype": "I8", "shape": [1], "data_offsets": [4, 0]}}),
-    "bytes too few": _header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
-    "no brace": _header(b' {"a": 1}'),
-    "ranges that overlap": _header({"a": FOUR, "b": FOUR | {"data_offsets": [3, 7]}}),
-    "one range for two": _header({"a": FOUR, "b": FOUR}),
-    "a type that is none": _header({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 4]}}),
-}
-
-
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_header(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    (folder / "b.safetensors").write_bytes(content)
-    text = complaint(folder, monkeypatch)
-    assert f"header of {folder / 'b.safetensors'} is damaged" in text
-    if content == DAMAGED["ranges that overlap"]:
-        assert "the tensors a and b overlap" in text
-
-
-def test_a_header_is_not_read_beyond_its_limit(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_is_not_read_beyond_its_limit(folder: Path, complaint: Complaint) -> None:
     """A sparse file of 8 TB that says all of it is header: no memory is asked for."""
     file = folder / "b.safetensors"
     for length in (100_000_001, 2**43):
@@ -204,18 +206,11 @@ def test_a_header_is_not_read_beyond_its_limit(
             stream.write(length.to_bytes(8, "little") + b"{")
             stream.truncate(8 + length)
         tracemalloc.start()
-        text = complaint(folder, monkeypatch)
+        text = complaint(folder)
         assert tracemalloc.get_traced_memory()[1] < 2**22
         tracemalloc.stop()
         assert f"header of {file} is damaged (its length is {length} bytes" in text
         assert "100000000 are the most" in text
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[]", b"{}", b'{"weight_map": 3}'])
-def test_a_damaged_index(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    index = folder / "model.safetensors.index.json"
-    index.write_bytes(content)
-    assert f"{index} is not an index" in complaint(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -231,14 +226,6 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
     assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
 
 
-def test_two_vocabularies() -> None:
-    other = dataclasses.replace(CONFIG, vocab_size=17, num_layers=1)
-    text = sentence(lambda: shared_vocabulary(CONFIG, other))
-    assert "16 tokens" in text
-    assert "17" in text
-    shared_vocabulary(CONFIG, dataclasses.replace(CONFIG, embed_size=4))
-
-
 def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(str(tmp_path)) == tmp_path
     monkeypatch.chdir(tmp_path)
@@ -250,9 +237,8 @@ def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["", " ", "llama", "/absent/llama", "./llama", "a/b/c", "../a"])
 def test_neither_a_folder_nor_a_hub_id(name: str) -> None:
-    assert f"'{name}' is neither a folder that exists nor a hub id" in sentence(
-        lambda: resolve(name)
-    )
+    text = sentence(lambda: resolve(name))
+    assert f"'{name}' is neither a folder that exists nor a hub id" in text
 
 
 def test_the_weights_for_their_folder(folder: Path) -> None:
@@ -287,26 +273,16 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloads:
     return asked
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "revision"),
-    [
-        ("meta-llama/Llama-3.1-8B", None, None),
-        ("meta-llama/Llama-3.1-8B", "v1.0", "v1.0"),
-        ("meta-llama/Llama-3.1-8B@refs/pr/7", None, "refs/pr/7"),
-    ],
-)
-def test_a_hub_id_is_downloaded(
-    tmp_path: Path, downloads: Downloads, name: str, given: str | None, revision: str | None
-) -> None:
+def test_a_hub_id_is_downloaded(tmp_path: Path, downloads: Downloads) -> None:
     """And of its files only those that are needed."""
-    assert resolve(name, given) == tmp_path
-    assert downloads == [("meta-llama/Llama-3.1-8B", revision, NEEDED)]
+    name = "meta-llama/Llama-3.1-8B"
+    assert resolve(name) == resolve(name, "v1.0") == resolve(f"{name}@refs/pr/7") == tmp_path
+    assert downloads == [(name, wanted, NEEDED) for wanted in (None, "v1.0", "refs/pr/7")]
 
 
 def test_a_revision_that_cannot_be_meant(tmp_path: Path, downloads: Downloads) -> None:
-    assert "names a revision, and 'v1' was given as well" in sentence(
-        lambda: resolve("org/name@main", "v1")
-    )
+    twice = sentence(lambda: resolve("org/name@main", "v1"))
+    assert "names a revision, and 'v1' was given as well" in twice
     assert "only hub ids have revisions" in sentence(lambda: resolve(str(tmp_path), "v1"))
     assert "neither a folder that exists nor a hub id" in sentence(lambda: resolve("org/name@"))
     assert "given without a target" in sentence(lambda: open_pair(revision="v1"))
@@ -321,27 +297,19 @@ def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert f"'{name}' is no folder that exists, and the hub could not give it" in text
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (errors.GatedRepoError, "needs its licence accepted"),
-        (errors.RepositoryNotFoundError, "nor a model on the hub"),
-        (errors.RevisionNotFoundError, "has no revision 'v9'"),
-    ],
-)
-def test_a_hub_that_refuses(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str
-) -> None:
+ADVICE: dict[type[Exception], str] = {
+    errors.GatedRepoError: "needs its licence accepted",
+    errors.RepositoryNotFoundError: "nor a model on the hub",
+    errors.RevisionNotFoundError: "has no revision 'v9'",
+}
+
+
+@pytest.mark.parametrize("error", ADVICE)
+def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def download(*_: object, **__: object) -> None:
         raise error.__new__(error)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     text = sentence(lambda: resolve("org/name", "v9"))
     assert "'org/name'" in text
-    assert advice in text
-
-
-def test_the_embedded_pair_has_its_place() -> None:
-    target, draft = EMBEDDED_PAIR
-    assert target.parts[-3:] == ("models", "embedded", "target")
-    assert draft == target.with_name("draft")
+    assert ADVICE[error] in text

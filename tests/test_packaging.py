@@ -21,33 +21,25 @@ _LINKS = ("models", "sharding", "launch")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the checkout, built from a copy so that nothing is left behind in it."""
     directory = tmp_path_factory.mktemp("wheel")
     source = directory / "source"
     source.mkdir()
     for name in _SOURCES:
-        if (_ROOT / name).exists():
-            shutil.copy2(_ROOT / name, source / name)
+        shutil.copy2(_ROOT / name, source / name)
+    left_out = shutil.ignore_patterns("__pycache__")
     for name in _FOLDERS:
-        shutil.copytree(
-            _ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(_ROOT / name, source / name, symlinks=True, ignore=left_out)
     for name in _LINKS:
         (source / name).symlink_to((_ROOT / name).readlink())
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(directory), str(source)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-    (built,) = directory.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("unpacked")
+    (wheel,) = directory.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(directory)
-    return directory
+        archive.extractall(directory / "unpacked")
+    return directory / "unpacked"
 
 
 def test_wheel_has_the_package_and_nothing_else(unpacked: Path) -> None:
@@ -68,23 +60,14 @@ def test_wheel_has_the_configs(unpacked: Path) -> None:
         assert path.read_bytes() == sources[name].read_bytes()
 
 
-def test_wheel_has_the_embedded_pair(unpacked: Path) -> None:
-    embedded = Path("fly_jax", "models", "embedded")
-    expected = {
-        path.relative_to(_ROOT)
-        for path in (_ROOT / embedded).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert any(path.suffix == ".safetensors" for path in expected)
-    for path in expected:
+def test_wheel_has_the_embedded_pair_and_the_pages(unpacked: Path) -> None:
+    embedded = _ROOT / "fly_jax" / "models" / "embedded"
+    pair = [path.relative_to(_ROOT) for path in embedded.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".safetensors" for path in pair)
+    assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
+    pages = [Path("fly_jax/serving/http/page.html"), Path("fly_jax/launch/page.html")]
+    for path in (*pair, *pages):
         assert (unpacked / path).read_bytes() == (_ROOT / path).read_bytes()
-    size = sum((unpacked / path).stat().st_size for path in expected)
-    assert size <= 25 * 2**20
-
-
-def test_wheel_has_the_pages(unpacked: Path) -> None:
-    for page in ("fly_jax/serving/http/page.html", "fly_jax/launch/page.html"):
-        assert (unpacked / page).read_bytes() == (_ROOT / page).read_bytes()
 
 
 def test_metadata(unpacked: Path) -> None:
@@ -92,13 +75,8 @@ def test_metadata(unpacked: Path) -> None:
     metadata = HeaderParser().parsestr((directory / "METADATA").read_text(encoding="utf-8"))
     assert metadata["Name"] == "fly_jax"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra", [])) >= {
-        "test",
-        "tpu",
-        "cuda",
-        "notebooks",
-        "serve",
-    }
+    extras = {"test", "tpu", "cuda", "notebooks", "serve"}
+    assert set(metadata.get_all("Provides-Extra", [])) >= extras
     assert list(directory.rglob("LICENSE"))
 
 
@@ -109,16 +87,11 @@ def test_wheel_imports_outside_the_checkout(unpacked: Path, tmp_path: Path) -> N
         "print(json.dumps([str(root), sorted(path.name for path in (root / 'configs').iterdir())]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        capture_output=True,
-        cwd=tmp_path,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        text=True,
+    command = [sys.executable, "-c", program]
+    said = subprocess.check_output(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, text=True
     )
-    root, configs = json.loads(finished.stdout)
+    root, configs = json.loads(said)
     assert Path(root) == unpacked / "fly_jax"
     assert "fly_llama3_70b.toml" in configs
 

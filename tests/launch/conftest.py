@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 from tiny_pair import write_pair
 
 from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
+from fly_jax.models.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
@@ -20,19 +21,24 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
-def models(tiny_pair: tuple[Path, Path]) -> list[str]:
+def tokenizer(tiny_pair: Folders) -> Tokenizer:
+    return load_tokenizer(tiny_pair[0])
+
+
+@pytest.fixture(scope="session")
+def models(tiny_pair: Folders) -> list[str]:
     """The flags that name the tiny pair."""
     target, draft = tiny_pair
     return [f"--target={target}", f"--draft={draft}", "--dtype=float32"]
 
 
 @pytest.fixture(scope="session")
-def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def chatty(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags that name the tiny pair, with a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "target"
     shutil.copytree(tiny_pair[0], folder)
@@ -41,7 +47,7 @@ def chatty(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_weights(monkeypatch: Patch) -> None:
     """Reading weights fails."""
 
     def load(*_: object, **__: object) -> None:
@@ -51,7 +57,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def decoded(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+def decoded(capsys: Captured) -> Decoded:
     """Runs generate, and gives the objects that it prints."""
 
     def run(*arguments: str) -> list[dict[str, Any]]:
@@ -63,7 +69,13 @@ def decoded(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, 
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def of_pair(decoded: Decoded, models: list[str]) -> Decoded:
+    """Runs generate with the tiny pair, and gives the objects that it prints."""
+    return lambda *arguments: decoded(*models, *arguments)
+
+
+@pytest.fixture
+def refused(capsys: Captured) -> Refused:
     """Runs a command line that must end with status 2 and one sentence, and returns that."""
 
     def run(*arguments: str, words: Sequence[str] = ()) -> str:

@@ -11,7 +11,7 @@ import pytest
 from launch_types import Captured, Decoded, Refused
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 
 PROMPTS = ["Ada has 3 apples", "<script>Boris", "Vera's"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
@@ -35,12 +35,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_file_is_what_was_generated(
-    audit: Path, models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded
-) -> None:
-    tokenizer = load_tokenizer(tiny_pair[0])
-    given = [*models, *GIVEN, *SIZES]
-    fast, exact = decoded(*given, *RULE), decoded(*given, "--rule=exact")
+def test_what_was_generated(audit: Path, tokenizer: Tokenizer, of_pair: Decoded) -> None:
+    given = [*GIVEN, *SIZES]
+    fast, exact = of_pair(*given, *RULE), of_pair(*given, "--rule=exact")
     first, *events = lines(audit)
     assert (first["event"], first["rule"], first["version"]) == ("run", "margin", 1)
     assert first["entropy_measure"] == "top_3"
@@ -73,17 +70,14 @@ def test_the_file_is_what_was_generated(
             assert event["window"] is None
             assert (event["refused_by"] is None) == (event["event"] == "rescue")
         assert one["regret"] == pytest.approx(6 - left, abs=1e-3)
-    assert {event["refused_by"] for event in events[:-1] if event["event"] == "refusal"} == {
-        "budget"
-    }
+    refusals = [event for event in events if event["event"] == "refusal"]
+    assert {event["refused_by"] for event in refusals} == {"budget"}
 
 
-def test_deferred_windows_are_in_the_file(
-    models: list[str], tmp_path: Path, decoded: Decoded, capsys: Captured
-) -> None:
+def test_deferred_windows(tmp_path: Path, of_pair: Decoded, capsys: Captured) -> None:
     path = tmp_path / "audit.jsonl"
     flags = ["--boundary=defer", "--entropy_threshold=0.01", "--noaudit_exact", f"--audit={path}"]
-    found = decoded(*models, *GIVEN, *SIZES, *flags)
+    found = of_pair(*GIVEN, *SIZES, *flags)
     events = [event for event in lines(path) if event["event"] == "rescue"]
     assert len(events) == sum(one["num_rescued_tokens"] for one in found)
     assert {"held"} <= {event["window"] for event in events} <= {"held", "completed"}
@@ -94,9 +88,7 @@ def test_deferred_windows_are_in_the_file(
     assert sum(summary["windows"].values()) == len(events)
 
 
-def test_the_command_sums_up_and_writes_a_page(
-    audit: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_summary_and_a_page(audit: Path, tmp_path: Path, capsys: Captured) -> None:
     html = tmp_path / "page.html"
     assert main(["audit", f"--html={html}", str(audit), "--prompt=2", "--pairs", "3"]) == 0
     shown = capsys.readouterr().out
@@ -113,30 +105,23 @@ def test_the_command_sums_up_and_writes_a_page(
     assert "<script" not in text
 
 
-def test_a_stopped_run_is_summed_up_with_a_warning(
-    audit: Path, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_stopped_run_is_summed_up(audit: Path, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_bytes(audit.read_bytes()[:-30])
     assert main(["audit", str(path)]) == 0
-    captured = capsys.readouterr()
-    assert "2 prompts" in captured.out
-    assert captured.err.count("\n") == 1
-    assert "breaks off" in captured.err
+    said, warning = capsys.readouterr()
+    assert "2 prompts" in said
+    assert warning.count("\n") == 1
+    assert "breaks off" in warning
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["needs a file"]),
-        (["/nowhere/audit.jsonl"], ["/nowhere/audit.jsonl", "cannot be read"]),
-        (["{}", "{}"], ["one file", "2"]),
-        (["{}", "--html=page.html", "--prompt=9"], ["prompt 9", "1, 2, 3"]),
-        (["{}", "--html={}"], ["written over"]),
-        (["{}", "--html=/nowhere/page.html"], ["/nowhere/page.html"]),
-        (["{}", "--htm=x"], ["--htm"]),
-        (["{}", "--pairs=-1"], ["pairs"]),
-    ],
-)
-def test_bad_input(audit: Path, refused: Refused, arguments: list[str], words: list[str]) -> None:
-    refused("audit", *(argument.format(audit) for argument in arguments), words=words)
+def test_bad_input(audit: Path, refused: Refused) -> None:
+    file = str(audit)
+    refused("audit", words=["needs a file"])
+    refused("audit", "/nowhere/audit.jsonl", words=["/nowhere/audit.jsonl", "cannot be read"])
+    refused("audit", file, file, words=["one file", "2"])
+    refused("audit", file, "--html=page.html", "--prompt=9", words=["prompt 9", "1, 2, 3"])
+    refused("audit", file, f"--html={file}", words=["written over"])
+    refused("audit", file, "--html=/nowhere/page.html", words=["/nowhere/page.html"])
+    refused("audit", file, "--htm=x", words=["--htm"])
+    refused("audit", file, "--pairs=-1", words=["pairs"])

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Patch, Talk
+from launch_types import Captured, Decoded, Patch, Talk
 
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
@@ -20,7 +21,7 @@ from fly_jax.engine.request import Request, RequestState
 from fly_jax.launch import chat
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.view import TextView
-from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
 Typed = str | type[BaseException]
@@ -31,15 +32,7 @@ def talk(chatty: list[str], monkeypatch: Patch, capsys: Captured) -> Talk:
     """Types lines, then Ctrl-D; gives the answers, and what the program says."""
 
     def run(*typed: Typed, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
-        lines = iter(typed)
-
-        def read(_: str) -> str:
-            line = next(lines, EOFError)
-            if not isinstance(line, str):
-                raise line
-            return line
-
-        monkeypatch.setattr(builtins, "input", read)
+        monkeypatch.setattr(builtins, "input", Mock(side_effect=[*typed, EOFError]))
         assert main(["chat", *chatty, *SIZES, *flags]) == 0
         captured = capsys.readouterr()
         return captured.out.removesuffix("\n").split("\n\n")[:-1], captured.err
@@ -47,20 +40,8 @@ def talk(chatty: list[str], monkeypatch: Patch, capsys: Captured) -> Talk:
     return run
 
 
-def answer_to(chatty: list[str], messages: list[dict], folder: Path, capsys: Captured) -> str:
-    """What generate gives for a conversation."""
-    file = folder / "prompts.jsonl"
-    file.write_text(json.dumps({"messages": messages}))
-    assert main([*chatty, *SIZES, f"--prompts_file={file}", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    text: str = record["text"]
-    return text
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_terminal_shows_what_is_waited_for(
-    is_terminal: bool, talk: Talk, monkeypatch: Patch
-) -> None:
+def test_what_is_waited_for(is_terminal: bool, talk: Talk, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     _, said = talk("Ada has 3")
     for why in ("Reading the weights", "Compiling"):
@@ -69,13 +50,17 @@ def test_a_terminal_shows_what_is_waited_for(
 
 
 def test_turns_are_one_conversation(
-    talk: Talk, chatty: list[str], tmp_path: Path, capsys: Captured
+    talk: Talk, chatty: list[str], tmp_path: Path, decoded: Decoded
 ) -> None:
+    """With the answers that generate gives."""
     messages = [{"role": "system", "content": "Short."}]
     expected = []
+    file = tmp_path / "prompts.jsonl"
     for line in ("Ada has 3", "Boris"):
         messages.append({"role": "user", "content": line})
-        expected.append(answer_to(chatty, messages, tmp_path, capsys))
+        file.write_text(json.dumps({"messages": messages}))
+        (record,) = decoded(*chatty, *SIZES, f"--prompts_file={file}")
+        expected.append(record["text"])
         messages.append({"role": "assistant", "content": expected[-1]})
     answers, said = talk("Ada has 3", "", "Boris", flags=("--system=Short.",))
     assert answers == expected
@@ -114,9 +99,8 @@ def test_what_was_said_is_not_taken_in_again(talk: Talk, monkeypatch: Patch) -> 
     assert second.num_reused > 0
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_program(
-    talk: Talk, chatty: list[str], monkeypatch: Patch
-) -> None:
+def test_ctrl_c_stops_an_answer(talk: Talk, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+    """And not the program."""
     whole, _ = talk("Ada has 3")
     submit, run, prompts = Engine.submit, Engine.run, []
 
@@ -137,8 +121,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
     assert whole[0].startswith(answers[0])
     assert len(answers[0]) < len(whole[0])
     assert "Ctrl-D ends the program." in said
-    folder = Path(chatty[0].partition("=")[2])
-    told = load_tokenizer(folder).decode(prompts[1], skip_special_tokens=False)
+    told = tokenizer.decode(prompts[1], skip_special_tokens=False)
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
 
 
@@ -146,7 +129,6 @@ def test_ctrl_c_while_an_answer_is_prepared(talk: Talk, monkeypatch: Patch) -> N
     """As if nothing had been asked; the next line is answered, and compiles before it."""
     (whole,), _ = talk("Ada has 3")
     run, interrupts = Programs.run, iter([KeyboardInterrupt])
-
     unfinished: list[bool] = []
 
     def interrupted(self: Programs, state: DecodeState, *given: object) -> object:

@@ -31,12 +31,10 @@ sys.exit(status)
 """
 
 
-OPTIONS = (
-    "jax_enable_compilation_cache",
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
+OPTIONS = [
+    *("jax_enable_compilation_cache", "jax_compilation_cache_dir"),
+    *("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +49,11 @@ def _settings(monkeypatch: Patch) -> Iterator[None]:
 
 
 def counts(arguments: list[str], **environment: str) -> tuple[int, int, int]:
+    command, there = [sys.executable, "-c", COUNTING, *arguments], {**os.environ, **environment}
     finished = subprocess.run(
-        [sys.executable, "-c", COUNTING, *arguments],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment},
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=there
     )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
+    assert (finished.returncode, finished.stderr) == (0, "")
     hits, misses, requests = map(int, finished.stdout.splitlines()[-1].split())
     return hits, misses, requests
 
@@ -80,13 +74,12 @@ def test_the_second_start_compiles_nothing(models: list[str], tmp_path: Path) ->
 def test_the_flag_goes_before_the_variables(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLY_JAX_COMPILATION_CACHE", str(tmp_path / "variable"))
     flagged = enable_compilation_cache(tmp_path / "flag")
-    assert flagged is not None
-    assert flagged.parent == tmp_path / "flag"
-    assert flagged.stat().st_mode & 0o777 == 0o700
     assert jax.config.jax_compilation_cache_dir == str(flagged)
     named = enable_compilation_cache()
+    assert flagged is not None
     assert named is not None
-    assert named.parent == tmp_path / "variable"
+    assert (flagged.parent, named.parent) == (tmp_path / "flag", tmp_path / "variable")
+    assert flagged.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_jax_was_told_stays(tmp_path: Path) -> None:
@@ -126,15 +119,12 @@ def test_no_cache(word: str, tmp_path: Path, monkeypatch: Patch) -> None:
     assert not (tmp_path / "variable").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_only_told_of(
-    models: list[str], tmp_path: Path, capsys: Captured
-) -> None:
+def test_no_folder_to_write(models: list[str], tmp_path: Path, capsys: Captured) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(FlyJaxError, match="Not a directory"):
         enable_compilation_cache(file / "cache")
     assert main([*models, "--prompt=Ada", *SIZES, f"--compilation_cache={file}"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.count("\n") == 1
-    assert captured.err.startswith(f"Compiled programs cannot be kept in {file}")
-    assert captured.err.count("\n") == 1
+    out, said = capsys.readouterr()
+    assert said.startswith(f"Compiled programs cannot be kept in {file}")
+    assert out.count("\n") == said.count("\n") == 1

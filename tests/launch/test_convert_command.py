@@ -6,23 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch_types import Captured, Decoded, Patch, Refused
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 
 from fly_jax.launch.__main__ import main
 from fly_jax.models.checkpoints import load as module
 
+Tokens = Callable[..., list[int]]
+
 
 @pytest.fixture
-def tokens(decoded: Decoded) -> Callable[..., list[int]]:
+def tokens(decoded: Decoded) -> Tokens:
     given = ["--prompt=Ada has 3", "--max_new_tokens=12"]
     return lambda *flags: decoded(*flags, *given)[0]["token_ids"]
 
 
-def test_tokens_are_those_of_the_source_on_every_mesh(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, tokens: Callable[..., list[int]]
-) -> None:
-    target = tiny_pair[0]
-    output = tmp_path / "output"
+def test_the_sources_tokens_on_meshes(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
+    target, output = tiny_pair[0], tmp_path / "output"
     assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
     flags = ("--rule=autoregressive", "--dtype=float32")
     expected = tokens(f"--target={target}", *flags)
@@ -30,9 +29,7 @@ def test_tokens_are_those_of_the_source_on_every_mesh(
     assert tokens(f"--target={output}", *flags, "--mesh=2x4") == expected
 
 
-def test_int8_decodes_alike_from_either_side(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, tokens: Callable[..., list[int]]
-) -> None:
+def test_int8_decodes_alike(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
     """Quantised while it loads, or converted before."""
     for name, source in zip(("target", "draft"), tiny_pair, strict=True):
         folder = f"--output={tmp_path / name}"
@@ -42,9 +39,8 @@ def test_int8_decodes_alike_from_either_side(
     assert tokens(*folders, "--dtype=bfloat16") == loaded
 
 
-def test_what_is_wrong(refused: Refused, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
-    target = f"--target={tiny_pair[0]}"
-    output = f"--output={tmp_path / 'a'}"
+def test_what_is_wrong(refused: Refused, tiny_pair: Folders, tmp_path: Path) -> None:
+    target, output = f"--target={tiny_pair[0]}", f"--output={tmp_path / 'a'}"
     refused("convert", output, words=["--target"])
     refused("convert", target, words=["--output"])
     refused("convert", "--target=/nowhere", output, words=["/nowhere"])
@@ -53,7 +49,7 @@ def test_what_is_wrong(refused: Refused, tiny_pair: tuple[Path, Path], tmp_path:
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
+    tiny_pair: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_types import Captured, Decoded, Patch, Refused
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
-from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 
 KEYS = {
     "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",
@@ -24,26 +24,19 @@ KEYS = {
 }  # fmt: skip
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
+BORIS = ["--prompt=Boris", *SIZES]
+BOTH = [f"--prompt={PROMPTS[0]}", *BORIS]
 
 
-def given(*prompts: str) -> list[str]:
-    return [f"--prompt={prompt}" for prompt in prompts]
-
-
-def test_several_drafts(models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded) -> None:
+def test_several_drafts(tiny_pair: Folders, of_pair: Decoded) -> None:
     """The target as a draft below the draft: the same text."""
-    below = [f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2"]
-    found = decoded(*models, *below, *given(*PROMPTS), *SIZES)
-    alone = decoded(*models, *given(*PROMPTS), *SIZES)
-    kept = ("token_ids", "why", "num_rounds")
-    assert [[record[key] for key in kept] for record in found] == [
-        [record[key] for key in kept] for record in alone
-    ]
+    found = of_pair(f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2", *BOTH)
+    for one, alone in zip(found, of_pair(*BOTH), strict=True):
+        assert all(one[key] == alone[key] for key in ("token_ids", "why", "num_rounds"))
 
 
-def test_json_objects(models: list[str], tiny_pair: tuple[Path, Path], decoded: Decoded) -> None:
-    tokenizer = load_tokenizer(tiny_pair[0])
-    found = decoded(*models, *given(*PROMPTS), *SIZES)
+def test_json_objects(tokenizer: Tokenizer, of_pair: Decoded) -> None:
+    found = of_pair(*BOTH)
     assert [record["prompt"] for record in found] == PROMPTS
     for record in found:
         assert record.keys() == KEYS
@@ -63,37 +56,33 @@ def test_json_objects(models: list[str], tiny_pair: tuple[Path, Path], decoded: 
     assert "m" in "".join(record["why"] for record in found)
 
 
-def test_exact_gives_the_tokens_of_autoregressive(models: list[str], decoded: Decoded) -> None:
-    rules = [
-        decoded(*models, *given(*PROMPTS), f"--rule={rule}", *batch, *SIZES)
-        for rule, batch in (("autoregressive", []), ("exact", []), ("exact", ["--batch_size=2"]))
-    ]
-    one, exact, batched = ([record["token_ids"] for record in found] for found in rules)
-    assert one == exact == batched
-    assert all(set(record["why"]) == {"b"} for record in rules[0])
-    assert all(record["num_rounds"] == len(record["token_ids"]) for record in rules[0])
-    assert sum(record["num_rounds"] for record in rules[1]) < sum(map(len, one))
+def test_exact_gives_the_tokens_of_autoregressive(of_pair: Decoded) -> None:
+    plain, exact = of_pair(*BOTH, "--rule=autoregressive"), of_pair(*BOTH, "--rule=exact")
+    batched = of_pair(*BOTH, "--rule=exact", "--batch_size=2")
+    for one, other, third in zip(plain, exact, batched, strict=True):
+        assert one["token_ids"] == other["token_ids"] == third["token_ids"]
+        assert set(one["why"]) == {"b"}
+        assert one["num_rounds"] == len(one["token_ids"])
+    assert sum(one["num_rounds"] for one in exact) < sum(one["num_rounds"] for one in plain)
 
 
-def test_text_is_what_json_says(models: list[str], decoded: Decoded, capsys: Captured) -> None:
-    found = decoded(*models, *given(*PROMPTS), *SIZES)
-    assert main([*models, *given(*PROMPTS), *SIZES]) == 0
+def test_text_is_what_json_says(models: list[str], of_pair: Decoded, capsys: Captured) -> None:
+    found = of_pair(*BOTH)
+    assert main([*models, *BOTH]) == 0
     captured = capsys.readouterr()
     assert captured.out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in found)
     assert "[2/2]" in captured.err
     assert "\x1b" not in captured.out + captured.err
 
 
-def test_sampling_is_the_seeds(models: list[str], decoded: Decoded) -> None:
-    arguments = [*models, *given("Boris"), "--rule=sampled"]
-    first, again, other = (
-        decoded(*arguments, f"--seed={seed}", *SIZES)[0]["token_ids"] for seed in (1, 1, 2)
-    )
+def test_sampling_is_the_seeds(of_pair: Decoded) -> None:
+    found = [of_pair(*BORIS, "--rule=sampled", f"--seed={seed}") for seed in (1, 1, 2)]
+    first, again, other = (one[0]["token_ids"] for one in found)
     assert first == again != other
 
 
 def test_comparison_leaves_stdout_to_json(models: list[str], capsys: Captured) -> None:
-    assert main([*models, *given("Boris"), *SIZES, "--compare", "--json"]) == 0
+    assert main([*models, *BORIS, "--compare", "--json"]) == 0
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 1
     assert json.loads(captured.out)["prompt"] == "Boris"
@@ -101,9 +90,7 @@ def test_comparison_leaves_stdout_to_json(models: list[str], capsys: Captured) -
     assert rules == ["autoregressive", "exact", "fly"]
 
 
-def test_without_prompts_and_models(
-    tiny_pair: tuple[Path, Path], monkeypatch: Patch, capsys: Captured
-) -> None:
+def test_without_flags(tiny_pair: Folders, monkeypatch: Patch, capsys: Captured) -> None:
     """The built-in pair continues built-in prompts, and the table says how many were right."""
     monkeypatch.setattr("fly_jax.decoding.pair.EMBEDDED_PAIR", tiny_pair)
     problem = Problem("Boris", " buys 3.\nAnswer: 3", "3")
@@ -117,19 +104,15 @@ def test_without_prompts_and_models(
     assert all("0/1" in row for row in table[2:])
 
 
-def test_a_config_is_overridden_by_flags(
-    models: list[str], tmp_path: Path, decoded: Decoded
-) -> None:
+def test_a_config_is_overridden_by_flags(tmp_path: Path, of_pair: Decoded) -> None:
     config = tmp_path / "slow.toml"
     config.write_text('rule = "autoregressive"\n')
-    arguments = [*models, *given("Boris"), f"--config={config}"]
-    assert decoded(*arguments, *SIZES)[0]["rule"] == "autoregressive"
-    assert decoded(*arguments, "--rule=exact", *SIZES)[0]["rule"] == "exact"
+    arguments = [*BORIS, f"--config={config}"]
+    assert of_pair(*arguments)[0]["rule"] == "autoregressive"
+    assert of_pair(*arguments, "--rule=exact")[0]["rule"] == "exact"
 
 
-def test_bad_lines_are_skipped_on_request(
-    models: list[str], tmp_path: Path, capsys: Captured
-) -> None:
+def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, capsys: Captured) -> None:
     long = json.dumps({"prompt": "Ada " * 200}).encode()
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "Boris"}\n{"prompt": \n\xff\n' + long + b'\n{"prompt": "Ada"}\n')
@@ -142,10 +125,10 @@ def test_bad_lines_are_skipped_on_request(
         assert f"line {number}" in captured.err
 
 
-def test_a_mesh_changes_no_token(models: list[str], decoded: Decoded) -> None:
+def test_a_mesh_changes_no_token(models: list[str], of_pair: Decoded) -> None:
     """In a process of its own, where the devices have to be simulated."""
-    single = decoded(*models, *given(*PROMPTS), *SIZES)
-    command = [sys.executable, "-m", "fly_jax.launch", *models, *given(*PROMPTS), *SIZES]
+    single = of_pair(*BOTH)
+    command = [sys.executable, "-m", "fly_jax.launch", *models, *BOTH]
     finished = subprocess.run(
         [*command, "--json", "--mesh=8x8"],
         capture_output=True,
@@ -159,33 +142,26 @@ def test_a_mesh_changes_no_token(models: list[str], decoded: Decoded) -> None:
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
 
 
-def test_auto_depth_is_a_word_for_k(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
-    target, draft = map(str, tiny_pair)
-    flags = [f"--target={target}", f"--draft={draft}", "--prompt=Ada has 3", "--rule=exact"]
-    tokens = []
-    for k in ("auto", "4"):
-        assert main([*flags, f"--num_speculative_tokens={k}", "--max_new_tokens=12", "--json"]) == 0
-        tokens.append(json.loads(capsys.readouterr().out)["token_ids"])
-    assert tokens[0] == tokens[1]
+def test_auto_depth_is_a_word_for_k(of_pair: Decoded) -> None:
+    (found,) = of_pair(*BORIS, "--rule=exact", "--num_speculative_tokens=auto")
+    (expected,) = of_pair(*BORIS, "--rule=exact")
+    assert found["token_ids"] == expected["token_ids"]
 
 
 LOOKED_UP = ["--prompt=Ada has 3 apples and Ada has 3", "--max_new_tokens=12"]
 EXACT = ["--rule=exact", "--num_speculative_tokens=4"]
 
 
-def test_the_lookup_or_nothing_drafts(
-    tiny_pair: tuple[Path, Path], decoded: Decoded, capsys: Captured
-) -> None:
-    target = [*LOOKED_UP, f"--target={tiny_pair[0]}", "--dtype=float32"]
-    assert main([*target, "--json"]) == 0
-    captured = capsys.readouterr()
-    alone = json.loads(captured.out)
+def test_lookup_or_nothing_drafts(tiny_pair: Folders, decoded: Decoded, capsys: Captured) -> None:
+    target = [*LOOKED_UP, f"--target={tiny_pair[0]}", "--dtype=float32", "--json"]
+    records = []
+    for flags, count in (([], 1), (["--draft=ngram", *EXACT], 0)):
+        assert main([*target, *flags]) == 0
+        captured = capsys.readouterr()
+        records.append(json.loads(captured.out))
+        assert captured.err.count("one token at a time") == count
+    alone, named = records
     assert alone["rule"] == "autoregressive"
-    assert captured.err.count("one token at a time") == 1
-    assert main([*target, "--draft=ngram", *EXACT, "--json"]) == 0
-    captured = capsys.readouterr()
-    named = json.loads(captured.out)
-    assert "one token at a time" not in captured.err
     (implied,) = decoded(*target, "--prompt_lookup_max=4", *EXACT)
     assert named["token_ids"] == implied["token_ids"] == alone["token_ids"]
     assert named["num_draft_tokens"] == implied["num_draft_tokens"] > 0
@@ -198,6 +174,5 @@ def test_the_embedded_target_takes_the_lookup(decoded: Decoded) -> None:
     assert found["num_draft_tokens"] > 0
 
 
-def test_what_proposes_alone_stands_alone(tiny_pair: tuple[Path, Path], refused: Refused) -> None:
-    drafts = ["--draft=ngram", f"--draft={tiny_pair[1]}"]
-    refused("--prompt=x", f"--target={tiny_pair[0]}", *drafts, words=["proposes alone"])
+def test_what_proposes_alone_stands_alone(models: list[str], refused: Refused) -> None:
+    refused("--prompt=x", "--draft=ngram", *models, words=["proposes alone"])

@@ -6,11 +6,12 @@ import builtins
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
 from gguf_files import CONFIG, byte_level_writer, tensors_of, write_sized
-from launch_types import Captured, Decoded, Patch, Refused
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 from tokenizer_makers import llama3_json
 
 from fly_jax.launch.__main__ import main
@@ -18,33 +19,29 @@ from fly_jax.models.llama import Llama
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}<|eot|>{% endfor %}"
 EXACT = ["--rule=exact", "--num_speculative_tokens=3"]
+Tokens = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """Two models that share a tokenizer with a chat template."""
-    folder, made = tmp_path_factory.mktemp("gguf"), llama3_json()
+    made = llama3_json()
     put = byte_level_writer(made, "gpt-2", adds_bos=True, template=TEMPLATE)
-    target, draft = (
-        write_sized(
-            folder / f"{number}.gguf",
-            tensors_of(Llama.random(CONFIG, jax.random.key(number))),
-            made.get_vocab_size(),
-            put,
-        )
-        for number in range(2)
-    )
-    return target, draft
+
+    def write(number: int) -> Path:
+        tensors = tensors_of(Llama.random(CONFIG, jax.random.key(number)))
+        path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+        return write_sized(path, tensors, made.get_vocab_size(), put)
+
+    return write(0), write(1)
 
 
 @pytest.fixture
-def tokens(decoded: Decoded) -> Callable[..., list[int]]:
+def tokens(decoded: Decoded) -> Tokens:
     return lambda *flags: decoded(*flags, "--prompt=the fox", "--max_new_tokens=12")[0]["token_ids"]
 
 
-def test_target_and_drafts(
-    files: tuple[Path, Path], tokens: Callable[..., list[int]], tmp_path: Path
-) -> None:
+def test_target_and_drafts(files: Folders, tokens: Tokens, tmp_path: Path) -> None:
     target, draft = files
     alone = tokens(f"--target={target}")
     assert len(alone) > 4
@@ -55,19 +52,10 @@ def test_target_and_drafts(
     assert tokens(f"--target={output}") == alone
 
 
-def test_a_chat(
-    files: tuple[Path, Path], tokens: Callable[..., list[int]], capsys: Captured, monkeypatch: Patch
-) -> None:
+def test_a_chat(files: Folders, tokens: Tokens, capsys: Captured, monkeypatch: Patch) -> None:
     """The README's command, which a file alone is enough for."""
     expected = tokens(f"--target={files[0]}")
-    lines = iter(["the fox"])
-
-    def read(_: str) -> str:
-        for line in lines:
-            return line
-        raise EOFError
-
-    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr(builtins, "input", Mock(side_effect=["the fox", EOFError]))
     arguments = [f"--target={files[0]}", "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
     assert main(["chat", *arguments]) == 0
     said = capsys.readouterr().err
@@ -76,7 +64,7 @@ def test_a_chat(
     assert said.count("On a CPU a pass of self:int4 takes as long as the target's") == 1
 
 
-def test_a_plan(files: tuple[Path, Path], capsys: Captured) -> None:
+def test_a_plan(files: Folders, capsys: Captured) -> None:
     sizes = ["--mesh=1x1", "--context=64", "--no_compile", "--json"]
     for draft in (str(files[1]), "self:int4"):
         assert main(["plan", f"--target={files[0]}", f"--draft={draft}", *sizes]) == 0
@@ -84,16 +72,13 @@ def test_a_plan(files: tuple[Path, Path], capsys: Captured) -> None:
         assert ("int4" in {one["matrices"] for one in passes}) == (draft == "self:int4")
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "convert"])
-def test_a_file_that_was_cut_off(
-    refused: Refused, files: tuple[Path, Path], tmp_path: Path, command: str
-) -> None:
+def test_a_file_that_was_cut_off(refused: Refused, files: Folders, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(files[0].read_bytes()[:-5000])
-    own = {
-        "generate": ["--prompt=the fox"],
-        "chat": [],
-        "plan": [f"--draft={files[1]}", "--no_compile"],
-        "convert": [f"--output={tmp_path / 'folder'}"],
-    }
-    refused(command, f"--target={cut}", *own[command], words=[str(cut), "cut off"])
+    for command, own in (
+        ("generate", ["--prompt=the fox"]),
+        ("chat", []),
+        ("plan", [f"--draft={files[1]}", "--no_compile"]),
+        ("convert", [f"--output={tmp_path / 'folder'}"]),
+    ):
+        refused(command, f"--target={cut}", *own, words=[str(cut), "cut off"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.integrations import sglang_jax
-from fly_jax.verification.rules import Budget, Fly, Margin
+from fly_jax.verification.rules import Budget, Fly, Margin, Rule
 from fly_jax.verification.verify import verify
 
 ROWS, WIDTH, VOCAB = 8, 9, 12
@@ -33,13 +34,16 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     return drafts.astype(np.int32), logits
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def predicted(rule: Rule, drafts: jax.Array, logits: jax.Array) -> jax.Array:
+    flat = drafts.reshape(-1), logits.reshape(-1, VOCAB)
+    return sglang_jax.predictions(rule, *flat, num_draft_tokens=WIDTH)
+
+
 def test_a_comparison_with_the_predictions_keeps_what_the_rule_keeps() -> None:
     drafts, logits = batch()
     verdict = jax.jit(verify)(RULE, logits, drafts[:, 1:])
-    found = jax.jit(sglang_jax.predictions, static_argnames="num_draft_tokens")(
-        RULE, drafts.reshape(-1), logits.reshape(-1, VOCAB), num_draft_tokens=WIDTH
-    )
-    found = np.asarray(found).reshape(ROWS, WIDTH)
+    found = np.asarray(predicted(RULE, drafts, logits)).reshape(ROWS, WIDTH)
     kept = np.cumprod(drafts[:, 1:] == found[:, :-1], axis=1).sum(axis=1)
     assert kept.tolist() == verdict.num_accepted.tolist()
     assert found[np.arange(ROWS), kept].tolist() == verdict.next_token.tolist()
@@ -47,14 +51,8 @@ def test_a_comparison_with_the_predictions_keeps_what_the_rule_keeps() -> None:
 
 
 def test_a_budget_is_refused() -> None:
-    drafts, logits = batch()
     with pytest.raises(FlyJaxError, match="nowhere to keep"):
-        sglang_jax.predictions(
-            Budget(Margin(), 1.0),
-            drafts.reshape(-1),
-            logits.reshape(-1, VOCAB),
-            num_draft_tokens=WIDTH,
-        )
+        predicted(Budget(Margin(), 1.0), *batch())
 
 
 @pytest.mark.skipif(

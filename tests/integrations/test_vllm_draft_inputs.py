@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.integrations.vllm_tpu.draft_inputs import (
-    Fed,
-    TargetStep,
-    begin,
-    decoding_step,
-    drafted,
-    extended,
-    feed,
-    slots_of_tokens,
-    take_in,
-)
+from fly_jax.integrations.vllm_tpu import draft_inputs
+from fly_jax.integrations.vllm_tpu.draft_inputs import Fed, TargetStep
 
 ROWS, TOKENS, LIMIT = 4, 10, 40
 
@@ -30,7 +23,7 @@ def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     pad = TOKENS - len(flat)
     missing = ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
-    return take_in(
+    return draft_inputs.take_in(
         TargetStep(
             tokens=np.array(flat + [99] * pad),
             positions=np.array(positions + [5] * pad),
@@ -54,22 +47,18 @@ def test_a_prompt_a_rejection_and_a_step_without_drafts() -> None:
     assert found.distribution.tolist() == [0, 0, 3]
 
 
-def test_no_request_reaches_beyond_its_limit() -> None:
+def test_no_request_reaches_beyond_its_limit_and_without_requests_nothing_is_taken_in() -> None:
     found = taken([(LIMIT - 3, [1, 2, 3], 0, 4)])
     assert found.positions[:4].tolist() == [LIMIT - 3, LIMIT - 2, LIMIT - 1, LIMIT - 1]
     assert found.lengths[0] == LIMIT
-
-
-def test_a_step_without_requests_takes_in_nothing() -> None:
-    found = taken([])
-    assert found.starts.tolist() == [0] * (ROWS + 1)
-    assert found.distribution.tolist() == [0, 0, 0]
+    none = taken([])
+    assert [*none.starts.tolist(), *none.distribution.tolist()] == [0] * (ROWS + 1 + 3)
 
 
 def test_drafting_goes_on_from_the_last_token_of_each() -> None:
     found = taken([(0, [10, 11], 0, 12), (20, [30], 0, 31)])
     hidden = np.arange(TOKENS + ROWS, dtype=np.float32)[:, None]
-    last, positions, starts, distribution = decoding_step(
+    last, positions, starts, distribution = draft_inputs.decoding_step(
         hidden, np.asarray(found.positions), found.last, np.asarray(found.distribution)
     )
     assert last[:2, 0].tolist() == [2, 4]
@@ -127,23 +116,22 @@ def one_by_one() -> list[list[int]]:
 
 
 def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
-    expected, model, num_padding = one_by_one(), Model(), 2
-    rows = len(TEXTS) + num_padding
-    text = np.zeros((rows, LIMIT), np.int32)
-    length = np.full(rows, 5, np.int32)
+    expected, model = one_by_one(), Model()
+    text = np.zeros((len(TEXTS) + 2, LIMIT), np.int32)  # two rows of padding
     for row, one in enumerate(TEXTS):
         text[row, : len(one)] = one
-        length[row] = len(one)
-    first = np.array([tokens[0] for tokens in expected] + [0] * num_padding, np.int32)
-    progress = begin(text, length, first, np.array([0, 0, len(TEXTS)], np.int32), k=K)
-    fed_of = jax.jit(lambda progress: feed(progress, LOOKUP, k=K, max_length=LIMIT))
-    after = jax.jit(lambda progress, fed, chosen: extended(progress, fed, chosen, k=K))
+    length = np.array([*map(len, TEXTS), 5, 5], np.int32)
+    first = np.array([*(tokens[0] for tokens in expected), 0, 0], np.int32)
+    progress = draft_inputs.begin(text, length, first, np.array([0, 0, len(TEXTS)], np.int32), k=K)
+    sizes = {"lookup": LOOKUP, "k": K, "max_length": LIMIT}
+    feed = jax.jit(functools.partial(draft_inputs.feed, **sizes))
+    extended = jax.jit(functools.partial(draft_inputs.extended, k=K))
     finished = []
     while np.any(progress.num_drafted < K):
-        fed = fed_of(progress)
-        progress = after(progress, fed, model.choices(fed))
+        fed = feed(progress)
+        progress = extended(progress, fed, model.choices(fed))
         finished.append(np.asarray(progress.num_drafted[: len(TEXTS)] == K))
-    tokens = np.asarray(drafted(progress, k=K))
+    tokens = np.asarray(draft_inputs.drafted(progress, k=K))
     assert tokens[: len(TEXTS)].tolist() == expected
     passes = len(finished) - np.sum(finished, axis=0) + 1
     assert passes[0] == 2  # nine tokens: one is there, and five and three at a time
@@ -155,6 +143,6 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
 
 def test_a_token_goes_to_its_requests_text() -> None:
     slots, starts = jnp.array([4, 9, 2]), np.array([0, 2, 3, 3], np.int32)
-    where = slots_of_tokens(slots, starts, np.zeros(5, np.int32))
+    where = draft_inputs.slots_of_tokens(slots, starts, np.zeros(5, np.int32))
     assert where[:3].tolist() == [4, 4, 9]
     assert min(where[3:]) > 100  # padding

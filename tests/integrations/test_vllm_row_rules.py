@@ -17,6 +17,7 @@ import scipy.stats
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, keep, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
 from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
+from fly_jax.verification.sampling import Sampling
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
 WINDOW, THRESHOLD = 1, 0.6
@@ -40,27 +41,18 @@ def batch(seed: int) -> tuple[np.ndarray, ...]:
 
 def greedy_row(logits: np.ndarray, drafts: np.ndarray, bonus: int, *, loose: bool) -> list[int]:
     """What a request emits, in as many places as it has draft tokens, and then its last place."""
-    seen = [
-        oracle.greedy_evidence(row, int(token), "top_k", 3)
-        for row, token in zip(logits, drafts, strict=True)
-    ]
-    accepted = [one.accepted for one in seen]
+    pairs = zip(logits, drafts, strict=True)
+    seen = [oracle.greedy_evidence(row, int(token), "top_k", 3) for row, token in pairs]
+    accepted, entropies = [one.accepted for one in seen], [one.entropy for one in seen]
     found = oracle.lossless_row(accepted, len(drafts))
     if loose:
+        least = math.log(np.finfo(np.float32).tiny)
         never = [
-            NEVER in (one.argmax, token)
-            or one.draft_logit - one.log_sum_exp < math.log(np.finfo(np.float32).tiny)
+            NEVER in (one.argmax, token) or one.draft_logit - one.log_sum_exp < least
             for one, token in zip(seen, drafts, strict=True)
         ]
-        found = oracle.fly_row(
-            accepted,
-            [one.entropy for one in seen],
-            never,
-            len(drafts),
-            threshold=THRESHOLD,
-            window_size=WINDOW,
-            reference=False,
-        )
+        numbers = {"threshold": THRESHOLD, "window_size": WINDOW, "reference": False}
+        found = oracle.fly_row(accepted, entropies, never, len(drafts), **numbers)
     tokens = [int(token) for token in drafts[: found.num_accepted]]
     if found.num_accepted == len(drafts):
         return [*tokens, bonus]
@@ -88,6 +80,12 @@ def rows_of(tokens: np.ndarray, counts: np.ndarray) -> list[list[int]]:
     ]
 
 
+def sampled(temperature: np.ndarray, top_k: int) -> Sampling:
+    """Of rows with these temperatures, all with the same cuts."""
+    cuts = np.full(len(temperature), top_k, np.int32), np.full(len(temperature), 0.9, np.float32)
+    return sampling_of(temperature.astype(np.float32), *cuts)
+
+
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["greedy", "mixed"])
 def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
     protected = np.arange(VOCAB) == NEVER
@@ -99,11 +97,7 @@ def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
         rule = per_row([fly if one else Exact() for one in loose], like=[fly])
         sampling = None
         if is_mixed:  # every second request samples
-            sampling = sampling_of(
-                np.where(np.arange(ROWS) % 2, 0.8, -1.0).astype(np.float32),
-                np.full(ROWS, 4, np.int32),
-                np.full(ROWS, 0.9, np.float32),
-            )
+            sampling = sampled(np.where(np.arange(ROWS) % 2, 0.8, -1.0), 4)
         found = kept(
             rule, drafts, counts, logits, bonus, max_drafted=LONGEST, sampling=sampling,
             key=jax.random.key(seed), protected=protected,
@@ -120,16 +114,10 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
     logits = np.log(np.array([0.35, 0.25, 0.2, 0.1, 0.06, 0.04], np.float32))
     # Half of the requests are exact; the others keep whatever is at most e times less probable.
     rule = per_row([Exact(), Margin(gap=1.0)] * (number // 2))
-    sampling = sampling_of(
-        np.full(number, 1.3, np.float32),
-        np.full(number, 5, np.int32),
-        np.full(number, 0.9, np.float32),
-    )
+    drawn = {"sampling": sampled(np.full(number, 1.3), 5), "key": jax.random.key(7)}
     inputs = np.full(number, draft, np.int32), np.ones(number, np.int32)
     logits_of_all, bonus = np.broadcast_to(logits, (number, 6)), np.zeros(number, np.int32)
-    found = kept(
-        rule, *inputs, logits_of_all, bonus, max_drafted=1, sampling=sampling, key=jax.random.key(7)
-    )
+    found = kept(rule, *inputs, logits_of_all, bonus, max_drafted=1, **drawn)
     first = np.asarray(found.tokens[:number])
     assert (first[1::2] == draft).all()
     expected = oracle.processed_probs(logits, 1.3, 5, 0.9)
@@ -141,15 +129,9 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
 
 def test_a_budget_is_what_earlier_steps_have_left() -> None:
     logits = np.array([[2.0, 1.5, 0.0]] * 4, np.float32)  # regret of token 1: 0.5
-    step = functools.partial(
-        kept,
-        Budget(Margin(gap=1.0), np.full(2, 1.2, np.float32)),
-        np.array([1, 1, 1, 1], np.int32),
-        np.array([2, 2], np.int32),
-        logits,
-        np.array([7, 8], np.int32),
-        max_drafted=2,
-    )
+    rule = Budget(Margin(gap=1.0), np.full(2, 1.2, np.float32))
+    drafts, counts, bonus = (np.array(one, np.int32) for one in ([1] * 4, [2, 2], [7, 8]))
+    step = functools.partial(kept, rule, drafts, counts, logits, bonus, max_drafted=2)
     found = step(budget=np.array([1.2, 0.6], np.float32))
     assert found.tokens.tolist() == [1, 1, 1, 0, 7, -1]
     assert found.num_rescued.tolist() == [2, 1]
@@ -170,11 +152,7 @@ def parameters(name: str) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    return all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
-    )
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
 
 
 def test_each_row_has_its_requests_rule() -> None:

@@ -30,22 +30,19 @@ def test_nothing_is_asked_for_unless_something_is() -> None:
 
 
 def test_environment_variables_have_the_same_names() -> None:
-    environment = {
-        "FLY_JAX_RULE": "fly | margin",
-        "FLY_JAX_ENTROPY_THRESHOLD": "0.25",
-        "FLY_JAX_WINDOW_SIZE": "3",
-        "FLY_JAX_RISK_BUDGET": "2",
-        "FLY_JAX_PROTECT": r"\d",
-        "FLY_JAX_ANY_VERSION": "true",
-    }
+    given = {
+        "rule": "fly | margin", "entropy_threshold": "0.25", "window_size": "3",
+        "risk_budget": "2", "protect": r"\d", "any_version": "true",
+    }  # fmt: skip
+    environment = {f"FLY_JAX_{name.upper()}": value for name, value in given.items()}
     asked = asked_for(None, environment)
     assert asked is not None
     assert asked["any_version"] is True
     config = decoding_config(asked, 10)
     assert config.to_rule() == Budget(Fly(0.25, 3) | Margin(), 2)
     assert config.limits.protect == (r"\d",)
-    assert asked_for({"window_size": 4}, environment)["window_size"] == 4
-    assert asked_for({"fly_window_size": 4}, environment)["window_size"] == 4
+    for name in ("window_size", "fly_window_size"):
+        assert asked_for({name: 4}, environment)["window_size"] == 4
 
 
 def test_vllms_names_of_flys_numbers_are_ours() -> None:
@@ -59,24 +56,24 @@ def test_vllms_names_of_flys_numbers_are_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "k", "words"),
+    ("given", "words"),
     [
-        ({"rule": "flie"}, 15, "no rule 'flie'"),
-        ({"window_size": 6}, 6, "draft at least 7 tokens"),
-        ({"window": "tiny"}, 15, "'paper' or 'reference'"),
-        ({"num_speculative_tokens": 5}, 15, "unknown"),
-        ({"temperature": 0.5}, 15, "unknown"),
-        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, 15, "correct the two"),
-        ({"entropy_threshold": "high"}, 15, "a number"),
-        ({"protect": ["("]}, 15, "no regular expression"),
-        ("fly", 15, "give an object"),
-        ({"window_size": 3, "fly_window_size": 4}, 15, "window_size is 3 and 4"),
-        ({"fly_entropy_top_k": 0}, 15, "entropy_top_k is 0"),
+        ({"rule": "flie"}, "no rule 'flie'"),
+        ({"window_size": 15}, "draft at least 16 tokens"),
+        ({"window": "tiny"}, "'paper' or 'reference'"),
+        ({"num_speculative_tokens": 5}, "unknown"),
+        ({"temperature": 0.5}, "unknown"),
+        ({"prompt_lookup_max": 2, "prompt_lookup_min": 3}, "correct the two"),
+        ({"entropy_threshold": "high"}, "a number"),
+        ({"protect": ["("]}, "no regular expression"),
+        ("fly", "give an object"),
+        ({"window_size": 3, "fly_window_size": 4}, "window_size is 3 and 4"),
+        ({"fly_entropy_top_k": 0}, "entropy_top_k is 0"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(given: Any, k: int, words: str) -> None:
+def test_a_wrong_setting_is_one_sentence(given: Any, words: str) -> None:
     with pytest.raises(FlyJaxError, match=words) as error:
-        decoding_config(asked_for(given, {}) or {}, k)
+        decoding_config(asked_for(given, {}) or {}, 15)
     assert "additional_config" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -85,8 +82,8 @@ def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
     config = decoding_config({"rule": "fly"}, 15)
     assert request_rule(config, None, 0.0) == Fly()
     assert request_rule(config, {"rule": "exact"}, 0.0) == Exact()
-    assert request_rule(config, {"entropy_threshold": 0.7}, 1.0) == Fly(0.7)
-    assert request_rule(config, '{"entropy_threshold": 0.7}', 1.0) == Fly(0.7)
+    for given in ({"entropy_threshold": 0.7}, '{"entropy_threshold": 0.7}'):
+        assert request_rule(config, given, 1.0) == Fly(0.7)
     for override, words in (
         ({"rule": "margin"}, "other conditions"),
         ({"entropy": "full"}, "different entropies"),
@@ -99,14 +96,12 @@ def test_a_request_may_have_other_numbers_or_decode_exactly() -> None:
     ):
         with pytest.raises(FlyJaxError, match=words):
             request_rule(config, override, 0.0)
+    csd = decoding_config({"rule": "csd | fly"}, 15)  # with which sampling ones decode exactly
+    assert request_rule(csd, None, 0.7) == Exact()
+    assert request_rule(csd, None, 0.0) == csd.to_rule()
 
 
-def test_requests_that_sample_are_decoded_exactly_with_csd() -> None:
-    config = decoding_config({"rule": "csd | fly"}, 15)
-    assert request_rule(config, None, 0.7) == Exact()
-    assert request_rule(config, None, 0.0) == config.to_rule()
-
-
+Update = Callable[[Any], None]
 WORKER = "the engine's own"
 K = 10
 
@@ -120,41 +115,32 @@ def config(**additional: Any) -> Any:
 
 
 @pytest.fixture
-def update(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def update(monkeypatch: pytest.MonkeyPatch) -> Update:
     """The hook by which vLLM has a platform complete its config, with the plugin registered."""
-    platform = type("TpuPlatform", (), {})
-    platform.check_and_update_config = staticmethod(lambda config: None)  # type: ignore[attr-defined]
-    platform.validate_request = staticmethod(lambda inputs, params: None)  # type: ignore[attr-defined]
-    for name in (
-        "tpu_inference",
-        "tpu_inference.platforms",
-        "tpu_inference.platforms.tpu_platform",
-    ):
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        module.TpuPlatform = platform  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
+
+    class TpuPlatform:
+        check_and_update_config = staticmethod(lambda config: None)
+        validate_request = staticmethod(lambda inputs, params: None)
+
+    for end in ("", ".platforms", ".platforms.tpu_platform"):
+        module = ModuleType(f"tpu_inference{end}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        module.TpuPlatform = TpuPlatform  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     plugin.register()
     plugin.register()  # vLLM may call it again
-    return platform.check_and_update_config  # type: ignore[attr-defined, no-any-return]
+    return TpuPlatform.check_and_update_config
 
 
-def test_nothing_changes_unless_it_is_asked_for(update: Callable[[Any], None]) -> None:
-    one = config()
-    update(one)
-    assert one.parallel_config.worker_cls == WORKER
-    assert one.additional_config == {}
+def test_the_worker_changes_where_it_is_asked_for(update: Update) -> None:
+    nothing, something = config(), config(fly_jax={"any_version": True})
+    update(nothing)
+    assert (nothing.parallel_config.worker_cls, nothing.additional_config) == (WORKER, {})
+    update(something)
+    assert something.parallel_config.worker_cls == "fly_jax.integrations.vllm_tpu.runner.Worker"
 
 
-def test_what_is_asked_for_names_the_worker(update: Callable[[Any], None]) -> None:
-    one = config(fly_jax={"any_version": True})
-    update(one)
-    assert one.parallel_config.worker_cls == "fly_jax.integrations.vllm_tpu.runner.Worker"
-
-
-def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(
-    update: Callable[[Any], None],
-) -> None:
+def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(update: Update) -> None:
     @pydantic.dataclasses.dataclass
     class Config:  # as vLLM's are
         def __post_init__(self) -> None:
@@ -164,17 +150,14 @@ def test_a_wrong_setting_gets_through_pydantic_as_one_sentence(
         Config()
 
 
-def test_a_lookup_needs_a_draft_model_below_which_it_is(update: Callable[[Any], None]) -> None:
+def test_a_lookup_needs_a_draft_model_below_which_it_is(update: Update) -> None:
     with pytest.raises(StartRefusedError, match=r"method is ngram; .*speculative_config"):
         update(config(fly_jax={"any_version": True, "prompt_lookup_max": 4}))
 
 
 @pytest.mark.parametrize("command", ["/bin/vllm", "/site-packages/vllm/entrypoints/cli/main.py"])
 def test_vllms_command_ends_with_one_sentence_and_status_2(
-    update: Callable[[Any], None],
-    command: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    update: Update, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", [command, "serve"])
     with pytest.raises(SystemExit) as end:

@@ -16,7 +16,7 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
-from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
 from fly_jax.verification.correction_memory import CorrectionMemory
@@ -50,15 +50,12 @@ def _rule(rule: Rule, sampling: Sampling | None = None, **given: Any) -> Callabl
 
 
 _FLY = Fly(window_size=2)
+_WHOLE = Budget(_FLY | Margin() | Csd(), 20.0)  # all that a rule may ask for
 KINDS = {
     "autoregressive": Kind(lambda _: RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
     "exact": Kind(_rule(Exact())),
     "fly": Kind(_rule(_FLY)),
-    # What a rule may ask for, all of it.
-    "rules": Kind(
-        _rule(Budget(_FLY | Margin() | Csd(), 20.0), reports_mismatches=True, audits=True),
-        teaches=True,
-    ),
+    "rules": Kind(_rule(_WHOLE, reports_mismatches=True, audits=True), teaches=True),
     "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
     "lookup": Kind(_rule(_FLY, lookup=Lookup())),
     "levels": Kind(
@@ -71,27 +68,21 @@ KINDS = {
 }
 
 
-def on_chip(config: LlamaConfig, device: jax.Device, dtype: jnp.dtype) -> Llama:
+def on_chip(config: LlamaConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> Llama:
     """An abstract model on one accelerator, which need not be there."""
-    sharding = SingleDeviceSharding(device)
+    sharding = None if device is None else SingleDeviceSharding(device)
     parameters = {
         name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
         for name, spec in parameter_specs(config).items()
     }
-    return Llama(config, parameters, None)
+    return Llama(config, parameters)
 
 
-def on_one_device(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
+def on_cpu(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
-    stacks = {
-        name: jax.ShapeDtypeStruct(spec.shape, dtype)
-        for name, spec in parameter_specs(config).items()
-    }
-
-    def unstacked(stacks: Parameters) -> Parameters:
-        return Llama(config, stacks).unstacked().parameters()
-
-    return Llama(config, jax.eval_shape(unstacked, stacks))
+    stacked = on_chip(config, dtype).parameters()
+    layers = jax.eval_shape(lambda stacks: Llama(config, stacks).unstacked().parameters(), stacked)
+    return Llama(config, layers)
 
 
 def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int) -> Engine:

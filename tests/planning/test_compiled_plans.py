@@ -36,17 +36,12 @@ V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 COMMAND = "plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8"
 K, CAPACITY = 25, 8256
-
-
 Steps = dict[str, Step]
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """405B in bfloat16 with an 8B draft: every step, with a prompt of the whole context.
-
-    The README's command makes the plan.
-    """
+    """405B in bfloat16 with an 8B draft, by the README's command: every step."""
     plans: list[Plan] = []
 
     def kept(spec: PlanSpec, progress: Callable[[str], None]) -> Plan:
@@ -99,7 +94,7 @@ def long_70b() -> Steps:
 
 
 def test_405b_in_bfloat16_fits_a_v5e_slice_of_64(plan: Plan, bfloat16: Steps) -> None:
-    assert tuple(step.name for step in plan.steps) == STEPS
+    assert [step.name for step in plan.steps] == list(STEPS)
     assert {step.source for step in plan.steps} == {"compiled"}
     assert plan.fits
     for step in plan.steps:
@@ -133,16 +128,17 @@ def test_a_layer_of_one_row_exchanges_twice(bfloat16: Steps) -> None:
         assert len(outside) <= 5, "the embedding, and a few numbers of evidence per position"
 
 
+def in_layers(steps: Steps, config: LlamaConfig) -> list[str]:
+    """The kinds of a round's exchanges in each layer of the target."""
+    return sorted(one.kind for one in steps["round"].exchanges if one.count == config.num_layers)
+
+
 def test_a_layer_of_split_rows_exchanges_four_times(int8_batch: Steps) -> None:
-    in_layers = [one for one in int8_batch["round"].exchanges if one.count == LARGE.num_layers]
-    assert sorted(one.kind for one in in_layers) == [
-        "all-reduce", "all-reduce", "all-to-all", "all-to-all",
-    ]  # fmt: skip
+    assert in_layers(int8_batch, LARGE) == ["all-reduce"] * 2 + ["all-to-all"] * 2
 
 
 def test_a_layer_of_split_positions_exchanges_five_times(long_70b: Steps) -> None:
-    in_layers = [one for one in long_70b["round"].exchanges if one.count == MIDDLE.num_layers]
-    kinds = sorted(one.kind for one in in_layers)
+    kinds = in_layers(long_70b, MIDDLE)
     # Of the sum each device needs its own heads; older compilers reduce all of it for that.
     assert kinds[:4] == ["all-gather"] + ["all-reduce"] * 3
     assert kinds[4:] in (["all-reduce"], ["reduce-scatter"])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
 
 import pytest
 
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import INT8, MatrixType, parameter_specs
+from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, parameter_specs
 from fly_jax.models.layouts import (
     Layouts,
     Workload,
@@ -38,18 +37,11 @@ def chosen(mesh: str, chip: Chip | None = V5E, **workload: int | MatrixType) -> 
     return choose_layouts(abstract_mesh(parse_mesh(mesh)), LARGE, SMALL, Workload(**workload), chip)
 
 
-@pytest.mark.parametrize(
-    ("workload", "rules"),
-    [
-        # Merging softmax sums would take longer than reading the cache eight times.
-        ({}, "tensor_whole"),
-        ({"capacity": 131_072, "matrices": INT8}, "tensor_long"),
-        ({"rows": 32, "matrices": INT8}, "tensor"),
-    ],
-    ids=["little text is held by every column", "much text by positions", "many rows over y"],
-)
-def test_how_a_target_is_split(workload: dict[str, Any], rules: str) -> None:
-    assert chosen("8x8", **workload).target_rules == rules
+def test_how_a_target_is_split() -> None:
+    # Merging softmax sums would take longer than reading the cache eight times.
+    assert chosen("8x8").target_rules == "tensor_whole"
+    assert chosen("8x8", capacity=131_072, matrices=INT8).target_rules == "tensor_long"
+    assert chosen("8x8", rows=32, matrices=INT8).target_rules == "tensor"
 
 
 def test_a_large_draft_is_not_held_whole_beside_405b() -> None:
@@ -61,8 +53,7 @@ def test_a_large_draft_is_not_held_whole_beside_405b() -> None:
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    mesh, workload = abstract_mesh(parse_mesh("4x4")), Workload(rows=16)
-    chip = CHIPS["v6e"]
+    mesh, workload, chip = abstract_mesh(parse_mesh("4x4")), Workload(rows=16), CHIPS["v6e"]
     layouts = choose_layouts(mesh, MIDDLE, TINY, workload, chip)
     best = pass_seconds(layouts.draft, TINY, workload, chip)
     for name, rules in RULES.items():
@@ -86,10 +77,7 @@ def test_unknown_devices_save_memory(rows: int, rules: str) -> None:
     layouts = chosen("8x8", None, rows=rows)
     assert layouts.target_rules == rules
     assert layouts.draft_rules == rules, "the draft is larger than the target's share"
-    small = choose_layouts(
-        abstract_mesh(parse_mesh("2x2")), LARGE, SMALL, Workload(rows=rows), None
-    )
-    assert small.draft_rules == "replicated"
+    assert chosen("2x2", None, rows=rows).draft_rules == "replicated"
 
 
 SPEC = PlanSpec(target=LARGE, draft=SMALL, chip=V5E, mesh=parse_mesh("8x8"), compiles=False)
@@ -157,43 +145,52 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
     assert shorter.smaller[0].pays_from / 4.0 > least.pays_from / plan.mean_accepted
 
 
-def test_no_model_of_another_family_is_proposed() -> None:
-    spec = dataclasses.replace(
-        SPEC, target=preset("llama-2-70b"), draft=preset("llama-2-7b"), context=2048
-    )
-    _, smaller = weighed(make_plan(spec))
-    assert not [name for name in smaller if not name.startswith("self:")]
+@pytest.mark.parametrize(
+    ("target", "draft", "vocab_size", "proposed"),
+    [
+        ("llama-2-70b", "llama-2-7b", 32_000, set()),
+        # Their vocabularies are padded apart; a Qwen 3 has other tokens behind the same size.
+        ("qwen-2.5-72b", "qwen-2.5-1.5b", 151_936, {"qwen-2.5-0.5b"}),
+    ],
+)
+def test_smaller_models_of_the_same_family_are_proposed(
+    target: str, draft: str, vocab_size: int, proposed: set[str]
+) -> None:
+    spec = dataclasses.replace(SPEC, target=preset(target), draft=preset(draft), context=2048)
+    plan = make_plan(spec)
+    assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == vocab_size
+    assert {name for name in weighed(plan)[1] if not name.startswith("self:")} == proposed
 
 
 def test_a_targets_own_matrices_are_weighed_where_they_fit(plan: Plan) -> None:
     """An int4 pass reads less than an int8 one, and the network is the same."""
-    spec = dataclasses.replace(
-        SPEC, target=preset("llama-3.1-70b"), draft=preset("llama-3.1-70b"),
-        rounds=default_round(8), mean_accepted_tokens=8.0,
-    )  # fmt: skip
+    sizes = {"rounds": default_round(8), "mean_accepted_tokens": 8.0}
+    spec = dataclasses.replace(SPEC, target=MIDDLE, draft=MIDDLE, **sizes)
     _, smaller = weighed(make_plan(spec))
     assert all(one.pays_from <= 9 for one in smaller.values()), "more no round settles"
-    own = {name: one.best for name, one in smaller.items() if name.startswith("self:")}
-    assert set(own) == {"self:int8", "self:int4"}
-    int8, int4 = own["self:int8"], own["self:int4"]
+    assert {name for name in smaller if "self" in name} == {"self:int8", "self:int4"}
+    int8, int4 = smaller["self:int8"].best, smaller["self:int4"].best
     assert int4.num_bytes < int8.num_bytes
     assert int4.seconds < int8.seconds
     assert int4.network_seconds == pytest.approx(int8.network_seconds)
     assert not [name for name in weighed(plan)[1] if "self" in name]
 
 
+def own_draft(target: LlamaConfig, kind: str) -> Plan:
+    """A plan that fits four chips, of a model that drafts for itself."""
+    changes = {"self_draft": SELF_DRAFTS[kind], "context": 4096, "mesh": parse_mesh("2x2")}
+    plan = make_plan(dataclasses.replace(SPEC, target=target, draft=target, **changes))
+    assert plan.fits
+    return plan
+
+
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_a_plan_with_a_targets_own_draft(name: str) -> None:
-    target = preset("llama-3.1-8b")
-    spec = dataclasses.replace(
-        SPEC, target=target, draft=target, self_draft=SELF_DRAFTS[name], mesh=parse_mesh("2x2")
-    )
-    plan = make_plan(spec)
-    assert plan.fits
+    plan = own_draft(SMALL, name)
     assert plan.layouts.draft_rules == plan.layouts.target_rules
     memory = plan.memory()
     # Of the target's matrices, without the embedding and the unembedding that both share.
-    shared = 2 * target.vocab_size * target.embed_size * 2 / 4
+    shared = 2 * SMALL.vocab_size * SMALL.embed_size * 2 / 4
     per_byte = {"int8": 1 / 2, "int4": (1 / 2 + 4 / 64) / 2}[name]
     assert memory["draft_parameter_bytes"] == pytest.approx(
         (memory["parameter_bytes"] - shared) * per_byte, rel=0.01
@@ -209,36 +206,17 @@ def test_a_plan_with_a_targets_own_draft(name: str) -> None:
 )  # fmt: skip
 def test_every_family_is_planned(name: str) -> None:
     target = preset(name)
-    spec = dataclasses.replace(
-        SPEC, target=target, draft=target, self_draft=SELF_DRAFTS["int4"], context=4096,
-        mesh=parse_mesh("2x2"),
-    )  # fmt: skip
-    plan = make_plan(spec)
-    assert plan.fits
-    specs = parameter_specs(target).values()
-    a_quarter = 2 * sum(math.prod(spec.shape) for spec in specs) / 4
+    a_quarter = 2 * sum(math.prod(spec.shape) for spec in parameter_specs(target).values()) / 4
     # All is split over the four chips, but for what their number does not divide.
-    assert 0.99 < plan.memory()["parameter_bytes"] / a_quarter < 1.15
+    assert 0.99 < own_draft(target, "int4").memory()["parameter_bytes"] / a_quarter < 1.15
 
 
 def test_the_table_and_json_have_them(plan: Plan) -> None:
-    text = table(plan)
-    assert "counted from shapes" in text
-    assert "llama-3.2-1b" in text
-    assert "pays from" in text
+    assert all(
+        words in table(plan) for words in ("counted from shapes", "llama-3.2-1b", "pays from")
+    )
     drafters = json.loads(json.dumps(plan.to_dict()))["drafters"]
     assert {one["name"] for one in drafters["smaller"]} == {"llama-3.2-1b", "llama-3.2-3b"}
     assert set(drafters["passes"][0]) == {
         "rules", "matrices", "seconds", "network_seconds", "num_bytes", "fits",
     }  # fmt: skip
-
-
-def test_a_family_whose_vocabularies_are_padded_apart_is_planned() -> None:
-    spec = dataclasses.replace(
-        SPEC, target=preset("qwen-2.5-72b"), draft=preset("qwen-2.5-1.5b"), context=4096
-    )
-    plan = make_plan(spec)
-    assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == 151_936
-    # Not a Qwen 3, whose tokenizer has other tokens behind the same size.
-    others = {name for name in weighed(plan)[1] if not name.startswith("self:")}
-    assert others == {"qwen-2.5-0.5b"}

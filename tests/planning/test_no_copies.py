@@ -9,46 +9,41 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.stages import Traced
-from rounds import KINDS, compiled_text, copied, engine_of, on_one_device, repeated, round_hlo
+from rounds import KINDS, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
 
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import exchanges
 from fly_jax.planning.plan_steps import abstract_model, abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-
-def tiny(num_layers: int, embed_size: int, ffw_size: int) -> LlamaConfig:
-    """A model none of whose other arrays has a cache's or a stack's size by accident."""
-    return LlamaConfig(
-        vocab_size=512,
-        embed_size=embed_size,
-        ffw_size=ffw_size,
-        num_layers=num_layers,
-        num_heads=8,
-        num_kv_heads=4,
-        head_size=16,
-        max_context=512,
-    )
-
-
-TINY = (tiny(2, 144, 320), tiny(2, 72, 192), tiny(2, 40, 96))
+SIZES = {"vocab_size": 512, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}
+# None of their other arrays has a cache's or a stack's size by accident.
+TINY = [
+    LlamaConfig(**SIZES, embed_size=embed_size, ffw_size=ffw_size, max_context=512)
+    for embed_size, ffw_size in ((144, 320), (72, 192), (40, 96))
+]
 ROWS = 3
 
 
-@pytest.mark.parametrize("mesh", [None, "2x4"], ids=["1 device", "8 devices"])
-@pytest.mark.parametrize("name", KINDS)
-def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, mesh: str | None) -> None:
-    kind = KINDS[name]
+def placed(number: int, rules: str | None) -> tuple[list[Llama], Layout | None]:
+    """So many models: on one device without rules, else with them on a mesh."""
     # In bfloat16 the CPU's programs widen whole arrays, which accelerators do not.
-    configs, float32 = TINY[: 1 + kind.num_drafts], jnp.dtype(jnp.float32)
-    if mesh is None:
-        models = [on_one_device(config, float32) for config in configs]
-    else:
-        layout = Layout(create_mesh(parse_mesh(mesh)), RULES["tensor_whole"])
-        models = [abstract_model(config, layout, dtype=float32) for config in configs]
+    configs, float32 = TINY[:number], jnp.dtype(jnp.float32)
+    if rules is None:
+        return [on_cpu(config, float32) for config in configs], None
+    layout = Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
+    return [abstract_model(config, layout, dtype=float32) for config in configs], layout
+
+
+@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
+@pytest.mark.parametrize("name", KINDS)
+def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, rules: str | None) -> None:
+    kind = KINDS[name]
+    models, _ = placed(1 + kind.num_drafts, rules)
     hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
     assert not repeated(copied(hlo, models, ROWS, capacity))
 
@@ -56,14 +51,8 @@ def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, mesh: str | N
 @pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
-    slots, float32 = 8, jnp.dtype(jnp.float32)
-    layout = None if rules is None else Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
-    models = [
-        on_one_device(config, float32)
-        if layout is None
-        else abstract_model(config, layout, dtype=float32)
-        for config in TINY[:2]
-    ]
+    slots = 8
+    models, layout = placed(2, rules)
     engine = engine_of(KINDS["served"], models, rows=slots, context=500, k=5)
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])

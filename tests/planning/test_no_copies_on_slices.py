@@ -29,9 +29,8 @@ pytestmark = [
 ]
 
 K = 5
-LARGE, MIDDLE, SMALL, LITTLE = (
-    "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b", "llama-3.2-3b",
-)  # fmt: skip
+LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))
+LITTLE = "llama-3.2-3b"
 
 
 @functools.cache
@@ -43,7 +42,7 @@ def compiled(
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
     configs = [preset(one) for one in (target, draft)[: 1 + kind.num_drafts]]
     if devices.size == 1:
-        models = [on_chip(config, devices.devices.flat[0], bfloat16) for config in configs]
+        models = [on_chip(config, bfloat16, devices.devices.flat[0]) for config in configs]
     else:
         layout = Layout(devices, RULES["tensor_whole"])
         models = [abstract_model(config, layout) for config in configs]
@@ -56,11 +55,7 @@ def compiled(
 @pytest.mark.parametrize(
     ("name", "target", "draft", "mesh"),
     [
-        ("exact", LARGE, SMALL, "8x8"),
-        ("sampled", LARGE, SMALL, "8x8"),
-        ("lookup", LARGE, SMALL, "8x8"),
-        ("auto", LARGE, SMALL, "8x8"),
-        ("defer", LARGE, SMALL, "8x8"),
+        *((name, LARGE, SMALL, "8x8") for name in ("exact", "sampled", "lookup", "auto", "defer")),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("fly", MIDDLE, SMALL, "2x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.

@@ -31,16 +31,8 @@ from fly_jax.sharding.chips import CHIPS, chip_of
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-CONFIG = LlamaConfig(
-    vocab_size=512,
-    embed_size=128,
-    ffw_size=384,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=4,
-    head_size=16,
-    max_context=256,
-)
+SIZES = {"vocab_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}
+CONFIG = LlamaConfig(**SIZES, embed_size=128, ffw_size=384, max_context=256)
 WORKLOAD = Workload(rows=2, capacity=128)
 ONE = Layout(abstract_mesh(parse_mesh("1x1")), RULES["tensor"])
 
@@ -69,13 +61,14 @@ def test_operations_are_those_of_xla_where_no_loop_hides_them(tokens: int, multi
 def test_bytes_are_every_parameter_and_the_cache() -> None:
     config = preset("llama-3.1-70b")
     layout = Layout(abstract_mesh(parse_mesh("8")), RULES["tensor_whole"])
-    work = pass_work(layout, config, Workload(rows=1, capacity=8192), 1)
+    wide, int8 = (
+        pass_work(layout, config, Workload(rows=1, capacity=8192, matrices=one), 1).num_bytes
+        for one in (None, INT8)
+    )
     embedding = 128_256 * 8192 * 2 / 8
     cache = 80 * 8192 * 8 * 128 * 2 * 2 / 8
-    expected = parameter_bytes(layout, config) - embedding + cache
-    assert work.num_bytes == pytest.approx(expected, rel=1e-3)
-    int8 = pass_work(layout, config, Workload(rows=1, capacity=8192, matrices=INT8), 1)
-    assert int8.num_bytes - cache == pytest.approx((work.num_bytes - cache) / 2, rel=1e-2)
+    assert wide == pytest.approx(parameter_bytes(layout, config) - embedding + cache, rel=1e-3)
+    assert int8 - cache == pytest.approx((wide - cache) / 2, rel=1e-2)
 
 
 def test_what_a_mesh_splits_is_split() -> None:
@@ -151,17 +144,15 @@ def test_chips_are_known_by_what_jax_calls_them() -> None:
         "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e",
         "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
     }  # fmt: skip
-    for kind, name in names.items():
-        chip = chip_of(kind)
-        assert chip is not None
-        assert chip.name == name
+    assert {kind: chip_of(kind) for kind in names} == {
+        kind: CHIPS[name] for kind, name in names.items()
+    }
     assert chip_of("cpu") is None
 
 
 def test_mean_accepted_is_the_sum_over_prefixes() -> None:
     assert mean_accepted(0.8, 3) == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
-    assert mean_accepted(0.0, 9) == 1
-    assert mean_accepted(1.0, 9) == 10
+    assert (mean_accepted(0.0, 9), mean_accepted(1.0, 9)) == (1, 10)
 
 
 @pytest.mark.parametrize(("mean", "drafted"), [(1.0, 4), (12.41, 15), (17.13, 25), (6.0, 5)])
@@ -175,14 +166,11 @@ def test_a_mean_beyond_the_block_is_refused(mean: float) -> None:
         acceptance_from(mean, 5)
 
 
-def test_best_k_is_the_best_of_all() -> None:
+def test_best_k_is_the_best_of_all_and_a_free_draft_gives_a_block_for_a_pass() -> None:
     times = StepTimes(draft_pass=0.1, verify=1.0, autoregressive=1.0)
     best, speed_up = best_num_speculative_tokens(times, 0.8, 10)
     speeds = [mean_accepted(0.8, k) / (1 + 0.1 * k) for k in range(1, 40)]
     assert best == 1 + speeds.index(max(speeds))
     assert speed_up == pytest.approx(max(speeds))
-
-
-def test_a_free_draft_that_is_always_right_gives_a_block_for_a_pass() -> None:
-    times = StepTimes(draft_pass=0.0, verify=2.0, autoregressive=2.0)
-    assert times.speed_up(9, 10.0) == pytest.approx(10.0)
+    free = StepTimes(draft_pass=0.0, verify=2.0, autoregressive=2.0)
+    assert free.speed_up(9, 10.0) == pytest.approx(10.0)

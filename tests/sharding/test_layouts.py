@@ -63,8 +63,7 @@ def test_cache_by_rows_or_by_positions() -> None:
 
 
 def test_replicated_splits_rows_over_data_alone() -> None:
-    config = preset("llama-3.2-1b")
-    draft = pod_layout("2x8x8", "replicated")
+    config, draft = preset("llama-3.2-1b"), pod_layout("2x8x8", "replicated")
     for spec in parameter_specs(config).values():
         assert set(draft.spec(spec.axes, spec.shape)) == {None}
     shape = cache_shape(config, 16, 64)
@@ -79,14 +78,11 @@ def test_what_does_not_divide_loses_the_last_axes(size: int, expected: object) -
     assert layout_on("2x4").spec(("ffw",), (size,)) == P(expected)
 
 
-def test_a_mesh_axis_is_used_once() -> None:
+def test_a_mesh_axis_is_used_once_and_none_that_the_mesh_lacks_or_that_holds_one_device() -> None:
     assert layout_on("2x4").spec(("cache_batch", None, "vocab"), (4, 1, 8)) == P("y", None, "x")
     assert layout_on("2x4").spec(("vocab", "ffw"), (8, 8)) == P(("x", "y"), None)
     # What the first cannot use, the second may.
     assert layout_on("2x4").spec(("vocab", "ffw"), (6, 4)) == P("x", "y")
-
-
-def test_axes_that_the_mesh_lacks_or_that_hold_one_device() -> None:
     assert layout_on("8").spec(("ffw", "cache_batch"), (8, 8)) == P("x", None)
     assert layout_on("1x8").spec(("ffw", "kv_heads"), (8, 8)) == P("y", None)
     assert layout_on("1x1").spec(("ffw", "cache_batch"), (8, 8)) == P(None, None)
@@ -118,12 +114,7 @@ def test_placement_and_constraint() -> None:
     values = np.arange(16 * 3, dtype=np.float32).reshape(16, 3)
     placed = jax.device_put(values, here.sharding(("ffw", None), values.shape))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 3)}
-
-    @jax.jit
-    def double(x: jax.Array) -> jax.Array:
-        return here.constrain(x * 2, ("kv_heads", None))
-
-    doubled = double(placed)
+    doubled = jax.jit(lambda x: here.constrain(x * 2, ("kv_heads", None)))(placed)
     assert {shard.data.shape for shard in doubled.addressable_shards} == {(8, 3)}
     np.testing.assert_array_equal(doubled, values * 2)
 

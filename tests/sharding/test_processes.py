@@ -36,9 +36,6 @@ def test_alone() -> None:
     assert detect_process(num_processes=1) is None
     assert broadcast({"a": 1}) == {"a": 1}
     assert gather("b") == ["b"]
-
-
-def test_alone_an_error_is_its_own() -> None:
     with pytest.raises(FlyJaxError, match=r"^It is broken; mend it\.$"), joint_errors():
         raise FlyJaxError("It is broken; mend it.")
 
@@ -51,22 +48,19 @@ def test_what_is_typed() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (("host-a:8476", None, None), ["--num_processes and --process_id must be given too"]),
-        (("host-a:8476", 4, None), ["--process_id must be given too"]),
-        ((None, 4, 0), ["--coordinator_address must be given too"]),
-        (("host-a:8476", 4, 4), ["--process_id is 4", "from 0 to 3"]),
-        (("host-a", 4, 0), ["'host-a'", "10.0.0.1:8476"]),
-        (("host-a:port", 4, 0), ["'host-a:port'"]),
-        (("host-a:0", 4, 0), ["'host-a:0'"]),
-        (("host-a:65536", 4, 0), ["'host-a:65536'"]),
-        ((":8476", 4, 0), ["':8476'"]),
+        (("host-a:8476", None, None), "--num_processes and --process_id must be given too"),
+        (("host-a:8476", 4, None), "--process_id must be given too"),
+        ((None, 4, 0), "--coordinator_address must be given too"),
+        (("host-a:8476", 4, 4), "--process_id is 4.*from 0 to 3"),
+        *(
+            ((address, 4, 0), f"'{address}'.*10.0.0.1:8476")
+            for address in ("host-a", "host-a:port", "host-a:0", "host-a:65536", ":8476")
+        ),
     ],
 )
-def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], words: list[str]):
-    with pytest.raises(FlyJaxError) as error:
+def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], words: str) -> None:
+    with pytest.raises(FlyJaxError, match=words) as error:
         detect_process(*given)
-    for word in words:
-        assert word in str(error.value)
     assert "\n" not in str(error.value)
 
 

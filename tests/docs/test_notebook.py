@@ -65,13 +65,11 @@ def _instruct_pair(folder: Path) -> list[str]:
 def _text(notebook: NotebookNode, cell_id: str) -> str:
     """All that a cell has shown: what it printed, and its HTML; warnings are left out."""
     (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
-    shown = []
-    for output in cell.outputs:
-        if output.output_type != "stream":
-            shown.append(output.data.get("text/html", ""))
-        elif output.name == "stdout":
-            shown.append(output.text)
-    return "".join(shown)
+    return "".join(
+        one.text if one.output_type == "stream" else one.data.get("text/html", "")
+        for one in cell.outputs
+        if one.get("name") != "stderr"
+    )
 
 
 def test_every_cell_runs(executed: NotebookNode) -> None:
@@ -80,9 +78,6 @@ def test_every_cell_runs(executed: NotebookNode) -> None:
     for cell in cells:
         assert cell.execution_count is not None, cell.id
         assert not [output for output in cell.outputs if output.output_type == "error"], cell.id
-
-
-def test_the_mesh_is_shown(executed: NotebookNode) -> None:
     assert _text(executed, "mesh") == "1 device (CPU) as mesh 1\n"
 
 
@@ -92,16 +87,13 @@ def test_the_text_is_coloured(executed: NotebookNode) -> None:
     letters = re.findall(r'class="why-(\w)"', text)
     assert re.findall(r'class="why-(\w)"', legend) == ["m", "r", "c", "b"]
     assert letters.count("m") > 10
-    (count,) = re.findall(r"(\d+) tokens in \d+ passes", text)
-    assert len(letters) == int(count)
-    (rescued,) = re.findall(r"(\d+) rescued", text)
-    assert letters.count("r") == int(rescued)
+    assert re.findall(r"(\d+) tokens in \d+ passes", text) == [str(len(letters))]
+    assert re.findall(r"(\d+) rescued", text) == [str(letters.count("r"))]
 
 
 def test_the_three_rules_are_compared(executed: NotebookNode) -> None:
     heading, _, *rows = _text(executed, "compare").splitlines()
-    assert heading.split()[:3] == ["rule", "tokens/s", "speed-up"]
-    assert heading.endswith("retention")
+    assert re.match(r"rule +tokens/s +speed-up .* retention$", heading)
     cells = [row.split() for row in rows]
     assert [row[0] for row in cells] == ["autoregressive", "exact", "fly"]
     rescued, correct = ([row[column] for row in cells] for column in (4, 6))

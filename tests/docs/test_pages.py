@@ -21,6 +21,7 @@ from fly_jax.integrations.vllm_tpu.startup import asked_for, decoding_config, kn
 from fly_jax.launch import generate, inputs
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import built_in_prompts
+from fly_jax.verification.rules import Rule
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
@@ -64,39 +65,28 @@ def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
     whole = fly_jax.generate(
         pair, library["prompts"], rule=fly_jax.Fly(), max_new_tokens=64, batch_size=2
     )
-    written = {
-        state.generation.prompt_token_ids: text for state, text in library["written"].items()
+    written = {one.generation.prompt_token_ids: text for one, text in library["written"].items()}
+    assert written == {
+        one.prompt_token_ids: pair.tokenizer.decode(one.token_ids, continues=True) for one in whole
     }
-    assert [written[one.prompt_token_ids] for one in whole] == [
-        pair.tokenizer.decode(one.token_ids, continues=True) for one in whole
-    ]
     assert all(written.values())
 
 
-@pytest.mark.parametrize("name", ["loop_exact", "loop_fly"])
-def test_a_foreign_loop_gives_the_tokens_of_generate(library: dict[str, Any], name: str) -> None:
-    rule = fly_jax.Exact() if name == "loop_exact" else fly_jax.Fly()
-    count = 0 if name == "loop_exact" else library["K"]
-    (expected,) = fly_jax.generate(
-        library["pair"],
-        library["ids"][:1],
-        rule=rule,
-        num_speculative_tokens=count,
-        protect=(),
-        max_new_tokens=48,
-    )
-    assert library[name] == expected.token_ids
-    assert len(library[name]) > 10
-    assert (expected.num_rescued_tokens > 0) == (name == "loop_fly")
+def generated(library: dict[str, Any], rule: Rule, k: int, number: int) -> fly_jax.Generation:
+    """So many tokens after the first of the page's prompts, with K draft tokens."""
+    options = {"num_speculative_tokens": k, "max_new_tokens": number, "protect": ()}
+    return fly_jax.generate(library["pair"], library["ids"][:1], rule=rule, **options)[0]
 
 
-def test_a_rule_of_ones_own_rescues(library: dict[str, Any]) -> None:
-    assert len(library["loop_doubt"]) > 10
-    assert library["loop_doubt"] != library["loop_exact"]
-
-
-def test_each_row_of_a_batch_has_its_own_rule(library: dict[str, Any]) -> None:
-    assert library["mixed"].num_accepted.shape == (3,)
+def test_a_foreign_loop_gives_the_tokens_of_generate(library: dict[str, Any]) -> None:
+    exact = generated(library, fly_jax.Exact(), 0, 48)
+    loosened = generated(library, fly_jax.Fly(), library["K"], 48)
+    assert (library["loop_exact"], library["loop_fly"]) == (exact.token_ids, loosened.token_ids)
+    assert min(map(len, (exact.token_ids, loosened.token_ids, library["loop_doubt"]))) > 10
+    assert exact.num_rescued_tokens == 0
+    assert loosened.num_rescued_tokens > 0
+    assert library["loop_doubt"] != library["loop_exact"], "a rule of one's own rescues"
+    assert library["mixed"].num_accepted.shape == (3,), "each row has its own rule"
 
 
 def test_the_foreign_loop_fits_on_the_page() -> None:
@@ -109,14 +99,7 @@ def test_the_foreign_loop_fits_on_the_page() -> None:
 
 
 def test_steps_give_the_tokens_of_generate(library: dict[str, Any]) -> None:
-    (expected,) = fly_jax.generate(
-        library["pair"],
-        library["ids"][:1],
-        rule=fly_jax.Fly(),
-        num_speculative_tokens=library["K"],
-        protect=(),
-        max_new_tokens=len(library["stepwise"]),
-    )
+    expected = generated(library, fly_jax.Fly(), library["K"], len(library["stepwise"]))
     settled = len(expected.token_ids)  # the steps of the page go on after an end of text
     assert settled >= 4, "each of the four rounds settles a token at least"
     assert library["stepwise"][:settled] == expected.token_ids
@@ -133,16 +116,14 @@ def test_sharded_logits_give_the_same_evidence(library: dict[str, Any]) -> None:
 
 
 def test_a_call_that_cannot_work_says_why(library: dict[str, Any]) -> None:
-    assert "num_speculative_tokens=6" in library["refusal"]
-    assert "window_size=6" in library["refusal"]
+    for words in ("num_speculative_tokens=6", "window_size=6"):
+        assert words in library["refusal"]
 
 
 def test_the_page_uses_the_public_api_only() -> None:
     code = "".join(blocks("library"))
     assert not re.search(r"(from|import) fly_jax\.", code)
-    used = set(re.findall(r"fly_jax\.(\w+)", code))
-    assert used
-    assert used <= set(fly_jax.__all__)
+    assert set() < set(re.findall(r"fly_jax\.(\w+)", code)) <= set(fly_jax.__all__)
 
 
 def test_rules_and_draws_differ(engine: dict[str, Any]) -> None:
@@ -150,9 +131,8 @@ def test_rules_and_draws_differ(engine: dict[str, Any]) -> None:
     assert all(len(one.token_ids) > 4 for one in found.values())
     assert found["lossless"].num_rescued_tokens == 0
     assert found["drawn"].token_ids != found["lossless"].token_ids
-    assert engine["states"]["lossless"].num_reused == len(engine["prompt"]) - 1 or (
-        len(engine["prompt"]) < 16
-    )
+    reused, length = engine["states"]["lossless"].num_reused, len(engine["prompt"])
+    assert reused == length - 1 or length < 16
 
 
 def test_asyncio_gives_the_same_answers(engine: dict[str, Any]) -> None:
@@ -187,10 +167,11 @@ def test_the_commands_of_an_audit_run(
     shown = [form.sub("", line) for line in audit_block("text").splitlines()]
     now = [form.sub("", line) for line in printed[1].splitlines()]
     assert shown[:3] == now[:3]
-    for heading in ("classrescued", "draftkept"):
-        assert {line for line in shown if line.startswith(heading)} == {
-            line for line in now if line.startswith(heading)
-        }
+    of_page, of_now = (
+        {line for line in lines if line.startswith(("classrescued", "draftkept"))}
+        for lines in (shown, now)
+    )
+    assert of_page == of_now
     assert "Prompt 2" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
@@ -206,8 +187,7 @@ def test_the_keys_and_classes_are_those_of_the_file() -> None:
     assert named == {field.name for field in dataclasses.fields(Mismatch)}
     listed = audit_block("text").split("class ")[1].split("\n\n")[0].splitlines()[1:]
     for line in listed:
-        name = next(name for name in CLASSES if line.startswith(name))
-        assert line.endswith(CLASSES[name])
+        assert any(line.startswith(name) and line.endswith(CLASSES[name]) for name in CLASSES)
 
 
 def test_a_loop_of_ones_own_runs() -> None:
@@ -233,8 +213,7 @@ def test_what_the_commands_ask_for_can_be_had() -> None:
     (server,) = blocks("integrations", "bash")
     texts = dict(re.findall(r"--(\S+)-config '(.*)'", server))
     speculative, additional = json.loads(texts["speculative"]), json.loads(texts["additional"])
-    asked = asked_for(additional["fly_jax"], {})
-    assert asked is not None
+    asked = asked_for(additional["fly_jax"], {}) or {}
     assert decoding_config(asked, speculative["num_speculative_tokens"]).rule == "fly"
     (offline,) = [text for text in blocks("integrations") if "vllm" in text]
     ast.parse(offline)

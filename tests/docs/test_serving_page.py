@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import types
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import cast
 
@@ -51,11 +50,8 @@ def test_the_dashboard_asks_for_metrics_that_exist(metrics: set[str]) -> None:
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(queries) > 20
     asked = {name for query in queries for name in _NAME.findall(query)}
-    assert asked <= metrics
-    counters = {name for name in metrics if name.endswith("_total")}
-    assert counters <= asked
-    for query in queries:
-        assert query.count("(") == query.count(")")
+    assert {name for name in metrics if name.endswith("_total")} <= asked <= metrics
+    assert all(query.count("(") == query.count(")") for query in queries)
     places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
     assert len(set(places)) == len(places)
 
@@ -66,47 +62,25 @@ def test_flags_and_fields_exist(capsys: pytest.CaptureFixture[str]) -> None:
     # Other tools have flags of their own.
     ours = re.sub(r"^## Other tools\n.*?(?=^## )", "", _PAGE, flags=re.MULTILINE | re.DOTALL)
     assert ours != _PAGE
-    for name in re.findall(r"--([a-z_]+)", ours):
-        assert name in flags, name
-    assert {"num_slots", "max_queue", "grace_period"} <= set(re.findall(r"--([a-z_]+)", _PAGE))
+    named = set(re.findall(r"--([a-z_]+)", ours))
+    assert {"num_slots", "max_queue", "grace_period"} <= named <= set(flags)
     fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields, "stream_options"}
     taken = _PAGE[_PAGE.index("Taken are") : _PAGE.index("The i-th of")]
-    for name in re.findall(r"`([a-z_]+)[`.]", taken):
-        assert name in fields, name
+    assert set(re.findall(r"`([a-z_]+)[`.]", taken)) <= fields
     own = _PAGE[_PAGE.index("## The field `fly`") : _PAGE.index("All rules that requests")]
-    for name in re.findall(r"^\| `(\w+)`|`([a-z]+_[a-z_]+)`", own, re.MULTILINE):
-        assert (name[0] or name[1]) in {*FlyFields.model_fields, *VLLM_NAMES}, name
-    assert ServerLimits().max_queue == serve.ServeFlags.max_queue
-    assert ServerLimits().max_body == serve.ServeFlags.max_body
-
-
-class _Seen(HTMLParser):
-    """Ids, and everything that a page names from elsewhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.scripts: list[str] = []
-        self._in_script = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.ids += [given["id"] or ""] if "id" in given else []
-        self.links += [given[name] or "" for name in ("src", "href", "action") if name in given]
-        self._in_script = tag == "script"
-
-    def handle_data(self, data: str) -> None:
-        self.scripts += [data] if self._in_script else []
+    found = re.findall(r"^\| `(\w+)`|`([a-z]+_[a-z_]+)`", own, re.MULTILINE)
+    assert {"".join(names) for names in found} <= {*FlyFields.model_fields, *VLLM_NAMES}
+    flags, limits = serve.ServeFlags, ServerLimits()
+    assert (limits.max_queue, limits.max_body) == (flags.max_queue, flags.max_body)
 
 
 def test_the_page_at_the_root_stands_by_itself() -> None:
-    seen = _Seen()
-    seen.feed(page())
-    assert seen.links == ["data:,"]
-    assert len(set(seen.ids)) == len(seen.ids)
-    (script,) = [one for one in seen.scripts if one.strip()]
-    assert set(re.findall(r'\$\("(\w+)"\)', script)) <= set(seen.ids)
+    before, script, after = re.split("</?script>", page())
+    links = re.findall(r"""\b(?:src|href|action)\s*=\s*["']?([^"'\s>]*)""", before + after)
+    assert links == ["data:,"]
+    ids = re.findall(r'\bid="(\w+)"', before + after)
+    assert len(set(ids)) == len(ids) == (before + after).count(" id=")
+    assert set(re.findall(r'\$\("(\w+)"\)', script)) <= set(ids)
     assert "http" not in script
     assert "innerHTML" not in script  # what a model writes is text
     for kind in ("matched", "rescued", "corrected", "bonus"):

@@ -11,18 +11,13 @@ from typing import Any
 import pytest
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_file import (
-    FORMAT,
-    VERSION,
-    check_writable,
-    read_audit,
-    write_prompt,
-    write_run,
-)
+from fly_jax.evaluation import audit_file
+from fly_jax.evaluation.audit_file import check_writable, read_audit
 from fly_jax.evaluation.audit_summary import CLASSES, summarise, table, token_class
 from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run, final_answer
 
-RUN = Run(FORMAT, VERSION, "fly & margin", "top_3", {"window_size": 6, "num_prompts": 4})
+SETTINGS = {"window_size": 6, "num_prompts": 4}
+RUN = Run(audit_file.FORMAT, audit_file.VERSION, "fly & margin", "top_3", SETTINGS)
 
 
 def mismatch(prompt: int, position: int, draft: str, choice: str, **changes: Any) -> Mismatch:
@@ -69,20 +64,18 @@ PROMPTS = [
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = io.StringIO()
-    write_run(file, RUN)
+    audit_file.write_run(file, RUN)
     for mismatches, one in PROMPTS:
-        write_prompt(file, mismatches, one)
+        audit_file.write_prompt(file, mismatches, one)
     path = tmp_path / "audit.jsonl"
     path.write_text(file.getvalue(), encoding="utf-8")
     return path
 
 
 def test_what_is_written_is_what_is_read(path: Path) -> None:
-    audit = read_audit(path)
-    assert audit.run == RUN
-    assert audit.mismatches == [one for mismatches, _ in PROMPTS for one in mismatches]
-    assert list(audit.continuations.values()) == [one for _, one in PROMPTS]
-    assert audit.warning is None
+    mismatches = [one for some, _ in PROMPTS for one in some]
+    continuations = {index: one for index, (_, one) in enumerate(PROMPTS)}
+    assert read_audit(path) == audit_file.Audit(RUN, mismatches, continuations, None)
     events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
     assert events == ["run", "rescue", "refusal", "prompt", "rescue", "rescue", "refusal",
                       "prompt", "prompt", "prompt"]  # fmt: skip
@@ -91,8 +84,7 @@ def test_what_is_written_is_what_is_read(path: Path) -> None:
 def test_figures(path: Path) -> None:
     summary = summarise(read_audit(path))
     assert (summary.prompts, summary.tokens, summary.rescues) == (4, 16, 3)
-    assert summary.rescues_per_100_tokens == 18.75
-    assert summary.regret == 2.0
+    assert (summary.rescues_per_100_tokens, summary.regret) == (18.75, 2.0)
     first, second = summary.pairs
     assert (first.draft, first.choice, first.count, first.kind) == (" big", " large", 2, "words")
     assert (first.mean_regret, first.mean_draft_probability) == (0.75, 0.5)
@@ -101,8 +93,7 @@ def test_figures(path: Path) -> None:
     assert counts == {
         "digits": (0, 1), "capitalised": (1, 0), "identifiers": (0, 1), "words": (2, 0)
     }  # fmt: skip
-    assert summary.windows == {"held": 2, "completed": 1}
-    assert summary.windows_failed == 1
+    assert (summary.windows, summary.windows_failed) == ({"held": 2, "completed": 1}, 1)
     assert summary.refusals == {"gate": 1, "window": 1}
     assert (summary.compared, summary.texts_differ) == (3, 2)
     assert (summary.answered, summary.answers_differ) == (2, 1)
@@ -113,56 +104,42 @@ def test_figures(path: Path) -> None:
     assert json.loads(json.dumps(summary.to_dict()))["rescues_per_100_tokens"] == 18.75
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        (" 12", "digits"), ("x1", "digits"), ("\n", "white space"), (" Ada", "capitalised"),
-        (" was", "words"), ("self_", "identifiers"), ("maxSize", "identifiers"),
-        (" ==", "operators"), (").", "punctuation"), ("\ufffd", "punctuation"), ("é", "words"),
-    ],
-)  # fmt: skip
-def test_classes(text: str, kind: str) -> None:
-    assert token_class(text) == kind
-    assert kind in CLASSES
+def test_classes() -> None:
+    kinds = {
+        " 12": "digits", "x1": "digits", "\n": "white space", " Ada": "capitalised",
+        " was": "words", "self_": "identifiers", "maxSize": "identifiers", " ==": "operators",
+        ").": "punctuation", "\ufffd": "punctuation", "é": "words",
+    }  # fmt: skip
+    assert {text: token_class(text) for text in kinds} == kinds
+    assert set(kinds.values()) <= set(CLASSES)
+
+
+def test_final_answers() -> None:
+    answers = {"So 3 + 4 = 7.\nAnswer: 1,234": "1234", "It is -2.5.": "-2.5", "1,2,3": "3"}
+    answers |= {"one\n two \n\n": "two", "": ""}
+    assert {text: final_answer(text) for text in answers} == answers
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("lines", "left_out", "prompts", "words"),
     [
-        ("So 3 + 4 = 7.\nAnswer: 1,234", "1234"),
-        ("It is -2.5.", "-2.5"),
-        ("one\n two \n\n", "two"),
-        ("", ""),
-        ("1,2,3", "3"),
+        (10, 1, 3, "breaks off"),  # in the middle of its last line: all other prompts are there
+        (10, 40, 3, "breaks off"),
+        (6, 0, 1, "1 of 4 prompts"),
+        # What Ctrl-C leaves: only the number of prompts says that some are missing.
+        (4, 0, 1, "1 of 4 prompts"),
     ],
 )
-def test_final_answers(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize("left_out", [1, 40])
-def test_a_run_that_was_stopped(path: Path, left_out: int) -> None:
-    """In the middle of its last line: all other prompts are there."""
-    path.write_bytes(path.read_bytes()[:-left_out])
+def test_a_run_that_was_stopped(
+    path: Path, lines: int, left_out: int, prompts: int, words: str
+) -> None:
+    data = b"".join(path.read_bytes().splitlines(keepends=True)[:lines])
+    path.write_bytes(data[: len(data) - left_out])
     audit = read_audit(path)
-    assert sorted(audit.continuations) == [0, 1, 2]
+    assert list(audit.continuations) == [*range(prompts)]
+    assert {one.prompt for one in audit.mismatches} <= audit.continuations.keys()
     assert audit.warning is not None
-    assert "breaks off" in audit.warning
-
-
-def test_a_run_that_was_stopped_between_lines(path: Path) -> None:
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:6]))
-    audit = read_audit(path)
-    assert list(audit.continuations) == [0]
-    assert len(audit.mismatches) == 2
-    assert audit.warning is not None
-    # What Ctrl-C leaves: nothing is cut, and only the number of prompts says that some are missing.
-    path.write_text("".join(lines[:4]))
-    audit = read_audit(path)
-    assert not audit.mismatches[2:]
-    assert audit.warning is not None
-    assert "1 of 4 prompts" in audit.warning
+    assert words in audit.warning
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,12 @@ COMPARISON = Comparison(
 
 def test_figures() -> None:
     base, fly = COMPARISON.results
-    assert fly.tokens_per_second == 150
-    assert COMPARISON.speed_up(base) == 1
-    assert COMPARISON.speed_up(fly) == 3
-    assert fly.mean_accepted_tokens == 6
-    assert fly.rescued_per_100_tokens == 2
-    assert fly.accuracy == 0.6
+    assert (COMPARISON.speed_up(base), COMPARISON.speed_up(fly)) == (1, 3)
     assert COMPARISON.retention(fly) == pytest.approx(0.75)
-    figures = COMPARISON.to_dict()["fly"]
-    assert figures["speed_up"] == 3
-    assert figures["retention"] == pytest.approx(0.75)
-    assert figures["num_rescued_tokens"] == 6
+    figures = {"speed_up": 3, "retention": pytest.approx(0.75), "num_rescued_tokens": 6}
+    assert COMPARISON.to_dict()["fly"].items() >= figures.items()
+    assert (fly.tokens_per_second, fly.mean_accepted_tokens) == (150, 6)
+    assert (fly.rescued_per_100_tokens, fly.accuracy) == (2, 0.6)
 
 
 def test_nothing_to_check() -> None:
@@ -55,12 +50,10 @@ def test_nothing_to_check() -> None:
 def test_table_is_aligned() -> None:
     lines = COMPARISON.table().splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split() == [
-        "autoregressive", "50.0", "1.00x", "1.00", "0", "0.0", "8/10", "100.0%"
-    ]  # fmt: skip
-    assert lines[3].split() == [
-        "fly", "150.0", "3.00x", "6.00", "6", "2.0", "6/10", "75.0%"
-    ]  # fmt: skip
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "autoregressive 50.0 1.00x 1.00 0 0.0 8/10 100.0%",
+        "fly 150.0 3.00x 6.00 6 2.0 6/10 75.0%",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +77,8 @@ def test_rules_decode_the_same_prompts(pair: Pair) -> None:
         asked.append((index, text))
         return None if index == 2 else index == 0
 
-    comparison = compare(
-        pair,
-        PROMPTS,
-        three_rules(Fly(window_size=2), 4),
-        max_new_tokens=16,
-        batch_size=2,
-        check=check,
-    )
+    configs = three_rules(Fly(window_size=2), 4)
+    comparison = compare(pair, PROMPTS, configs, max_new_tokens=16, batch_size=2, check=check)
     plain, exact, fly = comparison.results
     assert plain.texts == exact.texts
     accounts = generate(

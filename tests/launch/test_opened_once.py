@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_types import Captured, Patch
+from launch_types import Decoded, Folders, Patch
 
 from fly_jax.decoding import pair
 from fly_jax.decoding.pair import CheckedPrompt, load_pair, open_pair
@@ -25,10 +24,13 @@ from fly_jax.verification.rules import Exact
 SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 
 
+Counts = collections.Counter[str]
+
+
 @pytest.fixture
-def counted(monkeypatch: Patch) -> collections.Counter[str]:
+def counted(monkeypatch: Patch) -> Counts:
     """How often what is opened, read, parsed or checked is: by its name and first argument."""
-    counts: collections.Counter[str] = collections.Counter()
+    counts = Counts()
 
     def count(owner: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -39,27 +41,19 @@ def counted(monkeypatch: Patch) -> collections.Counter[str]:
 
         monkeypatch.setattr(owner, name, counting)
 
-    for owner, name in (
-        (load, "HuggingFaceSource"),
-        (load, "load_tokenizer"),
-        (tokenizer, "_sentence_piece_vocabulary"),
-        (hugging_face, "read_config"),
-        (inputs, "parse_mesh"),
-        (pair, "parse_mesh"),
-        (inputs, "create_mesh"),
-        (pair, "create_mesh"),
-    ):
-        count(owner, name)
+    for name in ("HuggingFaceSource", "load_tokenizer"):
+        count(load, name)
+    count(tokenizer, "_sentence_piece_vocabulary")
+    count(hugging_face, "read_config")
+    for owner in (inputs, pair):
+        count(owner, "parse_mesh")
+        count(owner, "create_mesh")
     return counts
 
 
 @pytest.mark.parametrize("command", ["generate", "calibrate"])
 def test_everything_is_opened_once(
-    counted: collections.Counter[str],
-    models: list[str],
-    tiny_pair: tuple[Path, Path],
-    tmp_path: Path,
-    command: str,
+    counted: Counts, models: list[str], tiny_pair: Folders, tmp_path: Path, command: str
 ) -> None:
     arguments = [*models, "--mesh=2x2"]
     if command == "generate":
@@ -80,9 +74,7 @@ def test_everything_is_opened_once(
     assert dict(counted) == dict.fromkeys(expected, 1)
 
 
-def test_each_prompt_is_encoded_and_checked_once(
-    models: list[str], monkeypatch: Patch, capsys: Captured
-) -> None:
+def test_each_prompt_is_encoded_and_checked_once(of_pair: Decoded, monkeypatch: Patch) -> None:
     """The command says which prompt it was, and its decoders believe it, in a comparison too."""
     encoded: list[str] = []
     checked: list[str] = []
@@ -100,38 +92,29 @@ def test_each_prompt_is_encoded_and_checked_once(
     monkeypatch.setattr(tokenizer.Tokenizer, "encode", encoding)
     for owner in (pair, engine):
         monkeypatch.setattr(owner, "check_prompt", checking)
-    arguments = [*models, "--prompt=Ada", "--prompt=Boris", "--rule=exact"]
-    assert main([*arguments, "--compare", *SIZES]) == 0
-    assert encoded == ["Ada", "Boris"]
+    found = of_pair("--prompt=Ada", "--prompt=Boris", "--rule=exact", "--compare", *SIZES)
+    assert [one["prompt"] for one in found] == encoded == ["Ada", "Boris"]
     assert checked == ["Prompt 1", "Prompt 2"]
-    lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == encoded
 
 
-def test_the_library_and_the_command_decode_alike(capsys: Captured) -> None:
+def test_the_library_and_the_command_decode_alike(decoded: Decoded) -> None:
     """With the embedded pair and nothing else said, and with a rule alone."""
     embedded = load_pair()
     prompt = "Problem: Mia has 12 shells and finds 9 more. How many has she?\nSolution:"
     for flags, given in (([], {}), (["--rule=exact"], {"rule": Exact()})):
-        assert main([f"--prompt={prompt}", "--max_new_tokens=24", "--json", *flags]) == 0
-        record = json.loads(capsys.readouterr().out)
+        (record,) = decoded(f"--prompt={prompt}", "--max_new_tokens=24", *flags)
         (one,) = generate(embedded, [prompt], max_new_tokens=24, **given)
         assert record["token_ids"] == one.token_ids
         assert record["why"] == "".join(why.letter for why in one.why)
         assert record["num_draft_tokens"] == one.num_draft_tokens
 
 
-def test_what_is_open_decodes_as_its_folders_do(
-    tiny_pair: tuple[Path, Path], monkeypatch: Patch
-) -> None:
+def test_what_is_open_decodes_as_its_folders_do(tiny_pair: Folders, monkeypatch: Patch) -> None:
     expected = generate(load_pair(*tiny_pair, dtype="float32"), ["Ada"], max_new_tokens=8)
     opened = open_pair(*tiny_pair)
 
-    def again(*_: object) -> None:
-        raise AssertionError("a checkpoint was opened twice")
-
-    monkeypatch.setattr(load, "HuggingFaceSource", again)
-    monkeypatch.setattr(load, "load_tokenizer", again)
+    for name in ("HuggingFaceSource", "load_tokenizer"):
+        monkeypatch.delattr(load, name)  # nothing is opened twice
     found = generate(load_pair(opened, dtype="float32"), ["Ada"], max_new_tokens=8)
     assert found[0].token_ids == expected[0].token_ids
     with pytest.raises(FlyJaxError, match="drafts of its own"):

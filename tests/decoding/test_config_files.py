@@ -3,34 +3,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fly_jax import FlyJaxError, Lookup, Sampling, data_tree, parameter
-from fly_jax.decoding.config import (
-    DecodingConfig,
-    decoding_parameters,
-    from_reference_json,
-    load_config,
-    parameter_groups,
-)
+import fly_jax
+from fly_jax import DecodingConfig, FlyJaxError, Lookup, Sampling, load_config
+from fly_jax.decoding.config import decoding_parameters, from_reference_json, parameter_groups
 from fly_jax.launch.flags import DecodingFlags, Flags
-from fly_jax.verification.rules import (
-    RULES,
-    Budget,
-    Clause,
-    Csd,
-    Exact,
-    Fly,
-    Lenience,
-    Loose,
-    Lossy,
-    Margin,
-    Typical,
-)
+from fly_jax.verification.rules import RULES, Budget, Csd, Exact, Fly, Margin
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = json.loads((CONFIGS / "fly_reference.json").read_text())
@@ -47,60 +29,41 @@ def sentence(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("config", "rule", "sampling", "lookup"),
+    ("values", "rule", "more"),
     [
-        (DecodingConfig(), Fly(), None, None),
-        (DecodingConfig(rule="exact"), Exact(), None, None),
-        (
-            DecodingConfig(rule="exact", prompt_lookup_max=4),
-            Exact(),
-            None,
-            Lookup(4, 1, 6, "latest"),
-        ),
-        (DecodingConfig(rule="sampled"), Exact(), Sampling(), None),
-        (DecodingConfig(rule="sampled", temperature=0.5, top_k=7), Exact(), Sampling(0.5, 7), None),
-        (DecodingConfig(temperature=1, top_p=0.9), Fly(), Sampling(1, None, 0.9), None),
-        (DecodingConfig(rule="autoregressive", prompt_lookup_max=4), Exact(), None, None),
-        (DecodingConfig(rule="autoregressive", temperature=0.7), Exact(), Sampling(0.7), None),
-        (
-            DecodingConfig(entropy_threshold=0.1, window_size=2, entropy="full", entropy_top_k=5),
-            Fly(0.1, 2, "full", 5),
-            None,
-            None,
-        ),
+        ({}, Fly(), ()),
+        ({"rule": "exact"}, Exact(), ()),
+        ({"rule": "exact", "prompt_lookup_max": 4}, Exact(), (None, Lookup(4, 1, 6, "latest"))),
+        ({"rule": "sampled"}, Exact(), (Sampling(),)),
+        ({"rule": "sampled", "temperature": 0.5, "top_k": 7}, Exact(), (Sampling(0.5, 7),)),
+        ({"temperature": 1, "top_p": 0.9}, Fly(), (Sampling(1, None, 0.9),)),
+        ({"rule": "autoregressive", "prompt_lookup_max": 4}, Exact(), ()),
+        ({"rule": "autoregressive", "temperature": 0.7}, Exact(), (Sampling(0.7),)),
+        ({"entropy_threshold": 0.1, "window_size": 2}, Fly(0.1, 2), ()),
+        ({"entropy": "full", "entropy_top_k": 5}, Fly(entropy="full", entropy_top_k=5), ()),
+        ({"rule": "csd"}, Csd(), ()),
+        ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False), ()),
+        ({"rule": "csd", "csd_consistency": 0}, Csd(0), ()),
+        ({"rule": "lossy", "lossy_threshold": 0.2}, fly_jax.Lossy(0.2), ()),
+        ({"rule": "lenience", "lenience": 0.7}, fly_jax.Lenience(0.7), ()),
+        ({"rule": "lenience", "temperature": 1}, fly_jax.Lenience(0.5), (Sampling(1),)),
+        ({"rule": "typical", "typical_epsilon": 0.1}, fly_jax.Typical(0.1), ()),
+        ({"rule": "typical", "typical_delta": 0.2}, fly_jax.Typical(delta=0.2), ()),
+        ({"rule": "margin", "margin_gap": 1}, Margin(1), ()),
+        ({"rule": " ( fly)"}, Fly(), ()),
+        ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd(), ()),
+        ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd()), ()),
+        ({"rule": "fly | csd", "risk_budget": 8}, Budget(Fly() | Csd(), 8), ()),
+        ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
     ],
 )
-def test_rules_and_lookups(
-    config: DecodingConfig, rule: object, sampling: object, lookup: object
+def test_rules_samplings_and_lookups(
+    values: dict[str, Any], rule: object, more: tuple[object, ...]
 ) -> None:
-    assert config.to_rule() == rule
-    assert config.to_sampling() == sampling
-    assert config.to_lookup() == lookup
+    """None of what a case does not name."""
+    config, expected = DecodingConfig(**values), (rule, *more, None, None)[:3]
+    assert (config.to_rule(), config.to_sampling(), config.to_lookup()) == expected
     assert config.num_speculative_tokens == (0 if config.rule == "autoregressive" else 15)
-
-
-@pytest.mark.parametrize(
-    ("values", "rule"),
-    [
-        ({"rule": "csd"}, Csd()),
-        ({"rule": "csd", "csd_consistency": 0.1, "csd_memory": False}, Csd(0.1, memory=False)),
-        ({"rule": "csd", "csd_consistency": 0}, Csd(0)),
-        ({"rule": "lossy", "lossy_threshold": 0.2}, Lossy(0.2)),
-        ({"rule": "lenience", "lenience": 0.7}, Lenience(0.7)),
-        ({"rule": "lenience", "temperature": 1}, Lenience(0.5)),
-        ({"rule": "typical", "typical_epsilon": 0.1, "typical_delta": 0.2}, Typical(0.1, 0.2)),
-        ({"rule": "margin", "margin_gap": 1}, Margin(1)),
-        ({"rule": " ( fly)"}, Fly()),
-        ({"rule": "fly & margin | csd"}, Fly() & Margin() | Csd()),
-        ({"rule": "fly & (margin | csd)"}, Fly() & (Margin() | Csd())),
-        ({"rule": "fly | csd", "risk_budget": 8}, Budget(Fly() | Csd(), 8)),
-        ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact()),
-    ],
-)
-def test_loosened_rules(values: dict[str, Any], rule: object) -> None:
-    config = DecodingConfig(**values)
-    assert config.to_rule() == rule
-    assert config.to_sampling() == (Sampling(1) if "temperature" in values else None)
 
 
 def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
@@ -110,41 +73,39 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
     _, lossless, published, recommended = config.side_by_side()
     measured = json.loads((CONFIGS.parent / "benchmarks/results/embedded_pair.json").read_text())
     best = measured["best_k"]
-    assert (lossless.num_speculative_tokens, recommended.num_speculative_tokens) == (
-        best["exact"],
-        best["margin"],
-    )
+    assert recommended.num_speculative_tokens == best["margin"]
     assert published.to_rule() == Fly()
-    alone = config.replace(rule="exact")
-    assert alone.num_speculative_tokens == best["exact"]
+    for exact in (lossless, config.replace(rule="exact")):
+        assert exact.num_speculative_tokens == best["exact"]
 
 
-def test_side_by_side() -> None:
-    greedy = [one.to_rule() for one in DecodingConfig(rule="exact", window_size=3).side_by_side()]
-    assert greedy == [Exact(), Exact(), Fly(window_size=3)]
-    drawn = DecodingConfig(rule="sampled", num_speculative_tokens=9).side_by_side()
-    assert [one.rule for one in drawn] == ["autoregressive", "sampled", "fly"]
-    assert [one.to_rule() for one in drawn] == [Exact(), Exact(), Fly()]
-    assert [one.to_sampling() for one in drawn] == [Sampling()] * 3
-    assert [one.num_speculative_tokens for one in drawn] == [0, 9, 9]
-
-
-def test_side_by_side_shows_published_fly_beside_another_rule() -> None:
-    config = DecodingConfig(rule="margin", window_size=3, risk_budget=2, num_speculative_tokens=4)
-    rules = [one.to_rule() for one in config.side_by_side()]
-    assert rules == [Exact(), Exact(), Fly(window_size=3), Budget(Margin(), 2)]
-    assert [one.num_speculative_tokens for one in config.side_by_side()] == [0, 4, 4, 4]
-    small = config.replace(num_speculative_tokens=3)
-    assert [one.rule for one in small.side_by_side()] == ["autoregressive", "exact", "margin"]
-    deferring = DecodingConfig(boundary="defer", num_speculative_tokens=6)
-    assert [one.rule for one in deferring.side_by_side()] == ["autoregressive", "exact", "fly"]
-    lossless = DecodingConfig(rule="exact", num_speculative_tokens=4)
-    assert [one.rule for one in lossless.side_by_side()] == ["autoregressive", "exact"]
-
-
-def test_a_window_that_does_not_fit() -> None:
-    with pytest.raises(FlyJaxError, match="window_size=6"):
-        DecodingConfig(num_speculative_tokens=6).to_rule()
+@pytest.mark.parametrize(
+    ("values", "rules"),
+    [
+        ({"rule": "exact", "window_size": 3}, {"exact": Exact(), "fly": Fly(window_size=3)}),
+        ({"rule": "sampled", "num_speculative_tokens": 9}, {"sampled": Exact(), "fly": Fly()}),
+        (
+            {"rule": "margin", "window_size": 3, "risk_budget": 2, "num_speculative_tokens": 4},
+            {"exact": Exact(), "fly": Fly(window_size=3), "margin": Budget(Margin(), 2)},
+        ),
+        (
+            {"rule": "margin", "window_size": 3, "risk_budget": 2, "num_speculative_tokens": 3},
+            {"exact": Exact(), "margin": Budget(Margin(), 2)},
+        ),
+        ({"boundary": "defer", "num_speculative_tokens": 6}, {"exact": Exact(), "fly": Fly()}),
+        ({"rule": "exact", "num_speculative_tokens": 4}, {"exact": Exact()}),
+    ],
+)
+def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:
+    """With published Fly beside another rule, where its window fits."""
+    found = DecodingConfig(**values).side_by_side()
+    k = values.get("num_speculative_tokens", 15)
+    sampling = Sampling() if values.get("rule") == "sampled" else None
+    assert [(one.rule, one.to_rule(), one.num_speculative_tokens) for one in found] == [
+        ("autoregressive", Exact(), 0),
+        *((name, rule, k) for name, rule in rules.items()),
+    ]
+    assert [one.to_sampling() for one in found] == [sampling] * len(found)
 
 
 @pytest.mark.parametrize(
@@ -229,10 +190,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "TOML" in sentence(tmp_path / "bytes.toml")
 
 
-def test_toml_keeps_the_defaults() -> None:
-    assert DecodingConfig(**tomllib.loads("window_size = 3")) == DecodingConfig(window_size=3)
-
-
 def test_a_config_says_all_that_is_declared() -> None:
     """Whoever declares a parameter has said all there is to say of it."""
     names = [one.name for group in parameter_groups().values() for one in group]
@@ -249,6 +206,8 @@ def test_a_config_says_all_that_is_declared() -> None:
     assert pickle.loads(pickle.dumps(DecodingConfig(window_size=3))).fly.window_size == 3
     with pytest.raises(FlyJaxError, match="'windw_size' is unknown"):
         DecodingConfig(windw_size=3)
+    with pytest.raises(FlyJaxError, match="window_size=6"):
+        DecodingConfig(num_speculative_tokens=6).to_rule()
 
 
 def test_values_lie_over_one_another() -> None:
@@ -274,14 +233,14 @@ def test_parts_may_be_given_as_what_they_are() -> None:
     assert DecodingConfig(rule=Fly(), risk_budget=3).to_rule() == Budget(Fly(), 3)
 
 
-@data_tree
+@fly_jax.data_tree
 @dataclasses.dataclass(frozen=True)
-class Lucky(Loose):
+class Lucky(fly_jax.Loose):
     """What a new rule's file holds."""
 
-    luck: float = parameter(0.5, "lucky: how much of it", name="luck", low=0.0, high=1.0)
+    luck: float = fly_jax.parameter(0.5, "lucky: how much of it", name="luck", low=0.0, high=1.0)
 
-    def clauses(self) -> tuple[Clause, ...]:
+    def clauses(self) -> tuple[fly_jax.Clause, ...]:
         return Margin(gap=self.luck).clauses()
 
 

@@ -32,24 +32,20 @@ class Plain:
 
 
 class Rates:
-    """The row's fading counts."""
+    """The row's fading counts of what was matched, rescued, refused and cut."""
 
     def __init__(self) -> None:
-        self.matched, self.rescued, self.refused, self.cut = 4 * 0.9, 4 * 0.05, 4 * 0.05, 0.0
+        self.counts = [4 * 0.9, 4 * 0.05, 4 * 0.05, 0.0]
 
-    def see(self, matched: int, rescued: int, refused: int, cut: int) -> None:
+    def see(self, *counts: int) -> None:
         fade = 0.5 ** (1 / 16)
-        self.matched = self.matched * fade + matched
-        self.rescued = self.rescued * fade + rescued
-        self.refused = self.refused * fade + refused
-        self.cut = self.cut * fade + cut
+        self.counts = [old * fade + new for old, new in zip(self.counts, counts, strict=True)]
 
     def pays(self, j: int, k: int) -> bool:
-        total = self.matched + self.rescued + self.refused + self.cut
-        kept = self.matched + self.rescued
-        loose = kept / (kept + self.refused)
+        matched, rescued, refused, _ = self.counts
+        loose = (matched + rescued) / (matched + rescued + refused)
         expected = sum(loose**i for i in range(k + 1))
-        completed = min((self.matched / total) ** (j + WINDOW - k), 0.65)
+        completed = min((matched / sum(self.counts)) ** (j + WINDOW - k), 0.65)
         return completed * (k + 1 - j + expected) > expected
 
 
@@ -82,11 +78,10 @@ def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) ->
         broken = remaining > 0 and (not all(accepted[:needed]) or count < needed)
         text += block[:count]
         whys += [*why, ending][:count]
-        was_open = remaining > 0
         if new and not broken and j - 1 < count:
             start, replacement, remaining = begin + j - 1, seen[j - 1].argmax, j + WINDOW - k
             row.deferred += 1
-        elif was_open:
+        else:
             remaining = max(remaining - k, 0)
         if broken or (remaining > 0 and ended):
             text, whys, remaining = [*text[:start], replacement], [*whys[:start], "c"], 0
@@ -101,13 +96,9 @@ def decode(
     rule: Rule, k: int, pair: int, noise: float, prompts: list[list[int]], limit: int,
     lookup: Lookup | None = None, rows: int = pairs.ROWS,
 ) -> list[Generation]:  # fmt: skip
-    window = rule.longest_window
-    given = {"num_speculative_tokens": k, "lookup": lookup, "deferred_window": window}
+    given = {"num_speculative_tokens": k, "lookup": lookup, "deferred_window": rule.longest_window}
     spec = dataclasses.replace(pairs.SPECS["deferred"].with_static(**given), rule=rule)
-    engine = pairs.batch_engine(
-        pairs.random_target(pair), pairs.random_draft(pair, noise), spec, rows
-    )
-    return engine.generate(prompts, limit)
+    return pairs.pair_engine(pair, spec, noise, rows=rows).generate(prompts, limit)
 
 
 token_lists = st.lists(st.integers(0, pairs.CONFIG.vocab_size - 1), min_size=1, max_size=12)
@@ -181,15 +172,13 @@ def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
         Fly(0.0, 2), RoundStatic(4, Lookup(3, 3, num_tokens=4), pairs.EOS, deferred_window=2)
     )
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
-    rows = pairs.batch_engine(pairs.random_target(1), None, spec, 8).generate(prompts, 40)
+    rows = pairs.pair_engine(1, spec, rows=8).generate(prompts, 40)
     assert sum(row.num_rollbacks for row in rows) > 3
     for row, prompt in zip(rows, prompts, strict=True):
         chosen = pairs.logits_after(pairs.random_target(1), [*prompt, *row.token_ids]).argmax(-1)
         own = chosen[len(prompt) - 1 : -1].tolist()
-        assert all(
-            token == other or why.letter == "r"
-            for token, other, why in zip(row.token_ids, own, row.why, strict=True)
-        )
+        for token, other, why in zip(row.token_ids, own, row.why, strict=True):
+            assert token == other or why.letter == "r"
         assert len(row.token_ids) == 40 or row.token_ids[-1] in pairs.EOS
 
 
@@ -197,9 +186,8 @@ def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
 def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
     rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
-    assert [row.token_ids for row in rows] == pairs.autoregressive(
-        pairs.random_target(1), prompts, 20
-    )
+    expected = pairs.autoregressive(pairs.random_target(1), prompts, 20)
+    assert [row.token_ids for row in rows] == expected
     assert {row.regret for row in rows} == {0.0}
 
 

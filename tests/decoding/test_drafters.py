@@ -24,9 +24,7 @@ K = 5
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
 SPECS = {
     "fixed": pairs.SPECS["lookup"],
-    "depths": RoundSpec(
-        Exact(), RoundStatic(K, Lookup(), pairs.EOS, depths=(2, K), rounds_per_dispatch=2)
-    ),
+    "depths": pairs.SPECS["lookup"].with_static(depths=(2, K), rounds_per_dispatch=2),
     "defer": RoundSpec(
         Budget(Fly(0.0, 2), 0.0),
         RoundStatic(K, Lookup(), pairs.EOS, deferred_window=2, rounds_per_dispatch=2),
@@ -35,29 +33,33 @@ SPECS = {
 
 
 def decode(
-    spec: RoundSpec, drafter: Drafter | None, prompts: Sequence[Sequence[int]], limit: int
-) -> list[Generation]:
+    spec: RoundSpec, drafter: Drafter | None = None, prompts: Sequence[Sequence[int]] = PROMPTS,
+    limit: int = pairs.MOST_TOKENS,
+) -> list[Generation]:  # fmt: skip
     return pairs.batch_engine(pairs.random_target(PAIR), drafter, spec).generate(prompts, limit)
+
+
+def expected(
+    prompts: Sequence[Sequence[int]] = PROMPTS, limit: int = pairs.MOST_TOKENS
+) -> list[list[int]]:
+    return pairs.autoregressive(pairs.random_target(PAIR), prompts, limit)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_lookup_alone_is_plain_decoding(name: str) -> None:
-    rows = decode(SPECS[name], None, PROMPTS, pairs.MOST_TOKENS)
-    expected = pairs.autoregressive(pairs.random_target(PAIR), PROMPTS, pairs.MOST_TOKENS)
-    assert [row.token_ids for row in rows] == expected
-    assert sum(map(len, expected)) / sum(row.num_rounds for row in rows) > 1.2
+    rows = decode(SPECS[name])
+    assert [row.token_ids for row in rows] == expected()
+    tokens = sum(len(row.token_ids) for row in rows)
+    assert tokens / sum(row.num_rounds for row in rows) > 1.2
     assert all(row.num_draft_passes == 0 for row in rows)
-    assert (
-        0 < sum(row.num_accepted_tokens for row in rows) < sum(row.num_draft_tokens for row in rows)
-    )
+    drafted = sum(row.num_draft_tokens for row in rows)
+    assert 0 < sum(row.num_accepted_tokens for row in rows) < drafted
 
 
 def test_where_nothing_is_found_nothing_is_drafted() -> None:
     prompts = [[1, 2, 3], [9], [4, 5]]
     rows = decode(SPECS["fixed"], None, prompts, 1)
-    assert [row.token_ids for row in rows] == pairs.autoregressive(
-        pairs.random_target(PAIR), prompts, 1
-    )
+    assert [row.token_ids for row in rows] == expected(prompts, 1)
     assert [(row.num_rounds, row.num_draft_tokens) for row in rows] == [(1, 0)] * 3
     (found,) = decode(SPECS["fixed"], None, [[1, 2, 3, 1]], 1)
     assert found.num_draft_tokens == 3
@@ -98,8 +100,7 @@ class Table(Drafter):
             tokens.append(jnp.where(tokens[-1] < 0, -1, known[:, 0]))
         drafted = jnp.stack(tokens[1:], axis=1)
         count = jnp.sum(drafted >= 0, axis=1)
-        if wanted is not None:
-            count = jnp.minimum(count, wanted)
+        count = count if wanted is None else jnp.minimum(count, wanted)
         draft = Draft(jnp.maximum(drafted, 0), None, count, jnp.zeros(0, jnp.int32))
         return draft, Memory(state.table, last)
 
@@ -119,12 +120,11 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
     drafter: Drafter = Table(jnp.full(pairs.CONFIG.vocab_size, -1, jnp.int32))
     if below:
         draft = pairs.random_draft(PAIR, 0.2)
-        given = dataclasses.replace(drafter, table=_next_tokens(PROMPTS))  # type: ignore[call-arg]
+        given = dataclasses.replace(drafter, table=_next_tokens())  # type: ignore[call-arg]
         drafter = DraftModel(draft.parameters(), given, config=pairs.CONFIG, num_tokens=K)
     spec = RoundSpec(Exact(), RoundStatic(K, None, pairs.EOS))
-    rows = decode(spec, drafter, PROMPTS, pairs.MOST_TOKENS)
-    expected = pairs.autoregressive(pairs.random_target(PAIR), PROMPTS, pairs.MOST_TOKENS)
-    assert [row.token_ids for row in rows] == expected
+    rows = decode(spec, drafter)
+    assert [row.token_ids for row in rows] == expected()
     assert sum(row.num_accepted_tokens for row in rows) > 0
     drafted = sum(row.num_draft_tokens for row in rows)
     if below:
@@ -134,11 +134,10 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
         assert 0 < drafted < K * sum(row.num_rounds for row in rows)
 
 
-def _next_tokens(prompts: Sequence[Sequence[int]]) -> Array:
-    """The last token that the target has said after each, in texts after these prompts."""
+def _next_tokens() -> Array:
+    """The last token that the target has said after each, in texts after the prompts."""
     table = np.full(pairs.CONFIG.vocab_size, -1, np.int32)
-    said = pairs.autoregressive(pairs.random_target(PAIR), prompts, pairs.MOST_TOKENS)
-    for prompt, new in zip(prompts, said, strict=True):
+    for prompt, new in zip(PROMPTS, expected(), strict=True):
         text = [*prompt, *new]
         table[text[:-1]] = text[1:]
     return jnp.asarray(table)
@@ -198,10 +197,8 @@ def test_a_drafter_is_given_the_targets_hidden_states(
     drafter = Echo(target.parameters()["unembedding"])
     prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3]
     spec = RoundSpec(Exact(), RoundStatic(3, None, pairs.EOS))
-    rows = decode(spec, drafter, prompts, pairs.MOST_TOKENS)
-    assert [row.token_ids for row in rows] == pairs.autoregressive(
-        target, prompts, pairs.MOST_TOKENS
-    )
+    rows = decode(spec, drafter, prompts)
+    assert [row.token_ids for row in rows] == expected(prompts)
     assert len(dispatches) > 5
     last = jax.device_get(dispatches[-1][1].drafter)
     assert not np.any(last.wrong)  # in any round

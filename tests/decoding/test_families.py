@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jax
 import pytest
-from random_pairs import batch_engine, greedy
+from golden import GOLDEN, layout_on
+from random_pairs import batch_engine, greedy, until_end
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
 from fly_jax.verification.rules import Exact
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 FAMILIES = ("mistral", "qwen2_windows", "qwen3", "smollm3")
 # Longer than the windows, and of different lengths.
 PROMPTS = [[3, 1, 4, 1, 5] * 5, [9, 2, 6], [5, 3, 5, 8, 9, 7, 9] * 2, [3, 2]]
@@ -24,17 +21,11 @@ MAX_NEW_TOKENS = 16
 SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
 
 
-def loaded(family: str, layout: Layout | None = None) -> Llama:
-    return load_llama(GOLDEN / family, layout=layout)
-
-
 def noisy(model: Llama) -> Llama:
     """A draft that agrees with its target now and then."""
-    parameters = model.parameters()
-    noise = jax.random.normal(jax.random.key(0), parameters["query"].shape)
-    return Llama(
-        model.config, {**parameters, "query": parameters["query"] + 0.1 * noise}, model.layout
-    )
+    query = model.parameters()["query"]
+    noisy = query + 0.1 * jax.random.normal(jax.random.key(0), query.shape)
+    return Llama(model.config, model.parameters() | {"query": noisy}, model.layout)
 
 
 def decoded(target: Llama, draft: Llama) -> list[list[int]]:
@@ -45,13 +36,13 @@ def decoded(target: Llama, draft: Llama) -> list[list[int]]:
 @functools.cache
 def expected(family: str) -> list[list[int]]:
     """One token at a time, without a cache, up to the end of the text."""
-    found = greedy(loaded(family), PROMPTS, MAX_NEW_TOKENS)
-    return [one[: one.index(2) + 1] if 2 in one else one for one in found]
+    found = greedy(load_llama(GOLDEN / family), PROMPTS, MAX_NEW_TOKENS)
+    return [until_end(one, (2,)) for one in found]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_layer_of_its_own(family: str) -> None:
-    target = loaded(family)
+    target = load_llama(GOLDEN / family)
     assert decoded(target.unstacked(), noisy(target).unstacked()) == expected(family)
 
 
@@ -65,6 +56,5 @@ def test_each_layer_of_its_own(family: str) -> None:
     ],
 )
 def test_on_a_mesh(family: str, mesh: str, rules: str) -> None:
-    layout = Layout(create_mesh(parse_mesh(mesh)), RULES[rules])
-    target = loaded(family, layout)
+    target = load_llama(GOLDEN / family, layout=layout_on(mesh, rules))
     assert decoded(target, noisy(target)) == expected(family)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
+import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
-from random_pairs import CONFIG, greedy, keys_from, logits_after, random_target, state_after
 
 from fly_jax import Draft, DraftModel, FlyJaxError, KVCache, Sampling
 from fly_jax.decoding.drafters.lookup import Lookup, look_up
@@ -45,16 +45,12 @@ def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize("lookup", LOOKUPS)
 @settings(max_examples=80, deadline=None)
 @given(
-    rows=st.lists(
-        st.lists(st.integers(0, 3), min_size=1, max_size=CAPACITY), min_size=ROWS, max_size=ROWS
-    ),
+    rows=st.tuples(*[st.lists(st.integers(0, 3), min_size=1, max_size=CAPACITY)] * ROWS),
     stale=st.integers(0, 3),
 )
-def test_equals_its_definition(lookup: Lookup, rows: list[list[int]], stale: int) -> None:
-    text = np.full((ROWS, CAPACITY), stale, np.int32)
-    for index, row in enumerate(rows):
-        text[index, : len(row)] = row
-    lengths = np.array([len(row) for row in rows], np.int32)
+def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stale: int) -> None:
+    text, lengths = pairs.padded(rows, CAPACITY)
+    text[np.arange(CAPACITY) >= lengths[:, None]] = stale
     tokens, found = find(lookup, text, lengths, lookup.num_tokens)
     tokens, found = np.asarray(tokens), np.asarray(found)
     assert tokens.shape == (ROWS, lookup.num_tokens)
@@ -67,9 +63,7 @@ def test_cases_by_name(match: str, expected: list[int]) -> None:
     lookup = Lookup(max_ngram=2, num_tokens=3, match=match)
 
     def proposal(*text: int) -> list[int]:
-        padded = np.zeros((1, CAPACITY), np.int32)
-        padded[0, : len(text)] = text
-        tokens, found = find(lookup, padded, np.array([len(text)], np.int32), lookup.num_tokens)
+        tokens, found = find(lookup, *pairs.padded([text], CAPACITY), lookup.num_tokens)
         return tokens[0, : int(found[0])].tolist()
 
     assert proposal(1, 2, 5, 1, 2, 6, 9, 1, 2) == expected
@@ -90,35 +84,27 @@ def drafted(
     drafter: DraftModel, text: Array, length: Array, keys: Array, sampling: Sampling | None = None
 ) -> tuple[Draft, KVCache]:
     # Nothing of the future, so that what a pass writes can be seen.
-    state = state_after(drafter, text, [length - 1], beyond=0.0)
+    state = pairs.state_after(drafter, text, [length - 1], beyond=0.0)
     draft, state = drafter.propose(state, text, length, DRAFTED, sampling=sampling, keys=keys)
     return draft, state.cache
 
 
 def draft(
-    prompts: Sequence[Sequence[int]],
-    lookup: Lookup | None,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    pair: int = 0,
-) -> tuple[Draft, KVCache]:
+    prompts: Sequence[Sequence[int]], lookup: Lookup | None, sampling: Sampling | None = None,
+    seed: int = 0, pair: int = 0,
+) -> tuple[Draft, KVCache]:  # fmt: skip
     assert len(prompts) == ROWS
-    text = np.zeros((ROWS, 64), np.int32)
-    for index, prompt in enumerate(prompts):
-        text[index, : len(prompt)] = prompt
-    length = np.array([len(prompt) for prompt in prompts], np.int32)
-    drafter = DraftModel(
-        random_target(pair).parameters(), lookup, config=CONFIG, num_tokens=DRAFTED
-    )
-    return drafted(drafter, text, length, keys_from(seed, ROWS), sampling)
+    model = pairs.random_target(pair)
+    drafter = DraftModel(model.parameters(), lookup, config=pairs.CONFIG, num_tokens=DRAFTED)
+    return drafted(drafter, *pairs.padded(prompts, 64), pairs.keys_from(seed, ROWS), sampling)
 
 
 def without_repeats() -> list[list[int]]:
     """Prompts that go on, in the model's own words, without a token that was there before."""
-    prompts = [[token, (7 * token + 5) % 48] for token in range(CONFIG.vocab_size)]
-    said = greedy(random_target(VARIED), prompts, DRAFTED)
-    pairs = zip(prompts, said, strict=True)
-    return [prompt for prompt, new in pairs if len({*prompt, *new}) == 2 + DRAFTED][:ROWS]
+    prompts = [[token, (7 * token + 5) % 48] for token in range(pairs.CONFIG.vocab_size)]
+    said = pairs.greedy(pairs.random_target(VARIED), prompts, DRAFTED)
+    begun = zip(prompts, said, strict=True)
+    return [prompt for prompt, new in begun if len({*prompt, *new}) == 2 + DRAFTED][:ROWS]
 
 
 def positions_written(cache: KVCache) -> list[int]:
@@ -139,27 +125,24 @@ def test_a_lookup_that_finds_nothing_costs_nothing() -> None:
 def test_a_lookup_that_is_right_saves_passes() -> None:
     """A model that has begun to repeat itself: the lookup knows what it says next."""
     prompts = [[7, 3, 7], [6, 3, 6], [4, 3, 4]]
-    said = greedy(random_target(REPETITIVE), prompts, 12)
+    said = pairs.greedy(pairs.random_target(REPETITIVE), prompts, 12)
     prompts = [[*prompt, *new] for prompt, new in zip(prompts, said, strict=True)]
     looked, cache = draft(prompts, Lookup(), pair=REPETITIVE)
-    assert looked.tokens.tolist() == greedy(random_target(REPETITIVE), prompts, DRAFTED)
+    assert looked.tokens.tolist() == pairs.greedy(pairs.random_target(REPETITIVE), prompts, DRAFTED)
     assert int(looked.num_passes[0]) < DRAFTED
     assert min(positions_written(cache)) > len(prompts[0]) + DRAFTED - 1
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
-    prompts=st.lists(
-        st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24),
-        min_size=ROWS,
-        max_size=ROWS,
+    prompts=st.tuples(
+        *[st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)] * ROWS
     ),
     pair=st.integers(0, 3),
 )
-def test_lookup_changes_no_draft_token(prompts: list[list[int]], pair: int) -> None:
+def test_lookup_changes_no_draft_token(prompts: tuple[list[int], ...], pair: int) -> None:
     looked, _ = draft(prompts, Lookup(), pair=pair)
-    model = random_target(pair)
-    assert looked.tokens.tolist() == greedy(model, prompts, DRAFTED)
+    assert looked.tokens.tolist() == pairs.greedy(pairs.random_target(pair), prompts, DRAFTED)
     assert 1 <= int(looked.num_passes[0]) <= DRAFTED
 
 
@@ -174,6 +157,6 @@ def test_logits_are_those_the_draft_was_drawn_from(lookup: Lookup | None) -> Non
         widened |= positions_written(cache) != [len(prompt) + DRAFTED - 1 for prompt in prompts]
         for row, prompt in enumerate(prompts):
             text = [*prompt, *seen.tokens[row].tolist()]
-            expected = logits_after(random_target(0), text)[len(prompt) - 1 : -1]
+            expected = pairs.logits_after(pairs.random_target(0), text)[len(prompt) - 1 : -1]
             np.testing.assert_allclose(seen.logits[row], expected, rtol=1e-4, atol=1e-4)
     assert widened == (lookup is not None)

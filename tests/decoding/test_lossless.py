@@ -10,26 +10,18 @@ from hypothesis import strategies as st
 from fly_jax import Exact, FlyJaxError, Generation, Lookup, RequestState, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 
+EARLIEST, SHORT = Lookup(match="earliest", num_tokens=3), Lookup(num_tokens=3)
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
     "autoregressive": (pairs.SPECS["autoregressive"], 3),
     "one token": (RoundSpec(Exact(), RoundStatic(1, None, pairs.EOS)), 1),
     "five tokens": (pairs.SPECS["exact"], 3),
-    "lookup, three rounds": (
-        RoundSpec(Exact(), RoundStatic(5, Lookup(), pairs.EOS, rounds_per_dispatch=3)),
-        3,
-    ),
-    "lookup, earliest": (
-        RoundSpec(Exact(), RoundStatic(9, Lookup(match="earliest", num_tokens=3), pairs.EOS)),
-        2,
-    ),
+    "lookup, three rounds": (pairs.SPECS["lookup"].with_static(rounds_per_dispatch=3), 3),
+    "lookup, earliest": (RoundSpec(Exact(), RoundStatic(9, EARLIEST, pairs.EOS)), 2),
     "depths": (pairs.SPECS["depths"], 3),
-    "depths, lookup": (
-        RoundSpec(Exact(), RoundStatic(6, Lookup(num_tokens=3), pairs.EOS, depths=(2, 6))),
-        2,
-    ),
+    "depths, lookup": (RoundSpec(Exact(), RoundStatic(6, SHORT, pairs.EOS, depths=(2, 6))), 2),
 }
-
+ENDLESS = pairs.SPECS["exact"].with_static(eos_token_ids=())
 # A small alphabet repeats itself, so that the lookup finds something.
 tokens = st.integers(0, pairs.CONFIG.vocab_size - 1) | st.integers(0, 2)
 prompts_lists = st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, max_size=5)
@@ -38,8 +30,8 @@ prompts_lists = st.lists(st.lists(tokens, min_size=1, max_size=16), min_size=1, 
 def decode(
     program: str, prompts: list[list[int]], limit: int, *, pair: int = 0, noise: float
 ) -> list[Generation]:
-    models = pairs.random_target(pair), pairs.random_draft(pair, noise)
-    return pairs.batch_engine(*models, *PROGRAMS[program]).generate(prompts, limit)
+    spec, rows = PROGRAMS[program]
+    return pairs.pair_engine(pair, spec, noise, rows=rows).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -79,9 +71,7 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
 
 def test_end_of_text_inside_a_block_ends_the_row() -> None:
     prompts = [[token, 3, token] for token in range(24)]
-    engine = pairs.batch_engine(
-        pairs.random_target(1), pairs.random_draft(1, 0.0), *PROGRAMS["five tokens"]
-    )
+    engine = pairs.pair_engine(1, pairs.SPECS["exact"], 0.0)
     inside, done = 0, list[RequestState]()
     for state, settled in engine.run(engine.requests(prompts, pairs.MOST_TOKENS)):
         account = state.generation
@@ -102,8 +92,7 @@ def test_end_of_text_inside_a_block_ends_the_row() -> None:
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
     prompts = [[5], [9, 9], [1, 2, 3]]
-    endless = pairs.SPECS["exact"].with_static(eos_token_ids=())
-    engine = pairs.batch_engine(pairs.random_target(2), pairs.random_draft(2, 0.0), endless)
+    engine = pairs.pair_engine(2, ENDLESS, 0.0)
     whole = engine.generate(prompts, 16)
     assert [row.num_rounds for row in whole] == [3, 3, 3]  # 6 tokens a round, the last one cut
     for limit in (1, 5, 7):
@@ -114,10 +103,7 @@ def test_a_limit_that_cuts_a_block_is_kept() -> None:
 
 def test_a_row_ends_where_the_context_does() -> None:
     context = pairs.CONFIG.max_context
-    endless = pairs.SPECS["exact"].with_static(eos_token_ids=())
-    engine = pairs.batch_engine(
-        pairs.random_target(2), pairs.random_draft(2, 0.0), endless, max_length=context
-    )
+    engine = pairs.pair_engine(2, ENDLESS, 0.0, max_length=context)
     prompt = list(range(40)) * 15
     (row,) = engine.generate([prompt[: context - 3]], 10)
     assert len(row.token_ids) == 3

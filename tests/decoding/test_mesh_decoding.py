@@ -9,36 +9,32 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from golden import layout_on
 from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
 
 from fly_jax import Budget, CorrectionMemory, Csd, Engine, Exact, Fly, Generation, Margin, Typical
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.llama import Llama
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import RULES
 
 # A size of the vocabulary that no other dimension has, nor a multiple of one.
 LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
 ROWS = 4
+STATIC, FLY = RoundStatic(3, None, EOS), Fly(window_size=1)
 SPECS = {
     "autoregressive": RoundSpec(Exact(), RoundStatic(0, None, EOS)),
-    "exact": RoundSpec(Exact(), RoundStatic(3, None, EOS)),
-    "fly": RoundSpec(Fly(window_size=1), RoundStatic(3, None, EOS)),
-    "all": RoundSpec(
-        Budget((Fly(window_size=1) | Csd(1e-6)) & (Typical() | Margin()), 2.0),
-        RoundStatic(3, None, EOS, reports_mismatches=True, audits=True),
+    "exact": RoundSpec(Exact(), STATIC),
+    "fly": RoundSpec(FLY, STATIC),
+    "all": RoundSpec(Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0), STATIC).with_static(
+        reports_mismatches=True, audits=True
     ),
-    "levels": RoundSpec(
-        Fly(0.0, 2),
-        RoundStatic(3, None, EOS, audits=True, deferred_window=2, level_speculative_tokens=(2,)),
+    "levels": RoundSpec(Fly(0.0, 2), STATIC).with_static(
+        audits=True, deferred_window=2, level_speculative_tokens=(2,)
     ),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
-# Every rule, mesh and layout, but not all of them together: programs for eight devices compile
-# slowly.
+# Every rule, mesh and layout, not all together: programs for eight devices compile slowly.
 CASES = [
     ("8x1", "fly", "tensor", "replicated"),
     ("4x2", "autoregressive", "tensor", "replicated"),
@@ -52,21 +48,15 @@ CASES = [
 ]
 
 
-def pair(config: LlamaConfig = LARGE) -> tuple[Llama, Llama]:
-    return random_target(2, config), random_draft(2, 0.3, config)
-
-
 def engine_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
 ) -> Engine:
-    target, draft = pair()
-    drafts = [draft, random_draft(2, 0.4, LARGE)][
-        : 1 + len(SPECS[name].static.level_speculative_tokens)
+    num_drafts = 1 + len(SPECS[name].static.level_speculative_tokens)
+    target = placed(random_target(2, LARGE), layout_on(mesh, target_rules))
+    drafts = [
+        placed(random_draft(2, noise, LARGE), layout_on(mesh, draft_rules))
+        for noise in (0.3, 0.4)[:num_drafts]
     ]
-    if mesh is not None:
-        devices = create_mesh(parse_mesh(mesh))
-        target = placed(target, Layout(devices, RULES[target_rules]))
-        drafts = [placed(one, Layout(devices, RULES[draft_rules])) for one in drafts]
     memory = CorrectionMemory("v", min_count=0) if name == "all" else None
     return batch_engine(target, drafts, SPECS[name], ROWS, memory=memory)
 
@@ -95,9 +85,8 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
     for row, other in zip(found, expected, strict=True):
         assert row.token_ids == other.token_ids
         for report, alone in zip(row.reports, other.reports, strict=True):
-            assert dataclasses.astuple(report) == pytest.approx(
-                dataclasses.astuple(alone), abs=1e-4
-            )
+            expected_report = pytest.approx(dataclasses.astuple(alone), abs=1e-4)
+            assert dataclasses.astuple(report) == expected_report
     assert all(bool(row.reports) == SPECS[case[1]].static.audits for row in found)
 
 

@@ -19,8 +19,6 @@ from fly_jax.decoding.drafters import registry
 from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
-
-
 REPEATING = ["Ada has 3 apples and Ada has 3", "Boris"]
 
 
@@ -34,6 +32,15 @@ def pair(folders: tuple[Path, Path]) -> Pair:
     return load_pair(*folders, dtype="float32")
 
 
+@pytest.fixture(scope="module")
+def alone(pair: Pair) -> Pair:
+    return dataclasses.replace(pair, drafts=())
+
+
+def tokens(pair: Pair, prompts: list[str] = REPEATING, **given: Any) -> list[list[int]]:
+    return [one.token_ids for one in generate(pair, prompts, max_new_tokens=12, **given)]
+
+
 def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> None:
     plain = generate(pair, PROMPTS, num_speculative_tokens=0, max_new_tokens=8)
     exact = generate(pair, PROMPTS, rule=Exact(), num_speculative_tokens=5, max_new_tokens=8)
@@ -42,12 +49,10 @@ def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> 
 
 
 def test_a_pair_without_a_draft_takes_any_rule(alone: Pair) -> None:
-    (with_fly,) = generate(alone, PROMPTS[:1], rule=Fly(), max_new_tokens=8)
-    (plain,) = generate(alone, PROMPTS[:1], max_new_tokens=8)
-    assert with_fly.token_ids == plain.token_ids
+    assert tokens(alone, PROMPTS, rule=Fly()) == tokens(alone, PROMPTS)
 
 
-def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
+def test_what_cannot_be_decoded_is_refused(pair: Pair, folders: tuple[Path, Path]) -> None:
     with pytest.raises(FlyJaxError, match="list of at least one prompt"):
         generate(pair, [])
     with pytest.raises(FlyJaxError, match="for a single text"):
@@ -60,6 +65,12 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair) -> None:
         Engine.of(pair, rule="exact", protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
         RoundSpec(Exact(), RoundStatic(0, rounds_per_dispatch=0))
+    with pytest.raises(FlyJaxError, match="another vocabulary"):
+        Engine.of(pair, rule="csd", memory=CorrectionMemory("other"))
+    with pytest.raises(FlyJaxError, match="There is no drafter 'lucky'; there are ngram"):
+        generate(pair, PROMPTS, drafter="lucky")
+    with pytest.raises(FlyJaxError, match=r"cannot be looked up|neither a folder"):
+        load_pair(folders[0], "x" * 300)  # a name that no file system takes
 
 
 def test_engines_share_the_pairs_weights(pair: Pair) -> None:
@@ -72,16 +83,6 @@ def test_engines_share_the_pairs_weights(pair: Pair) -> None:
         held = (engine._programs._parameters, engine.drafter.parameters)
         for array, ours in zip(jax.tree.leaves(held), own, strict=True):
             assert array is ours
-
-
-def test_a_memory_of_other_tokens_is_refused(pair: Pair) -> None:
-    with pytest.raises(FlyJaxError, match="another vocabulary"):
-        Engine.of(pair, rule="csd", memory=CorrectionMemory("other"))
-
-
-def test_a_name_that_no_file_system_takes_is_refused(folders: tuple[Path, Path]) -> None:
-    with pytest.raises(FlyJaxError, match=r"cannot be looked up|neither a folder"):
-        load_pair(folders[0], "x" * 300)
 
 
 @jax.tree_util.register_static
@@ -100,11 +101,6 @@ class Toy(fly_jax.Drafter):
         return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
 
 
-@pytest.fixture(scope="module")
-def alone(pair: Pair) -> Pair:
-    return dataclasses.replace(pair, drafts=())
-
-
 @pytest.fixture
 def toy() -> Iterator[None]:
     fly_jax.register_drafter("toy", lambda target, static: Toy())
@@ -112,31 +108,20 @@ def toy() -> Iterator[None]:
     del registry._BUILDS["toy"]
 
 
-def tokens(pair: Pair, **given: Any) -> list[list[int]]:
-    return [one.token_ids for one in generate(pair, REPEATING, max_new_tokens=12, **given)]
-
-
 def test_a_drafter_from_outside_drafts_losslessly(
     folders: tuple[Path, Path], alone: Pair, toy: None
 ) -> None:
-    expected = tokens(alone)
-    assert tokens(alone, drafter="toy", rule="exact", num_speculative_tokens=3) == expected
+    expected, given = tokens(alone), {"rule": "exact", "num_speculative_tokens": 3}
+    assert tokens(alone, drafter="toy", **given) == expected
     loaded = load_pair(folders[0], "toy", dtype="float32")
     assert (loaded.drafts, loaded.drafter) == ((), "toy")
-    (one,) = generate(
-        loaded, REPEATING[:1], rule="exact", num_speculative_tokens=3, max_new_tokens=12
-    )
+    (one,) = generate(loaded, REPEATING[:1], max_new_tokens=12, **given)
     assert one.token_ids == expected[0]
     assert one.num_draft_tokens > 0
     with pytest.raises(FlyJaxError, match="a drafter 'toy' already"):
         fly_jax.register_drafter("toy", lambda target, static: Toy())
     with pytest.raises(FlyJaxError, match="proposes alone"):
         load_pair(folders[0], ["toy", folders[1]])
-
-
-def test_an_unknown_drafter_is_refused(alone: Pair) -> None:
-    with pytest.raises(FlyJaxError, match="There is no drafter 'lucky'; there are ngram"):
-        tokens(alone, drafter="lucky")
 
 
 def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> None:
@@ -156,7 +141,6 @@ def test_a_config_from_a_file_decodes(pair: Pair, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('rule = "margin"\nmargin_gap = 100.0\nnum_speculative_tokens = 3\n')
     config = fly_jax.load_config(str(path))
-    assert tokens(pair, config=config) == tokens(
-        pair, rule=fly_jax.Margin(gap=100), num_speculative_tokens=3
-    )
+    expected = tokens(pair, rule=fly_jax.Margin(gap=100), num_speculative_tokens=3)
+    assert tokens(pair, config=config) == expected
     assert tokens(pair, config=config, rule="exact") == tokens(pair, num_speculative_tokens=0)

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 import oracle
 import pytest
+import random_pairs as pairs
 import scipy.stats
-from random_pairs import CONFIG, EOS, batch_engine, logits_after, random_draft, random_target
 
 from fly_jax import Engine, Exact, Fly, Generation, Lookup, Request, Rule, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.models.llama import Llama
 
 # A small vocabulary, so that every token is drawn often enough to be counted.
-SMALL = dataclasses.replace(CONFIG, vocab_size=8, eos_token_ids=())
-SHARPNESS = 1.5
+SMALL = dataclasses.replace(pairs.CONFIG, vocab_size=8, eos_token_ids=())
+TARGET, DRAFT = pairs.random_target(5, SMALL, 1.5), pairs.random_draft(5, 1.0, SMALL, 1.5)
 PROMPT = [3, 1, 4, 1]
 ROWS = 16
 DRAWS = 768
@@ -28,16 +29,17 @@ SAMPLING = Sampling(TEMPERATURE, TOP_K)
 
 
 def decode(
-    rule: Rule, lookup: Lookup | None, *, noise: float, draws: int, count: int, seed: int = 0
-) -> list[Generation]:  # fmt: skip
-    pair = random_target(5, SMALL, SHARPNESS), random_draft(5, noise, SMALL, SHARPNESS)
-    engine = batch_engine(*pair, RoundSpec(rule, RoundStatic(3, lookup), SAMPLING), ROWS)
+    rule: Rule, lookup: Lookup | None, *, draws: int, count: int, seed: int = 0
+) -> list[Generation]:
+    engine = pairs.batch_engine(
+        TARGET, DRAFT, RoundSpec(rule, RoundStatic(3, lookup), SAMPLING), ROWS
+    )
     return engine.generate([PROMPT] * draws, count, seed=seed)
 
 
-def probabilities(text: list[int]) -> np.ndarray:
+def probabilities(text: list[int], model: Llama = TARGET) -> np.ndarray:
     """The distribution of the token that follows a text, by the oracle."""
-    logits = logits_after(random_target(5, SMALL, SHARPNESS), text)[-1]
+    logits = pairs.logits_after(model, text)[-1]
     return oracle.processed_probs(logits, TEMPERATURE, TOP_K, 1.0)
 
 
@@ -56,7 +58,7 @@ def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
 
 @pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
 def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
-    rows = decode(Exact(), lookup, noise=1.0, draws=DRAWS, count=3)
+    rows = decode(Exact(), lookup, draws=DRAWS, count=3)
     assert all(row.num_draft_tokens == 3 * row.num_rounds for row in rows)
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"
@@ -76,10 +78,7 @@ def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
 def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
     tokens = np.random.default_rng(0).choice(SMALL.vocab_size, DRAWS, p=probabilities([2, 2]))
     assert goodness_of_fit(tokens[tokens < 8].tolist(), probabilities([2, 2])) > 1e-3
-    draft = logits_after(random_draft(5, 1.0, SMALL, SHARPNESS), PROMPT)[-1]
-    drawn = np.random.default_rng(0).choice(
-        SMALL.vocab_size, DRAWS, p=oracle.processed_probs(draft, TEMPERATURE, TOP_K, 1.0)
-    )
+    drawn = np.random.default_rng(0).choice(SMALL.vocab_size, DRAWS, p=probabilities(PROMPT, DRAFT))
     target = np.where(probabilities(PROMPT) == 0, 1e-9, probabilities(PROMPT))
     assert goodness_of_fit(drawn.tolist(), target / target.sum()) < 1e-6
 
@@ -87,14 +86,14 @@ def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
 @pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
 def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
     rule = Fly(entropy_threshold=0.3, window_size=1)
-    rows = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=3)
+    rows = decode(rule, lookup, draws=ROWS, count=16, seed=3)
     assert sum(row.num_rescued_tokens for row in rows) > 0
     for row in rows:
         for index, token in enumerate(row.token_ids):
             assert probabilities([*PROMPT, *row.token_ids[:index]])[token] > 0
-    again = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=3)
+    again = decode(rule, lookup, draws=ROWS, count=16, seed=3)
     assert [row.token_ids for row in again] == [row.token_ids for row in rows]
-    other = decode(rule, lookup, noise=1.0, draws=ROWS, count=16, seed=4)
+    other = decode(rule, lookup, draws=ROWS, count=16, seed=4)
     assert [row.token_ids for row in other] != [row.token_ids for row in rows]
     assert len({tuple(row.token_ids) for row in rows}) > ROWS // 2, "rows share their noise"
 
@@ -104,8 +103,8 @@ SEEDS = [11, 5, 3, 2**40]
 
 
 def sampling_engine() -> Engine:
-    spec = RoundSpec(Exact(), RoundStatic(4, Lookup(), EOS), Sampling(0.9, top_p=0.95))
-    return batch_engine(random_target(2), random_draft(2, 0.2), spec, len(PROMPTS))
+    spec = RoundSpec(Exact(), RoundStatic(4, Lookup(), pairs.EOS), Sampling(0.9, top_p=0.95))
+    return pairs.pair_engine(2, spec, 0.2, rows=len(PROMPTS))
 
 
 def drawn(engine: Engine, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int]]:

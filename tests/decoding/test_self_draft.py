@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_pairs import batch_engine, greedy, logits_after
+from golden import GOLDEN, layout_on
+from random_pairs import batch_engine, greedy, logits_after, until_end
 from tiny_pair import CONFIG, write_tokenizer
 
 import fly_jax
@@ -21,10 +22,8 @@ from fly_jax.models.checkpoints.load import load_llama, save_hf
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import Layout
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
 SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
 
@@ -35,7 +34,7 @@ def target(request: pytest.FixtureRequest) -> Llama:
 
 
 def on_a_mesh(target: Llama) -> tuple[Llama, Layout]:
-    layout = Layout(create_mesh(parse_mesh("2x2")), RULES["tensor"])
+    layout = layout_on("2x2")
     folder = "qwen2" if target.config.attention_biases else "llama3"
     return load_llama(GOLDEN / folder, layout=layout), layout
 
@@ -62,23 +61,22 @@ def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
         assert draft.parameters()[one].dtype == SELF_DRAFTS[name].dtype
         inputs = tuple(spec.axes.index(axis) for axis in spec.inputs)
         matrix = np.asarray(wide[one])
-        if name == "int4":  # the largest of each group
+        largest = np.abs(matrix)
+        if name == "int4":  # of each group
             axis, group = scale_groups(spec, 64)
             shape = (*matrix.shape[:axis], -1, group, *matrix.shape[axis + 1 :])
-            largest = np.abs(matrix).reshape(shape).max(axis=axis + 1)
-            step = np.repeat(largest, group, axis) / most
+            largest = np.repeat(largest.reshape(shape).max(axis=axis + 1), group, axis)
         else:
-            step = np.abs(matrix).max(axis=inputs, keepdims=True) / most
-        assert (np.abs(widened(draft, one) - matrix) <= 0.51 * step).all(), one
+            largest = largest.max(axis=inputs, keepdims=True)
+        assert (np.abs(widened(draft, one) - matrix) <= 0.51 * largest / most).all(), one
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
 def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
     spread, layout = (target, None) if mesh == "1x1" else on_a_mesh(target)
-    rounded, wide = (
-        self_draft(spread, SELF_DRAFTS[name], widens=widens) for widens in (False, True)
-    )
+    rounded = self_draft(spread, SELF_DRAFTS[name])
+    wide = self_draft(spread, SELF_DRAFTS[name], widens=True)
     specs = parameter_specs(target.config)
     assert set(wide.parameters()) == set(specs)
     for one, spec in specs.items():
@@ -93,7 +91,7 @@ def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
-    expected = [one[: one.index(2) + 1] if 2 in one else one for one in greedy(target, PROMPTS, 16)]
+    expected = [until_end(one, (2,)) for one in greedy(target, PROMPTS, 16)]
     engine = batch_engine(target, self_draft(target, SELF_DRAFTS[name]), SPEC, 2)
     found = engine.generate(PROMPTS, 16)
     assert [one.token_ids for one in found] == expected
@@ -119,8 +117,7 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
     np.testing.assert_allclose(*found, atol=1e-4)
     assert draft.parameters()["query"].dtype == jnp.int4
     assert draft.parameters()["embedding"] is target.parameters()["embedding"]
-    wide = np.asarray(target.parameters()["up"], np.float32)
-    wide *= np.asarray(target.parameters()["up_scale"])[:, None]
+    wide = widened(target, "up")
     assert np.abs(widened(draft, "up") - wide).max() <= 0.51 * np.abs(wide).max() / 7
 
 
@@ -128,15 +125,13 @@ def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str])
     target = str(EMBEDDED_PAIR[0])
     pair = fly_jax.load_pair(target, "self:int4")
     assert pair.draft is not None
-    assert pair.draft.parameters()["query"][0].dtype == jnp.float32, (
-        "a CPU has no products of integers"
-    )
-    (found,) = fly_jax.generate(
-        pair, ["import os\n"], rule="exact", num_speculative_tokens=4, max_new_tokens=24
-    )
+    # A CPU has no products of integers.
+    assert pair.draft.parameters()["query"][0].dtype == jnp.float32
+    given = {"rule": "exact", "num_speculative_tokens": 4, "max_new_tokens": 24}
+    (found,) = fly_jax.generate(pair, ["import os\n"], **given)
     assert found.mean_accepted_tokens > 2
-    arguments = ["--target", target, "--draft=self:int4", "--rule=exact", "--prompt=import os\n"]
-    assert main([*arguments, "--num_speculative_tokens=4", "--max_new_tokens=24", "--nochat"]) == 0
+    arguments = ["--target", target, "--draft=self:int4", "--prompt=import os\n", "--nochat"]
+    assert main([*arguments, *(f"--{name}={value}" for name, value in given.items())]) == 0
     assert pair.tokenizer.decode(found.token_ids, continues=True) in capsys.readouterr().out
 
 

@@ -16,15 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_pairs import logits_after
 from safetensors.numpy import load_file, save_file
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
-from fly_jax.errors import FlyJaxError
+from fly_jax import FlyJaxError
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, save_hf
 from fly_jax.models.llama import Llama
 
-PROMPTS = ["Ada has 3 apples", "Boris"]
+PROMPTS, DTYPE = ["Ada has 3 apples", "Boris"], {"dtype": "float32"}
+GIVEN = {"max_new_tokens": 24, "batch_size": 2}
 # The target's own matrices, so that drafts are accepted wherever the drafter knows the tokens.
 KNOWN = np.arange(0, VOCAB_SIZE, 2)
 ROWS = len(KNOWN) + 1
@@ -42,7 +44,7 @@ def narrowed(target: Llama) -> Llama:
     return Llama(config, parameters | more)
 
 
-def padded(folder: Path, to: Path, rows: int) -> Path:
+def padded(folder: Path, to: Path, rows: int) -> None:
     """The model with that many rows more, which would win every time if they were kept."""
     model = load_llama(folder)
     embedding = np.asarray(model.parameters()["embedding"])
@@ -51,23 +53,19 @@ def padded(folder: Path, to: Path, rows: int) -> Path:
     config = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE + rows)
     save_hf(Llama(config, parameters), to)
     shutil.copy(folder / "tokenizer.model", to)
-    return to
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folders are the models."""
     root = tmp_path_factory.mktemp("pair")
     target, draft = write_pair(root)
     save_hf(narrowed(load_llama(target)), root / "narrow", jnp.float32)
     shutil.copy(target / "tokenizer.model", root / "narrow")
-    return {
-        "target": target,
-        "draft": draft,
-        "narrow": root / "narrow",
-        "wide target": padded(target, root / "wide_target", 3),
-        "wide draft": padded(draft, root / "wide_draft", 2),
-        "other": padded(draft, root / "other", 40),
-    }
+    padded(target, root / "wide_target", 3)
+    padded(draft, root / "wide_draft", 2)
+    padded(draft, root / "other", 40)
+    return root
 
 
 def test_logits_are_those_of_the_known_tokens() -> None:
@@ -89,41 +87,32 @@ def test_logits_are_those_of_the_known_tokens() -> None:
 
 
 @pytest.mark.parametrize("where", [{}, {"dtype": "int8"}, {"mesh": "2x2"}], ids=str)
-def test_text_is_the_targets(folders: dict[str, Path], where: dict[str, str]) -> None:
-    given = {"dtype": "float32", **where}
-    pair = fly_jax.load_pair(folders["target"], folders["narrow"], **given)
+def test_text_is_the_targets(root: Path, where: dict[str, str]) -> None:
+    pair = fly_jax.load_pair(root / "target", root / "narrow", **DTYPE | where)
     assert pair.drafts[0].parameters()["token_rows"].dtype == jnp.int32
-    greedy = {"num_speculative_tokens": 4, "max_new_tokens": 24, "batch_size": 2}
-    alone = fly_jax.generate(pair, PROMPTS, rule="autoregressive", max_new_tokens=24, batch_size=2)
-    exact = fly_jax.generate(pair, PROMPTS, rule="exact", **greedy)
+    alone = fly_jax.generate(pair, PROMPTS, rule="autoregressive", **GIVEN)
+    exact = fly_jax.generate(pair, PROMPTS, rule="exact", num_speculative_tokens=4, **GIVEN)
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
-    accepted = [one.num_accepted_tokens for one in exact]
-    assert sum(accepted) > 0
+    assert sum(one.num_accepted_tokens for one in exact) > 0
     for one in exact:  # what stands there as the draft has proposed it, it knows
-        drafted = [token for token, why in zip(one.token_ids, one.why, strict=True)
-                   if why is fly_jax.Why.MATCHED]  # fmt: skip
-        assert set(drafted) <= set(KNOWN.tolist())
+        for token, why in zip(one.token_ids, one.why, strict=True):
+            assert token in KNOWN or why is not fly_jax.Why.MATCHED
 
 
-def test_sampling_knows_nothing_of_it(folders: dict[str, Path]) -> None:
-    pair = fly_jax.load_pair(folders["target"], folders["narrow"], dtype="float32")
-    sampled = fly_jax.generate(
-        pair, PROMPTS, rule="sampled", temperature=1.0, top_k=20, num_speculative_tokens=4,
-        max_new_tokens=40, batch_size=2,
-    )  # fmt: skip
-    assert all(0 <= token < VOCAB_SIZE for one in sampled for token in one.token_ids)
-    drafted, accepted = (
-        sum(getattr(one, name) for one in sampled)
-        for name in ("num_draft_tokens", "num_accepted_tokens")
-    )
-    assert 0 < accepted < drafted
-    # Half of the tokens can only be the target's own.
-    assert any(token % 2 for one in sampled for token in one.token_ids)
+def test_sampling_knows_nothing_of_it(root: Path) -> None:
+    pair = fly_jax.load_pair(root / "target", root / "narrow", **DTYPE)
+    given = {"rule": "sampled", "temperature": 1.0, "top_k": 20, "num_speculative_tokens": 4}
+    sampled = fly_jax.generate(pair, PROMPTS, **GIVEN | given)
+    tokens = [token for one in sampled for token in one.token_ids]
+    assert all(0 <= token < VOCAB_SIZE for token in tokens)
+    drafted = sum(one.num_draft_tokens for one in sampled)
+    assert 0 < sum(one.num_accepted_tokens for one in sampled) < drafted
+    assert any(token % 2 for token in tokens), "half of them can only be the target's own"
 
 
-def test_a_number_of_rows_that_cannot_be(folders: dict[str, Path], tmp_path: Path) -> None:
-    target, folder = folders["target"], tmp_path / "wrong"
-    shutil.copytree(folders["narrow"], folder)
+def test_a_number_of_rows_that_cannot_be(root: Path, tmp_path: Path) -> None:
+    target, folder = root / "target", tmp_path / "wrong"
+    shutil.copytree(root / "narrow", folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["draft_vocab_size"] == ROWS
     for rows in (1, VOCAB_SIZE + 1):
@@ -136,10 +125,8 @@ def test_a_number_of_rows_that_cannot_be(folders: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("row", [-1, ROWS])
-def test_a_row_that_the_embedding_does_not_have(
-    folders: dict[str, Path], tmp_path: Path, row: int
-) -> None:
-    shutil.copytree(folders["narrow"], tmp_path, dirs_exist_ok=True)
+def test_a_row_that_the_embedding_does_not_have(root: Path, tmp_path: Path, row: int) -> None:
+    shutil.copytree(root / "narrow", tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     tensors["token_rows"][5] = row
@@ -157,31 +144,25 @@ def test_the_drafter_that_is_here() -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = opened.tokenizer.apply_chat_template(question)
     answer = opened.tokenizer.encode("The capital of France is Paris.")
-    ids = [*prompt, *answer]
-    visible = jnp.tril(jnp.ones((1, len(ids), len(ids)), bool))
-    hidden = model.hidden_uncached(jnp.asarray([ids]), jnp.arange(len(ids))[None], visible)
-    told = jax.nn.log_softmax(model.logits(hidden)[0, len(prompt) - 1 : -1])
-    loss = -np.mean(np.take_along_axis(np.asarray(told), np.asarray(answer)[:, None], 1))
+    told = jax.nn.log_softmax(logits_after(model, [*prompt, *answer])[len(prompt) - 1 : -1])
+    loss = -np.mean(told[np.arange(len(answer)), np.asarray(answer)])
     assert loss < math.log(model.config.draft_vocab_size) / 2
 
 
 def decoded(target: Path, draft: Path, **where: str) -> list[list[int]]:
-    pair = fly_jax.load_pair(target, draft, **{"dtype": "float32", **where})
+    pair = fly_jax.load_pair(target, draft, **DTYPE | where)
     assert pair.target.config.vocab_size == VOCAB_SIZE
-    found = fly_jax.generate(
-        pair, PROMPTS, rule="fly", num_speculative_tokens=4, window_size=2, max_new_tokens=12,
-        batch_size=2,
-    )  # fmt: skip
-    return [one.token_ids for one in found]
+    given = {"rule": "fly", "num_speculative_tokens": 4, "window_size": 2}
+    return [one.token_ids for one in fly_jax.generate(pair, PROMPTS, **GIVEN | given)]
 
 
 @pytest.mark.parametrize("where", [{}, {"dtype": "int8"}, {"mesh": "2x2"}], ids=str)
-def test_what_pads_is_cut(folders: dict[str, Path], where: dict[str, str]) -> None:
-    expected = decoded(folders["target"], folders["draft"], **where)
-    assert decoded(folders["wide target"], folders["draft"], **where) == expected
-    assert decoded(folders["target"], folders["wide draft"], **where) == expected
+def test_what_pads_is_cut(root: Path, where: dict[str, str]) -> None:
+    expected = decoded(root / "target", root / "draft", **where)
+    assert decoded(root / "wide_target", root / "draft", **where) == expected
+    assert decoded(root / "target", root / "wide_draft", **where) == expected
 
 
-def test_more_than_padding_is_another_vocabulary(folders: dict[str, Path]) -> None:
+def test_more_than_padding_is_another_vocabulary(root: Path) -> None:
     with pytest.raises(FlyJaxError, match=r"320 tokens and the draft one of 360"):
-        fly_jax.load_pair(folders["target"], folders["other"])
+        fly_jax.load_pair(root / "target", root / "other")

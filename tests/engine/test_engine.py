@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
-from random_pairs import EOS, MAX_LENGTH, batch_engine, greedy, logits_after
+from random_pairs import EOS, batch_engine, greedy, logits_after
 
 from fly_jax import CorrectionMemory, Engine, FlyJaxError, Lookup, Request, RequestState, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
@@ -78,14 +78,13 @@ def test_requests_of_all_lengths_equal_those_alone(
     assert (engine.num_reused_tokens > 0) == (name != "levels")
     assert not compilations()
     engines: dict[object, Engine] = {}
-    expected = [alone(kind, request, engines) for request in given]
-    assert [account(one) for one in found] == [account(one) for one in expected]
+    expected = [account(alone(kind, request, engines)) for request in given]
+    assert [account(one) for one in found] == expected
     if kind.spec.static.max_logprobs:
         check_logprobs(found)
     if kind.memory is not None:
-        assert any(
-            one.generation.num_rescued_tokens for one in found if one.request.rule == Csd(0.0)
-        )
+        learnt = [one.generation for one in found if one.request.rule == Csd(0.0)]
+        assert any(one.num_rescued_tokens for one in learnt)
     assert engine.slots.num_free == kind.num_slots
     assert len({one.generation.finish_reason for one in found}) == 2
     if any(rule.longest_window for rule in (kind.spec.rule, *kind.rules)):
@@ -129,9 +128,7 @@ def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     given = [Request([index], 24) for index in range(6)]
     ended = [one.generation for one in finished(engine, given)]
     assert {one.finish_reason for one in ended} == {"stop", "length"}
-    endless = [
-        dataclasses.replace(one, ignores_eos=index % 2 == 0) for index, one in enumerate(given)
-    ]
+    endless = [Request([index], 24, ignores_eos=index % 2 == 0) for index in range(6)]
     for before, state in zip(ended, finished(engine, endless), strict=True):
         one = state.generation
         assert one.token_ids[: len(before.token_ids)] == before.token_ids
@@ -233,9 +230,7 @@ def test_three_turns_of_three_conversations(name: str) -> None:
                 assert tokens == other.generation.token_ids[: len(tokens)]
             else:
                 assert account(one) == account(other)
-        texts = [
-            [*text, *one.generation.token_ids] for text, one in zip(texts, states, strict=True)
-        ]
+        texts = [[*one.request.prompt, *one.generation.token_ids] for one in states]
         held = [(len(text) - 2) // 16 * 16 for text in texts]
         texts = [[*text, 11, 12, 13] for text in texts]
     assert min(held) >= 16
@@ -260,9 +255,8 @@ def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
     assert engine.slots.num_free == kind.num_slots
     for index, state in enumerate(states):
         assert state.is_finished
-        if index in (0, 5):
-            assert state not in heard
-        else:
+        assert (state in heard) == (index not in (0, 5))
+        if state in heard:
             assert account(state) == account(alone(kind, state.request, engines))
 
 
@@ -305,34 +299,16 @@ def test_a_prompt_that_reaches_the_end_of_the_caches() -> None:
 def test_warming_up_again_overwrites_nothing() -> None:
     kind = KINDS["autoregressive"]
     engine = engine_for(kind)
-    request = Request(list(range(40)), 10)
-    engine.submit(request)
+    request, prompt = Request(list(range(40)), 10), list(range(40))
+    expected = account(alone(kind, request, {}))
+    first = engine.submit(Request(prompt, 10))
+    prompt.reverse()  # the request is as it was handed in
     for call, words in ((engine.warm_up, "warm up"), (engine.forget, "give its caches back")):
         with pytest.raises(FlyJaxError, match=f"{words} while it decodes"):
             call()
     finished(engine, [])
-    engine.warm_up()
-    (found,) = finished(engine, [request])
-    assert found.num_reused == 32
-    assert account(found) == account(alone(kind, request, {}))
-    engine.forget()
-    (found,) = finished(engine, [request])
-    assert found.num_reused == 0
-    assert account(found) == account(alone(kind, request, {}))
-
-
-def test_the_prompt_is_the_one_that_was_handed_in() -> None:
-    kind = KINDS["autoregressive"]
-    engine, prompt = engine_for(kind, num_slots=1), [5, 4, 3, 2]
-    state = engine.submit(Request(prompt, 8))
-    prompt.reverse()
-    finished(engine, [])
-    expected = alone(kind, Request([5, 4, 3, 2], 8), {})
-    assert account(state) == account(expected)
-
-
-def test_what_runs_into_the_engines_length_ends_there() -> None:
-    (one,) = finished(engine_for(KINDS["autoregressive"]), [Request([1] * 91, 50)])
-    assert one.generation.num_tokens <= MAX_LENGTH
-    assert one.generation.finish_reason in ("length", "stop")
-    assert one.generation.num_tokens == MAX_LENGTH or one.generation.finish_reason == "stop"
+    assert account(first) == expected
+    for again, num_reused in ((engine.warm_up, 32), (engine.forget, 0)):
+        again()
+        (found,) = finished(engine, [request])
+        assert (found.num_reused, account(found)) == (num_reused, expected)

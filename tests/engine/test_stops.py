@@ -7,14 +7,12 @@ import random
 from typing import cast
 
 import pytest
-from random_pairs import random_draft, random_target
+from random_pairs import pair_engine
 
-from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState, Settled, StopChecker
-from fly_jax.errors import FlyJaxError
+from fly_jax import Engine, Exact, FlyJaxError, Request, RequestState, RoundSpec, Settled, Why
+from fly_jax.decoding.config import RoundStatic
+from fly_jax.engine.request import StopChecker
 from fly_jax.models.tokenizer import Tokenizer
-from fly_jax.verification.rules import Exact, Why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +107,7 @@ LETTERS = tokenizer(tuple(bytes([97 + one % 26]) for one in range(48)))
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     spec = RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=2, audits=True))
-    target, draft = random_target(2), random_draft(2, 0.05)
-    return Engine(target, draft, spec, num_slots=2, max_length=90, tokenizer=LETTERS)
+    return pair_engine(2, spec, 0.05, rows=2, offline=False, tokenizer=LETTERS)
 
 
 def run(engine: Engine, *requests: Request) -> list[tuple[RequestState, str]]:
@@ -156,8 +153,6 @@ def test_stops_that_cannot_be_looked_for(engine: Engine) -> None:
         engine.submit(Request([1], stop=["a", ""]))
     with pytest.raises(FlyJaxError, match="a list of texts"):
         engine.submit(Request([1], stop="abc"))
-    mute = Engine(
-        random_target(2), None, RoundSpec(Exact(), RoundStatic(0)), num_slots=1, max_length=90
-    )
+    mute = pair_engine(2, RoundSpec(Exact(), RoundStatic(0)))
     with pytest.raises(FlyJaxError, match="has no tokenizer"):
         mute.submit(Request([1], stop=["a"]))

@@ -147,9 +147,8 @@ def _logits(
 
 def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:
     """Logits [time, vocab] after each token of one text, from one pass without a cache."""
-    padded = np.zeros((1, _UNCACHED), np.int32)
-    padded[0, : len(text)] = text
-    return np.asarray(_logits(model.config, model.parameters(), padded))[0, : len(text)]
+    tokens, _ = padded([text], _UNCACHED)
+    return np.asarray(_logits(model.config, model.parameters(), tokens))[0, : len(text)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -179,12 +178,8 @@ def greedy(
     for first in range(0, len(texts), _TEXTS):
         some = texts[first : first + _TEXTS]
         rows = 1 if len(texts) == 1 else _TEXTS  # two programs, whatever the number of texts
-        padded = np.zeros((rows, _UNCACHED), np.int32)
-        length = np.ones(rows, np.int32)
-        for row, text in enumerate(some):
-            padded[row, : len(text)] = text
-            length[row] = len(text)
-        tokens = np.asarray(_greedy(model.config, model.parameters(), padded, length, count))
+        given = padded([*some, *[[0]] * (rows - len(some))], _UNCACHED)
+        tokens = np.asarray(_greedy(model.config, model.parameters(), *given, count))
         found += [
             tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
         ]
@@ -210,6 +205,14 @@ def fly_block(
     numbers = {"threshold": rule.entropy_threshold, "window_size": rule.window_size}
     decided = oracle.fly_row(accepted, entropy, never, k, **numbers, reference=False)
     return drafted, seen, decided
+
+
+def padded(texts: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The texts as rows of so many tokens, and their lengths."""
+    rows = np.zeros((len(texts), size), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    return rows, np.array([len(text) for text in texts], np.int32)
 
 
 def keys_from(seed: int, rows: int) -> Key[Array, " rows"]:

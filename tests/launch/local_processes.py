@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,72 +24,49 @@ def free_port() -> int:
 
 
 class Job:
-    """Processes that run one command line, each with files for what it says."""
+    """Two processes that run one command line in a folder, with files there for what they say.
+
+    Where they meet is added to their arguments. Process 0 reads `stdin`, the other nothing; one
+    that is `absent` does not start.
+    """
 
     def __init__(
-        self,
-        folder: Path,
-        arguments: Sequence[str],
-        number: int,
-        *,
-        program: Sequence[str] = LAUNCH,
-        stdin: str = "",
-        absent: Sequence[int] = (),
-    ) -> None:
-        """Starts them.
-
-        Args:
-          folder: for what they say.
-          arguments: what Python runs, and its arguments; where they meet is added.
-          number: of processes.
-          program: the interpreter's arguments that come first.
-          stdin: what process 0 reads; the others' standard input is empty.
-          absent: those that do not start.
-        """
+        self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
+        absent: int | None = None,
+    ) -> None:  # fmt: skip
         self.folder = folder
-        place = [f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={number}"]
         self.processes = []
-        for index in sorted(set(range(number)) - set(absent)):
-            command = [*program, *arguments, *place, f"--process_id={index}"]
-            environment = _environment() | {"TMPDIR": str(folder)}
-            self._path("in", index).write_text(stdin if index == 0 else "")
-            with (
-                self._path("in", index).open() as read,
-                self._path("out", index).open("w") as out,
-                self._path("err", index).open("w") as err,
-            ):
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, *command],
-                        stdin=read, stdout=out, stderr=err, env=environment,
-                    )
-                )  # fmt: skip
-
-    def _path(self, kind: str, index: int) -> Path:
-        return self.folder / f"{kind}_{index}"
+        (folder / "in_0").write_text(stdin)
+        (folder / "in_1").touch()
+        # No proxy, of which JAX would warn.
+        kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
+        environment = kept | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
+        place = [f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
+        for index in {0, 1} - {absent}:
+            command = [sys.executable, *program, *arguments, *place, f"--process_id={index}"]
+            with contextlib.ExitStack() as files:
+                streams = {
+                    f"std{kind}": files.enter_context((folder / f"{kind}_{index}").open(mode))
+                    for kind, mode in (("in", "r"), ("out", "w"), ("err", "w"))
+                }
+                self.processes.append(subprocess.Popen(command, env=environment, **streams))
 
     def out(self, index: int) -> str:
         """What a process has written to standard output."""
-        return self._path("out", index).read_text()
+        return (self.folder / f"out_{index}").read_text()
 
     def err(self, index: int) -> str:
         """What a process has written to standard error."""
-        return self._path("err", index).read_text()
+        return (self.folder / f"err_{index}").read_text()
 
-    def wait_for_output(self) -> None:
-        """Until process 0 has written its first whole line."""
-        self._wait_for(lambda: "\n" in self.out(0))
-
-    def wait_for_error(self, words: str) -> None:
-        """Until process 0 has written them to standard error, and the rest of their line."""
-        self._wait_for(lambda: "\n" in self.err(0).partition(words)[2])
-
-    def _wait_for(self, has_come: Callable[[], bool]) -> None:
+    def wait_for(self, said: Callable[[int], str], words: str = "") -> None:
+        """Until process 0 has said these words and the rest of their line."""
         for _ in range(PATIENCE * 10):
-            if has_come() or self.processes[0].poll() is not None:
-                break
+            if re.search(f"{words}.*\n", said(0)):
+                return
+            assert self.processes[0].poll() is None, self.err(0)
             time.sleep(0.1)
-        assert has_come(), self.err(0)
+        raise AssertionError(self.err(0))
 
     def statuses(self) -> list[int]:
         """How each process ended; whatever happens, none of them runs after this."""
@@ -101,9 +80,3 @@ class Job:
         for process in self.processes:
             process.kill()
             process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """One CPU device, and no proxy, of which JAX would warn."""
-    kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
-    return kept | {"JAX_PLATFORMS": "cpu"}

@@ -3,14 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import IO
 
 import pytest
 from launch_types import Captured, Patch, Refused
 
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import COMMANDS, main
-
-LAUNCH = [sys.executable, "-m", "fly_jax.launch"]
 
 
 def test_an_unknown_command_is_told_which_exist(refused: Refused) -> None:
@@ -20,12 +19,12 @@ def test_an_unknown_command_is_told_which_exist(refused: Refused) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_ours_alone(command: str, capsys: Captured) -> None:
     assert main([command, "--help"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert "Examples:" in captured.out
+    text, said = capsys.readouterr()
+    assert said == ""
+    assert "Examples:" in text
     for foreign in ("--pdb", "--logtostderr", "--flagfile", "absl"):
-        assert foreign not in captured.out
-    assert max(map(len, captured.out.splitlines())) <= 100
+        assert foreign not in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_help_names_every_flag_of_generate(capsys: Captured) -> None:
@@ -46,32 +45,31 @@ def test_interruption(monkeypatch: Patch, capsys: Captured) -> None:
     assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
-def test_process_refuses_without_a_traceback() -> None:
+def launched(flag: str, out: int | IO[str] = subprocess.PIPE) -> tuple[int, str | None, str]:
+    """How the command ends as a process, and what it writes."""
+    command = [sys.executable, "-m", "fly_jax.launch", flag]
     finished = subprocess.run(
-        [*LAUNCH, "--promt=x"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE, text=True
     )
-    assert finished.returncode == 2
-    assert finished.stdout == ""
-    assert finished.stderr == "generate has no flag --promt; did you mean --prompt.\n"
+    return finished.returncode, finished.stdout, finished.stderr
+
+
+def test_process_refuses_without_a_traceback() -> None:
+    sentence = "generate has no flag --promt; did you mean --prompt.\n"
+    assert launched("--promt=x") == (2, "", sentence)
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    with open(write, "wb") as pipe:
-        finished = subprocess.run(
-            [*LAUNCH, "--help"], stdout=pipe, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
-        )
-    assert finished.stderr == b""
-    assert finished.returncode == 141
+    with open(write, "w") as pipe:
+        assert launched("--help", pipe) == (141, None, "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_is_said_in_one_sentence() -> None:
-    with open("/dev/full", "wb") as full:
-        finished = subprocess.run(
-            [*LAUNCH, "--help"], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
-        )
-    assert finished.returncode == 2
-    assert finished.stderr.startswith(b"standard output could not be read or written (No space")
-    assert finished.stderr.count(b"\n") == 1
+    with open("/dev/full", "w") as full:
+        status, _, said = launched("--help", full)
+    assert status == 2
+    assert said.startswith("standard output could not be read or written (No space")
+    assert said.count("\n") == 1

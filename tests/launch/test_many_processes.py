@@ -16,56 +16,50 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from launch_types import Captured, Patch, Refused
+from launch_types import Decoded, Folders, Patch, Refused
 from local_processes import PATIENCE, Job
 
 from fly_jax.decoding.pair import load_pair
 from fly_jax.launch import crash_handler
 from fly_jax.launch.__main__ import main
-from fly_jax.models.tokenizer import load_tokenizer
+from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding import processes
 
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 HOST = socket.gethostname()
+Results = dict[str, list[list[object]]]
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_pair: tuple[Path, Path]) -> dict[str, list[list[object]]]:
+def alone(tiny_pair: Folders) -> Results:
     return decode_together.results(load_pair(*tiny_pair, dtype="float32"))
 
 
-def test_tokens_are_those_of_one_process(
-    tiny_pair: tuple[Path, Path], alone: dict[str, list[list[object]]], tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_one(tiny_pair: Folders, alone: Results, tmp_path: Path) -> None:
     target, draft = tiny_pair
     arguments = [f"--target={target}", f"--draft={draft}", "--mesh=1x2", f"--folder={tmp_path}"]
-    job = Job(tmp_path, arguments, 2, program=[decode_together.__file__])
+    job = Job(tmp_path, *arguments, program=[decode_together.__file__])
     assert job.statuses() == [0, 0], job.err(0)
     assert len({rounds for *_, rounds in alone["fly"]}) > 1, "all rows end at once"
     for index in range(2):
         assert json.loads((tmp_path / f"results_{index}.json").read_text()) == alone
 
 
-def test_process_0_reads_the_prompts_and_is_heard(
-    models: list[str], tmp_path: Path, capsys: Captured
-) -> None:
+def test_process_0_reads_and_is_heard(models: list[str], tmp_path: Path, of_pair: Decoded) -> None:
     """Rows over two processes, each of which has two devices for them."""
     prompts = ["Ada has 3 apples", "Boris", "Vera's"]
-    given = [f"--prompt={prompt}" for prompt in prompts]
-    assert main([*models, *SIZES, *given]) == 0
-    expected = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = of_pair(*SIZES, *(f"--prompt={prompt}" for prompt in prompts))
     audit = tmp_path / "audit.jsonl"
-    arguments = [*models, *SIZES, "--prompts_file=-", "--mesh=data=2,x=2", "--batch_size=2"]
-    arguments.append(f"--audit={audit}")
-    job = Job(tmp_path, arguments, 2, stdin="\n".join(prompts))
+    mesh = ["--mesh=data=2,x=2", "--batch_size=2"]
+    arguments = [*models, *SIZES, "--prompts_file=-", *mesh, f"--audit={audit}"]
+    job = Job(tmp_path, *arguments, stdin="\n".join(prompts))
     assert job.statuses() == [0, 0], job.err(0) + job.err(1)
     found = [json.loads(line) for line in job.out(0).splitlines()]
     for one, other in zip(expected, found, strict=True):
         assert other.pop("tokens_per_second") > 0
         assert other == {name: one[name] for name in other}
     assert "4 simulated devices (CPU) as mesh data=2,x=2 over 2 processes" in job.err(0)
-    assert job.out(1) == ""
-    assert job.err(1) == ""
+    assert job.out(1) == job.err(1) == ""
     events = [json.loads(line) for line in audit.read_text().splitlines()]
     texts = [one["prompt_text"] for one in events if one["event"] == "prompt"]
     assert texts == prompts
@@ -77,7 +71,7 @@ def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
     prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(8)))
     arguments = ["calibrate", *models, f"--prompts_file={prompts}", *SIZES[:2], "--batch_size=4"]
     assert main([*arguments, f"--memory={tmp_path / 'alone.npz'}"]) == 0
-    job = Job(tmp_path, [*arguments, f"--memory={tmp_path / 'both.npz'}", "--mesh=1x2"], 2)
+    job = Job(tmp_path, *arguments, f"--memory={tmp_path / 'both.npz'}", "--mesh=1x2")
     assert job.statuses() == [0, 0], job.err(0) + job.err(1)
     assert job.err(1) == ""
     files = [np.load(tmp_path / name) for name in ("alone.npz", "both.npz")]
@@ -86,16 +80,13 @@ def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
 
 
 def test_process_0_serves_for_all(
-    models: list[str],
-    tiny_pair: tuple[Path, Path],
-    alone: dict[str, list[list[object]]],
-    tmp_path: Path,
+    models: list[str], tokenizer: Tokenizer, alone: Results, tmp_path: Path
 ) -> None:
     arguments = ["serve", *models, *SIZES[1:3], "--rule=fly", "--rules=margin", "--mesh=1x2"]
     arguments += ["--num_slots=2", "--max_length=64", "--prefill_chunk=32", "--port=0"]
-    job = Job(tmp_path, arguments, 2)
+    job = Job(tmp_path, *arguments)
     try:
-        job.wait_for_error("Ready on ")
+        job.wait_for(job.err, "Ready on ")
         url = re.findall(r"http://[\d.]+:\d+", job.err(0))[-1] + "/v1/completions"
         texts = decode_together.PROMPTS
         asked = {"max_tokens": decode_together.MAX_NEW_TOKENS, "temperature": 0}
@@ -109,7 +100,6 @@ def test_process_0_serves_for_all(
             stream = {"prompt": "Ada", "max_tokens": 60, "stream": True}
             with httpx.stream("POST", url, json=stream, timeout=PATIENCE) as reply:
                 next(reply.iter_lines())  # and leaves: the request is cancelled
-        tokenizer = load_tokenizer(tiny_pair[0])
         for name, found in (("fly", fly), ("exact", exact)):
             for text, (ids, *_) in zip(found, alone[name], strict=True):
                 assert text == tokenizer.decode(ids, continues=True)
@@ -126,15 +116,11 @@ def test_process_0_serves_for_all(
 def _reply(url: str, asked: dict[str, object]) -> str:
     reply = httpx.post(url, json=asked, timeout=PATIENCE)
     assert reply.status_code == 200, reply.text
-    text = reply.json()["choices"][0]["text"]
-    assert isinstance(text, str)
-    return text
+    return str(reply.json()["choices"][0]["text"])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bereaved(
-    tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Job]]:
+def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
     """Two jobs, of which one process was killed in the middle of decoding.
 
     JAX misses it after half a minute, in which the other tests of this file run.
@@ -144,12 +130,10 @@ def bereaved(
         folder = tmp_path_factory.mktemp(f"victim_{victim}")
         prompts = folder / "prompts.txt"
         prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(3_000)))
-        target, draft = tiny_pair
-        models = [f"--target={target}", f"--draft={draft}", "--dtype=float32"]
-        arguments = [*models, *SIZES, f"--prompts_file={prompts}", "--mesh=1x2"]
-        jobs.append(Job(folder, arguments, 2))
-        jobs[-1].wait_for_output()
-        jobs[-1].processes[victim].send_signal(signal.SIGKILL)
+        job = Job(folder, *models, *SIZES, f"--prompts_file={prompts}", "--mesh=1x2")
+        jobs.append(job)
+        job.wait_for(job.out)
+        job.processes[victim].send_signal(signal.SIGKILL)
     yield jobs
     for job in jobs:
         job.end()
@@ -170,30 +154,26 @@ class Service:
         return self.said.get(key, json.dumps(other))
 
 
-@pytest.mark.parametrize(
-    ("process", "flags", "words"),
-    [
-        (0, ["--prompts_file=/nowhere/prompts.txt"], "The prompts file /nowhere/prompts.txt"),
-        (1, ["--max_new_tokens=7"], "--max_new_tokens is 7 here and 128 on process 0"),
-        (1, ["--draft=/nowhere/draft"], "'/nowhere/draft' is neither a folder that exists"),
-    ],
-)
+WRONG = {
+    "--prompts_file=/nowhere/prompts.txt": (0, "The prompts file /nowhere/prompts.txt"),
+    "--max_new_tokens=7": (1, "--max_new_tokens is 7 here and 128 on process 0"),
+    "--draft=/nowhere/draft": (1, "'/nowhere/draft' is neither a folder that exists"),
+}
+
+
+@pytest.mark.parametrize("flag", WRONG)
 def test_what_is_wrong_on_one_of_them(
-    models: list[str],
-    refused: Refused,
-    monkeypatch: Patch,
-    process: int,
-    flags: list[str],
-    words: str,
+    models: list[str], refused: Refused, monkeypatch: Patch, flag: str
 ) -> None:
     """It ends them all with the same sentence."""
+    process, words = WRONG[flag]
     state = SimpleNamespace(num_processes=2, process_id=process, client=Service())
     monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
     monkeypatch.setattr(crash_handler, "install", lambda *_: SimpleNamespace(connected=list))
     place = ["--coordinator_address=127.0.0.1:8476", "--num_processes=2", f"--process_id={process}"]
-    given = [] if "--prompts_file" in flags[0] else ["--prompt=x"]
-    sentence = refused(models[0], *given, *place, "--mesh=1x2", *flags)
+    given = [] if "--prompts_file" in flag else ["--prompt=x"]
+    sentence = refused(models[0], *given, *place, "--mesh=1x2", flag)
     assert sentence.startswith(f"Process {process} ({HOST}): {words}")
 
 
@@ -204,10 +184,7 @@ def lonely(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Itera
     Nobody comes to process 0, and nobody answers process 1.
     """
     arguments = [*models, "--prompt=x", "--mesh=1x2", "--coordinator_timeout=3"]
-    jobs = [
-        Job(tmp_path_factory.mktemp(f"lonely_{index}"), arguments, 2, absent=[1 - index])
-        for index in range(2)
-    ]
+    jobs = [Job(tmp_path_factory.mktemp("lonely"), *arguments, absent=one) for one in (1, 0)]
     yield jobs
     for job in jobs:
         job.end()
@@ -229,12 +206,10 @@ def test_one_that_is_killed_stops_the_other(bereaved: list[Job], victim: int) ->
     job = bereaved[victim]
     statuses = job.statuses()
     survivor = 1 - victim
-    assert statuses[victim] == -signal.SIGKILL
-    assert statuses[survivor] == 1
+    assert (statuses[victim], statuses[survivor]) == (-signal.SIGKILL, 1)
     sentence = job.err(survivor).splitlines()[-1]
-    assert sentence.startswith(
-        f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
-    )
+    beginning = f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
+    assert sentence.startswith(beginning)
     said = [line for line in job.err(survivor).splitlines() if "simulated devices" not in line]
     assert said == [sentence]
     kept = Path(sentence.rpartition("(")[2].split()[0])

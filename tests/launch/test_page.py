@@ -52,10 +52,8 @@ class Page(HTMLParser):
             return
         self.path.append(given.get("class") or tag)
         if "text" in self.path and self.path[-1].startswith("t "):
-            letter = self.path[-1].split()[1]
-            self.tokens.append(
-                {"letter": letter, "text": "", "tip": "", "stop": given["tabindex"] or ""}
-            )
+            shown = {"letter": self.path[-1].split()[1], "stop": given["tabindex"] or ""}
+            self.tokens.append({**shown, "text": "", "tip": ""})
 
     def handle_endtag(self, tag: str) -> None:
         self.path.pop()
@@ -107,14 +105,12 @@ def test_it_loads_and_runs_nothing(parsed: Page) -> None:
 def test_what_the_target_alone_writes(parsed: Page) -> None:
     text = page(AUDIT, 0)
     assert "instead of" in text
-    same = dataclasses.replace(ONE, exact_text=ONE.text)
-    unknown = dataclasses.replace(ONE, exact_text=None, exact_answer=None)
-    cut = dataclasses.replace(ONE, answer=None)
-    for one, words in (
-        (same, "the same text"),
-        (unknown, "not decoded"),
-        (cut, "writes another text.</p>"),
+    for words, changed in (
+        ("the same text", {"exact_text": ONE.text}),
+        ("not decoded", {"exact_text": None, "exact_answer": None}),
+        ("writes another text.</p>", {"answer": None}),
     ):
+        one = dataclasses.replace(ONE, **changed)
         assert words in page(dataclasses.replace(AUDIT, continuations={0: one}), 0)
 
 

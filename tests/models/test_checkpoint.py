@@ -76,15 +76,14 @@ def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> N
         assert parameter.devices() == {jax.devices()[0]}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rules"),
-    [("1x1", "tensor"), ("2x4", "tensor"), ("8", "tensor"), ("2x2x2", "tensor_long"),
-     ("2x4", "replicated")],
-)  # fmt: skip
-def test_loads_straight_into_its_layout(tmp_path: Path, mesh: str, rules: str) -> None:
+LAYOUTS = ["1x1 tensor", "2x4 tensor", "8 tensor", "2x2x2 tensor_long", "2x4 replicated"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loads_straight_into_its_layout(tmp_path: Path, name: str) -> None:
     model = saved(tmp_path, tiny(tied=False))
     split_with_index(tmp_path, 3)
-    layout = layout_on(mesh, rules)
+    layout = layout_on(*name.split())
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
     assert loaded.layout == layout
     assert_same(loaded, model, jnp.bfloat16)

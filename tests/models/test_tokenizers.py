@@ -160,10 +160,10 @@ def test_half_a_character_is_kept_back(case: Case) -> None:
 
 
 def test_control_tokens(case: Case) -> None:
-    tokenizer = case.tokenizer
+    tokenizer, names = case.tokenizer, case.tokenizer.vocabulary.names
     assert tokenizer.eos_token_ids == (2,)
-    assert {tokenizer.vocabulary.names[i] for i in tokenizer.control_token_ids} == set(CONTROLS)
-    assert tokenizer.vocab_size == len(tokenizer.vocabulary.names) > 256
+    assert {names[index] for index in tokenizer.control_token_ids} == set(CONTROLS)
+    assert tokenizer.vocab_size == len(names) > 256
 
 
 def test_end_of_text_ids_of_the_model_too(tmp_path: Path) -> None:
@@ -285,8 +285,7 @@ def test_same_vocabulary(case: Case) -> None:
 
 
 def test_vocabularies_of_different_sizes(tmp_path: Path) -> None:
-    first = load_tokenizer(fill(tmp_path / "first", "llama2"))
-    second = load_tokenizer(fill(tmp_path / "second", "llama3"))
+    first, second = (load_tokenizer(fill(tmp_path / one, one)) for one in ("llama2", "llama3"))
     sizes = f"has {first.vocab_size} tokens and the draft's {second.vocab_size}"
     with pytest.raises(FlyJaxError, match=sizes):
         check_same_vocabulary(first, second)

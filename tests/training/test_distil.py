@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launch_types import Captured, Patch
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
@@ -42,38 +44,30 @@ def model() -> Llama:
 
 def heard() -> list[Expected]:
     """Two documents, in which tokens 3 and 4 are said most."""
-    likely, shares = np.array([[3, 5]], np.int32), np.array([[0.7, 0.2]], np.float16)
-    return [
-        Expected(
-            np.array(tokens, np.int32),
-            num_prompt,
-            likely.repeat(len(tokens), 0),
-            shares.repeat(len(tokens), 0),
-        )
-        for tokens, num_prompt in [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]
-    ]
+    found = []
+    for tokens, num_prompt in [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]:
+        likely = np.array([[3, 5]] * len(tokens), np.int32)
+        shares = np.array([[0.7, 0.2]] * len(tokens), np.float16)
+        found.append(Expected(np.array(tokens, np.int32), num_prompt, likely, shares))
+    return found
 
 
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
-    engine = Engine(
-        model, None, RoundSpec(fly_jax.Exact(), RoundStatic(0)), num_slots=2, offline=True
-    )
+    spec = RoundSpec(fly_jax.Exact(), RoundStatic(0))
+    engine = Engine(model, None, spec, num_slots=2, offline=True)
     whole = continued(engine, PROMPTS, file, max_new_tokens=5, seed=0)
     alone = engine.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
     lines = file.read_text().splitlines()
     file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
     assert continued(engine, PROMPTS, file, max_new_tokens=5, seed=0) == whole
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(records) == len(PROMPTS)
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == len(PROMPTS)
     engine.submit = None  # type: ignore[assignment, method-assign]
     assert continued(engine, PROMPTS, file, max_new_tokens=5, seed=0) == whole
 
 
-def test_what_a_teacher_expects(
-    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_teacher_expects(model: Llama, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(distillation, "_PART_DOCUMENTS", 2)
     documents = [Document([1, 5, 9], [4, 4, 7]), Document([1], [8]), Document([1] * 9, [2, 3])]
     found = expected(model, documents, tmp_path / "parts", length=8)
@@ -93,13 +87,11 @@ def test_what_a_teacher_expects(
         shares = np.asarray(probabilities(text))[-8:]
         best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
         # Products of bfloat16, shares as float16.
-        likely = np.take_along_axis(shares, one.likely, axis=-1)
-        for found_shares in (one.shares, likely):
-            np.testing.assert_allclose(found_shares, best, rtol=0.05, atol=0.003)
+        for likely in (one.shares, np.take_along_axis(shares, one.likely, axis=-1)):
+            np.testing.assert_allclose(likely, best, rtol=0.05, atol=0.003)
     monkeypatch.setattr(distillation, "_read_along", None)
     again = expected(model, documents, tmp_path / "parts", length=8)
-    for one, other in zip(found, again, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -119,18 +111,16 @@ def test_the_most_frequent_tokens_are_known() -> None:
     assert own.rows.tolist() == [3, 3, 3, 0, 1, 3, 3, 3, 3, 2, 3, 3]
     assert (own.num_rows, share) == (4, 1.0)
     own, share = frequent_tokens(heard(), 12, 2)
-    assert (own.known.tolist(), own.num_rows) == ([3], 2)
-    assert share == pytest.approx(4 / 6)
+    assert (own.known.tolist(), own.num_rows, share) == ([3], 2, pytest.approx(4 / 6))
     everything, _ = frequent_tokens(heard(), 12, 12)
-    assert everything.num_rows == 12
-    assert everything.rows.tolist() == list(range(12))
+    assert (everything.rows.tolist(), everything.num_rows) == ([*range(12)], 12)
 
 
 def recipe_of(own: OwnTokens) -> Recipe:
     return drafter_recipe(CONFIG, own, embed_size=128, num_layers=1, num_steps=1, seed=3)
 
 
-def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr(distillation, "ROW_LENGTH", 16)
     own, _ = frequent_tokens(heard(), 12, 4)
     recipe = recipe_of(own)
@@ -139,8 +129,6 @@ def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: pytest.MonkeyPatc
     jax.tree.map(np.testing.assert_array_equal, rows[3], later)
     for row in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
-        assert row.likely is not None
-        assert row.shares is not None
         assert row.weights.shape == row.likely.shape[:1] == row.shares.shape[:1] == (16,)
         documents = {(2, 0, 0, 1): 1, (3, 2, 1, 0, 0): 2}
         for segment in range(1, row.segments[-1]):
@@ -184,25 +172,19 @@ def test_the_first_embedding_keeps_what_tokens_have_in_common(model: Llama) -> N
     mean = embedding[own.rows == 19].mean(axis=0)
     known = np.concatenate([embedding[own.known], mean[None]])
     product = known @ known.T
-    np.testing.assert_allclose(
-        rows @ rows.T, product * (rows[0] @ rows[0]) / product[0, 0], atol=1e-4
-    )
+    scaled = product * (rows[0] @ rows[0]) / product[0, 0]
+    np.testing.assert_allclose(rows @ rows.T, scaled, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("distil")
-    target, _ = write_pair(root)
-    prompts = root / "prompts.txt"
-    prompts.write_text("Ada has 3 apples\nBoris\nThe sum\n")
-    return target, prompts
+    (root / "prompts.txt").write_text("Ada has 3 apples\nBoris\nThe sum\n")
+    return write_pair(root)[0], root / "prompts.txt"
 
 
 def test_a_drafter_learns_its_teachers_text(
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """What the teacher said to three prompts is learned by heart, with half of its tokens."""
     monkeypatch.setattr(distillation, "ROW_LENGTH", 48)
@@ -216,11 +198,9 @@ def test_a_drafter_learns_its_teachers_text(
     assert main(arguments) == 0
     assert f"of {VOCAB_SIZE} tokens" in capsys.readouterr().err
     pair = fly_jax.load_pair(target, directory, dtype="float32")
-    texts = prompts.read_text().splitlines()
-    exact = fly_jax.generate(
-        pair, texts, rule="exact", num_speculative_tokens=4, max_new_tokens=24, batch_size=3
-    )
-    alone = fly_jax.generate(pair, texts, rule="autoregressive", max_new_tokens=24, batch_size=3)
+    texts, sizes = prompts.read_text().splitlines(), {"max_new_tokens": 24, "batch_size": 3}
+    exact = fly_jax.generate(pair, texts, rule="exact", num_speculative_tokens=4, **sizes)
+    alone = fly_jax.generate(pair, texts, rule="autoregressive", **sizes)
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
     assert sum(one.num_accepted_tokens for one in exact) > 20
     # Started again there is nothing left to do.
@@ -235,15 +215,9 @@ def test_a_drafter_learns_its_teachers_text(
 
 
 def test_an_interrupted_run_says_how_to_go_on(
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(distillation, "continued", interrupted)
+    monkeypatch.setattr(distillation, "continued", Mock(side_effect=KeyboardInterrupt))
     target, prompts = folders
     arguments = [f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={tmp_path}"]
     assert main(["train", *arguments]) == 130
@@ -262,9 +236,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     ],
 )
 def test_what_is_refused(
-    folders: tuple[Path, Path], arguments: list[str], word: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    folders: tuple[Path, Path], arguments: list[str], word: str, capsys: Captured
+) -> None:
     assert main(["train", *(one.format(folders[0]) for one in arguments)]) == 2
     error = capsys.readouterr().err
     assert word in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import tokenizers
 import train as recipe
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_types import Captured, Patch
 from pair_rows import batches, token_rows
 from pair_tokenizer import train_tokenizer
+from tiny_pair import CONFIG
 from word_problems import NAMES, SUBJECTS, problems
 
 from fly_jax.evaluation.problems import extract_answer
-from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
-from fly_jax.training.trainer import Row
 
 BEGIN, END = 1, 2
 
@@ -40,19 +39,15 @@ AWKWARD = [
     "=" * 79 + "\n" + "-" * 40,
     "0123456789 12.5e-3 x86_64",
 ]
-TINY = LlamaConfig(
-    vocab_size=8, embed_size=4, ffw_size=4, num_layers=1, num_heads=1, num_kv_heads=1, head_size=4,
-    max_context=8,
-)  # fmt: skip
 FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
 @pytest.fixture(scope="module")
-def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer trained by the recipe."""
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer trained by the recipe, with its other forms beside it."""
     directory = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(directory)
-    return directory
+    return directory / "tokenizer.model"
 
 
 class Forms:
@@ -72,17 +67,12 @@ class Forms:
 
 
 @pytest.fixture(scope="module")
-def forms(tokenizer_directory: Path) -> Forms:
-    return Forms(tokenizer_directory)
+def forms(tokenizer_path: Path) -> Forms:
+    return Forms(tokenizer_path.parent)
 
 
-@pytest.mark.parametrize("text", AWKWARD)
-def test_awkward_text(forms: Forms, text: str) -> None:
-    forms.check(text)
-
-
-def test_training_text(forms: Forms) -> None:
-    for text in library_text.documents("train")[::10]:
+def test_awkward_text_and_that_of_training(forms: Forms) -> None:
+    for text in (*AWKWARD, *library_text.documents("train")[::10]):
         forms.check(text)
     for problem in itertools.islice(problems(1, "train"), 300):
         forms.check(problem.prompt + problem.solution)
@@ -97,27 +87,22 @@ def test_any_text_and_any_layout(forms: Forms, text: str, layout: str) -> None:
     forms.check(layout)
 
 
-def test_digits_and_newlines_are_tokens_of_their_own(forms: Forms) -> None:
+def test_digits_newlines_names_and_marks_are_tokens_of_their_own(forms: Forms) -> None:
     pieces = [forms.model.id_to_piece(index) for index in range(forms.model.get_piece_size())]
     for mark in "0123456789\n":
-        holders = [piece for piece in pieces if mark in piece and not piece.startswith("<0x")]
-        assert holders == [mark]
-
-
-def test_names_and_marks_are_one_token(forms: Forms) -> None:
+        assert [one for one in pieces if mark in one and not one.startswith("<0x")] == [mark]
     assert all(len(forms.model.encode(f" {name}")) == 1 for name in NAMES)
-    marks = [forms.model.id_to_piece(index) for index in range(4)]
-    assert marks == ["<unk>", "<s>", "</s>", "<pad>"]
-    assert [forms.fast.token_to_id(mark) for mark in marks] == [0, 1, 2, 3]
+    assert pieces[:4] == ["<unk>", "<s>", "</s>", "<pad>"]
+    assert [forms.fast.token_to_id(mark) for mark in pieces[:4]] == [0, 1, 2, 3]
     assert forms.fast.get_vocab_size() == forms.model.get_piece_size() == 2048
 
 
-def test_transformers_reads_it(tokenizer_directory: Path, forms: Forms) -> None:
+def test_transformers_reads_it(tokenizer_path: Path, forms: Forms) -> None:
     transformers = pytest.importorskip("transformers")
     # With a model's configuration beside it, which must not change the class of the tokenizer.
-    config = tokenizer_directory / "config.json"
+    config = tokenizer_path.with_name("config.json")
     config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer_directory)
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer_path.parent)
     config.unlink()
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (1, 2, 3)
     for text in AWKWARD:
@@ -126,27 +111,17 @@ def test_transformers_reads_it(tokenizer_directory: Path, forms: Forms) -> None:
         assert loaded.decode(ids, skip_special_tokens=True) == text
 
 
-def test_training_is_reproducible(tokenizer_directory: Path, tmp_path: Path) -> None:
+def test_training_is_reproducible(tokenizer_path: Path, tmp_path: Path) -> None:
     train_tokenizer(tmp_path)
     for name in FILES:
-        assert (tmp_path / name).read_bytes() == (tokenizer_directory / name).read_bytes()
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tokenizer_directory: Path) -> Path:
-    return tokenizer_directory / "tokenizer.model"
-
-
-def assert_same(left: Row, right: Row) -> None:
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+        assert (tmp_path / name).read_bytes() == tokenizer_path.with_name(name).read_bytes()
 
 
 def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> None:
     rows = list(itertools.islice(token_rows(tokenizer_path, 7), 6))
     later = list(itertools.islice(token_rows(tokenizer_path, 7, start_row=4), 2))
     other = next(token_rows(tokenizer_path, 8))
-    assert_same(rows[4], later[0])
-    assert_same(rows[5], later[1])
+    jax.tree.map(np.testing.assert_array_equal, rows[4:], later)
     assert [part.dtype for part in other[:4]] == [np.int32, np.float32, np.int32, np.int32]
     assert not np.array_equal(rows[0].tokens, other.tokens)
     assert not np.array_equal(rows[0].tokens, rows[1].tokens)
@@ -155,10 +130,9 @@ def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> Non
 def test_batches_stack_rows(tokenizer_path: Path) -> None:
     rows = list(itertools.islice(token_rows(tokenizer_path, 7, row_length=64), 6))
     batch = next(batches(tokenizer_path, 7, batch_size=3, start_step=1, row_length=64))
-    assert batch.tokens.shape == batch.segments.shape == batch.positions.shape == (3, 65)
-    assert batch.weights.shape == (3, 64)
-    for index in range(3):
-        assert_same(rows[3 + index], jax.tree.map(operator.itemgetter(index), batch))
+    assert batch.tokens.shape == (3, 65)
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *rows[3:])
+    jax.tree.map(np.testing.assert_array_equal, batch, stacked)
 
 
 def test_documents_are_kept_apart(tokenizer_path: Path) -> None:
@@ -188,8 +162,7 @@ def test_weights_of_a_problem(tokenizer_path: Path, forms: Forms) -> None:
             solution = text.index("Solution") + 2
             answer = text.index("Answer") + 2
             assert set(weights[:solution].tolist()) == {np.float32(0.3)}
-            assert weights[-1] == 1.0
-            assert text[-1] == "</s>"
+            assert (text[-1], weights[-1]) == ("</s>", 1.0)
             assert all(piece.isdigit() for piece in text[answer + 1 : -1])
             assert (weights[answer + 1 : -1] == 3.0).all()
             for piece, weight in zip(text[solution:answer], weights[solution:answer], strict=True):
@@ -205,27 +178,25 @@ def test_a_share_of_the_rows_starts_with_problems(tokenizer_path: Path, forms: F
 
 def test_no_problem_is_cut(tokenizer_path: Path, forms: Forms) -> None:
     for row in itertools.islice(token_rows(tokenizer_path, 4, problem_share=1.0), 100):
-        documents = [row.tokens[row.segments == index] for index in range(1, row.segments[-1] + 1)]
-        texts = [forms.model.decode(document.tolist()) for document in documents]
-        worded = [text.startswith("Problem: ") for text in texts]
-        assert worded[0]
-        for is_problem, text, document in zip(worded, texts, documents, strict=True):
-            if is_problem:
+        for segment in range(1, row.segments[-1] + 1):
+            document = row.tokens[row.segments == segment].tolist()
+            text = forms.model.decode(document)
+            assert segment > 1 or text.startswith("Problem: ")
+            if text.startswith("Problem: "):
                 assert document[-1] == END
                 assert extract_answer(text) is not None
 
 
 def test_library_splits_share_no_document() -> None:
-    train, development, held_out = (
-        library_text.documents(split) for split in ("train", "development", "held_out")
-    )
+    splits = ("train", "development", "held_out")
+    train, development, held_out = map(library_text.documents, splits)
     assert len(train) > 5 * len(held_out) > 5 * len(development) > 0
     assert not set(train) & set(held_out)
     assert max(map(len, train)) <= library_text.CHUNK_CHARACTERS
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def trained(monkeypatch: Patch) -> list[object]:
     """What the script has trained; the training itself is faked."""
     calls: list[object] = []
 
@@ -240,7 +211,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (tokenizer_model, *_) = rows.args
         assert tokenizer_model.read_text() == "tokenizer.model"
         calls.append((one, directory.parent.name))
-        return Llama.random(TINY, jax.random.key(0))
+        return Llama.random(CONFIG, jax.random.key(0))
 
     monkeypatch.setattr(recipe, "train_tokenizer", fake_tokenizer)
     monkeypatch.setattr(recipe, "train", fake)
@@ -251,9 +222,8 @@ def test_everything_is_trained(trained: list[object], tmp_path: Path) -> None:
     recipe.train_pair("all", tmp_path)
     models = recipe.RECIPES
     assert trained == ["tokenizer", (models["target"], "target"), (models["draft"], "draft")]
-    for model in models:
-        for name in FILES:
-            assert (tmp_path / model / "hf" / name).read_text() == name
+    for model, name in itertools.product(models, FILES):
+        assert (tmp_path / model / "hf" / name).read_text() == name
 
 
 def test_one_model_with_the_tokenizer_that_is_there(trained: list[object], tmp_path: Path) -> None:
@@ -261,16 +231,12 @@ def test_one_model_with_the_tokenizer_that_is_there(trained: list[object], tmp_p
     recipe.train_pair("draft", tmp_path, num_steps=7)
     assert trained[0] == "tokenizer"
     ((one, name),) = trained[1:]
-    assert name == "draft"
+    assert (name, one.config) == ("draft", recipe.RECIPES["draft"].config)
     assert one.num_steps == one.last_step == 7
-    assert one.config == recipe.RECIPES["draft"].config
 
 
 def test_a_finished_model_is_left_as_it_is(
-    trained: list[object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: list[object], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     recipe.train_pair("draft", tmp_path)
     number = len(trained)

@@ -5,7 +5,6 @@ import random
 import re
 from collections import Counter
 
-import pytest
 from word_problems import Split, generate_problem, problems, split_of
 
 from fly_jax.evaluation.problems import Problem, built_in_problems, extract_answer, is_correct
@@ -25,9 +24,8 @@ def test_every_equation_holds_and_the_answer_is_the_last_thing_computed() -> Non
             assert len({eval(side) for side in equation.split("=")}) == 1, problem.solution
         ending = f" {problem.answer}.\nAnswer: {problem.answer}"
         assert problem.solution.endswith(ending)
-        assert re.search(
-            r"the answer to the problem (is|equals|must be|comes to)" + ending, problem.solution
-        )
+        opening = "the answer to the problem (is|equals|must be|comes to)"
+        assert re.search(opening + ending, problem.solution)
         results = re.findall(r"= (\d+) (?:[a-z])", problem.solution)
         assert results[-1] == problem.answer, problem.solution
         assert is_correct(problem, problem.solution)
@@ -38,20 +36,11 @@ def test_every_equation_holds_and_the_answer_is_the_last_thing_computed() -> Non
         assert not re.search(r"-\d|(?<!\d)0|\b1 [a-z]+s\b", text), text
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (" So it is 4.\nAnswer: 74", "74"),
-        ("\nAnswer: 74\nand more", "74"),
-        ("\nAnswer: 7\nAnswer: 8", "7"),
-        ("\nAnswer: 74 shells", None),
-        ("\nAnswer: ", None),
-        ("the Answer: 74", None),
-        ("", None),
-    ],
-)
-def test_extract_answer(text: str, answer: str | None) -> None:
-    assert extract_answer(text) == answer
+def test_extract_answer() -> None:
+    for text in (" So it is 7.\nAnswer: 74", "\nAnswer: 74\nand more", "\nAnswer: 74\nAnswer: 8"):
+        assert extract_answer(text) == "74"
+    for text in ("\nAnswer: 74 shells", "\nAnswer: ", "the Answer: 74", ""):
+        assert extract_answer(text) is None
 
 
 def test_a_seed_gives_the_same_problems() -> None:
@@ -71,12 +60,8 @@ def test_a_split_does_not_depend_on_the_process() -> None:
 
 
 def test_openings_of_sentences_are_drawn_evenly() -> None:
-    openings = Counter(
-        re.findall(
-            r" (\w+)(?: \w+)*, the answer to the problem",
-            " ".join(problem.solution for problem in take(2000)),
-        )
-    )
+    text = " ".join(problem.solution for problem in take(2000))
+    openings = Counter(re.findall(r" (\w+)(?: \w+)*, the answer to the problem", text))
     assert len(openings) >= 5
     assert max(openings.values()) < 3 * min(openings.values())
 
@@ -84,8 +69,8 @@ def test_openings_of_sentences_are_drawn_evenly() -> None:
 def test_a_taste_prefers_some_wordings_and_changes_no_number() -> None:
     plain = [generate_problem(random.Random(seed)) for seed in range(400)]
     styled = [generate_problem(random.Random(seed), taste=7) for seed in range(400)]
-    assert [one.prompt for one in plain] == [one.prompt for one in styled]
-    assert [one.answer for one in plain] == [one.answer for one in styled]
+    numbers = [[(one.prompt, one.answer) for one in drawn] for drawn in (plain, styled)]
+    assert numbers[0] == numbers[1]
 
     def favourite_share(drawn: list[Problem]) -> float:
         openings = Counter(one.solution.split(".")[-2].split(",")[0] for one in drawn)

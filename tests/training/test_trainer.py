@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -35,14 +36,9 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(RECIPE, lambda start: rows(start, stop=6), stopped, steps_per_checkpoint=4)
     assert steps_done(stopped) == 4
-    begun: list[int] = []
-
-    def again(start: int) -> Iterator[Row]:
-        begun.append(start)
-        return rows(start)
-
+    again = Mock(wraps=rows)
     resumed = train(RECIPE, again, stopped, steps_per_checkpoint=4)
-    assert begun == [4]
+    again.assert_called_once_with(4)
     assert steps_done(stopped) == RECIPE.num_steps
     for name, values in whole.parameters().items():
         np.testing.assert_array_equal(resumed.parameters()[name], values, err_msg=name)

@@ -20,16 +20,15 @@ from fly_jax.sharding.mesh import parse_mesh
 DOCS = Path(__file__).parents[2] / "docs"
 
 # The fields of each kind of object on the way from a JobSet (jobset.x-k8s.io/v1alpha2) over a Job
-# (batch/v1) to a container (v1): what the API server knows, as far as one would write it by hand.
-# A field by another name is refused there, and so it is here. "!" marks what must be given.
-METADATA = {"name": str, "namespace": str, "labels": {str: str}, "annotations": {str: str}}
+# (batch/v1) to a container (v1): those of the API server that are used, and no others, since one by
+# another name is refused there. "!" marks what must be given.
+METADATA = {"name": str, "annotations": {str: str}}
 CONTAINER = {
     "name!": str,
     "image!": str,
     "command": [str],
     "args": [str],
-    "env": [{"name!": str, "value": str}],
-    "ports": [{"containerPort!": int, "name": str}],
+    "ports": [{"containerPort!": int}],
     "resources": {"requests": {str: int}, "limits": {str: int}},
     "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
 }
@@ -39,27 +38,20 @@ POD = {
     "volumes": [{"name!": str, "persistentVolumeClaim": CLAIM}],
     "nodeSelector": {str: str},
     "restartPolicy!": str,  # a Job's pods may not have the default, Always
-    "hostNetwork": bool,
-    "dnsPolicy": str,
-    "subdomain": str,
 }
 JOB = {
     "completionMode": str,
     "parallelism": int,
     "completions": int,
     "backoffLimit": int,
-    "activeDeadlineSeconds": int,
     "template!": {"metadata": METADATA, "spec!": POD},
 }
 SPEC = {
-    "network": {"enableDNSHostnames": bool, "subdomain": str},
+    "network": {"enableDNSHostnames": bool},
     "failurePolicy": {"maxRestarts": int},
-    "successPolicy": {"operator!": str, "targetReplicatedJobs": [str]},
     "replicatedJobs!": [
         {"name!": str, "replicas": int, "template!": {"metadata": METADATA, "spec!": JOB}}
     ],
-    "suspend": bool,
-    "ttlSecondsAfterFinished": int,
 }
 JOBSET = {"apiVersion!": str, "kind!": str, "metadata!": METADATA, "spec!": SPEC}
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 from unittest.mock import Mock
 
 import pytest
@@ -18,9 +17,8 @@ from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
-from fly_jax.launch import chat
+from fly_jax.launch import view
 from fly_jax.launch.__main__ import main
-from fly_jax.launch.view import TextView
 from fly_jax.models.tokenizer import Tokenizer
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
@@ -84,7 +82,9 @@ def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
     assert "/clear" in said
 
 
-def test_what_was_said_is_not_taken_in_again(talk: Talk, monkeypatch: Patch) -> None:
+@pytest.fixture
+def submitted(monkeypatch: Patch) -> list[RequestState]:
+    """The requests that were handed in."""
     states: list[RequestState] = []
     submit = Engine.submit
 
@@ -93,35 +93,36 @@ def test_what_was_said_is_not_taken_in_again(talk: Talk, monkeypatch: Patch) -> 
         return states[-1]
 
     monkeypatch.setattr(Engine, "submit", submitting)
+    return states
+
+
+def test_what_was_said_is_not_taken_in_again(talk: Talk, submitted: list[RequestState]) -> None:
     talk("Ada has 3", "And?", "/clear", "Boris", flags=("--max_new_tokens=20",))
-    first, second, third = states
+    first, second, third = submitted
     assert first.num_reused == third.num_reused == 0, "which has nothing in common but a word"
     assert second.num_reused > 0
 
 
-def test_ctrl_c_stops_an_answer(talk: Talk, tokenizer: Tokenizer, monkeypatch: Patch) -> None:
+def test_ctrl_c_stops_an_answer(
+    talk: Talk, tokenizer: Tokenizer, submitted: list[RequestState], monkeypatch: Patch
+) -> None:
     """And not the program."""
     whole, _ = talk("Ada has 3")
-    submit, run, prompts = Engine.submit, Engine.run, []
-
-    def submitting(self: Engine, request: Request) -> RequestState:
-        prompts.append(request.prompt)
-        return submit(self, request)
+    run = Engine.run
 
     def interrupted(self: Engine, requests: Sequence[Request]) -> Iterator:
         for number, item in enumerate(run(self, requests)):
-            if number and len(prompts) == 1:
+            if number and len(submitted) == 2:
                 raise KeyboardInterrupt
             yield item
 
-    monkeypatch.setattr(Engine, "submit", submitting)
     monkeypatch.setattr(Engine, "run", interrupted)
     answers, said = talk("Ada has 3", KeyboardInterrupt, "And?")
     assert len(answers) == 2
     assert whole[0].startswith(answers[0])
     assert len(answers[0]) < len(whole[0])
     assert "Ctrl-D ends the program." in said
-    told = tokenizer.decode(prompts[1], skip_special_tokens=False)
+    told = tokenizer.decode(submitted[2].request.prompt, skip_special_tokens=False)
     assert told == f"user:Ada has 3</s>assistant:{answers[0]}</s>user:And?</s>assistant:"
 
 
@@ -159,11 +160,6 @@ def test_ctrl_c_while_a_question_is_encoded(talk: Talk, monkeypatch: Patch) -> N
 
 
 def test_tokens_have_the_colours_of_their_reasons(talk: Talk, monkeypatch: Patch) -> None:
-    def painting(out: TextIO) -> TextView:
-        view = TextView(out)
-        view._colour = True  # as on a terminal
-        return view
-
-    monkeypatch.setattr(chat, "TextView", painting)
+    monkeypatch.setattr(view, "wants_colour", lambda _: True)  # as on a terminal
     answers, _ = talk("Ada has 3")
     assert "\x1b[" in answers[0]

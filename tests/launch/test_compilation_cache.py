@@ -60,15 +60,14 @@ def counts(arguments: list[str], **environment: str) -> tuple[int, int, int]:
 
 def test_the_second_start_compiles_nothing(models: list[str], tmp_path: Path) -> None:
     arguments = [*models, "--prompt=Ada has 3 apples", *SIZES]
-    first = counts(arguments, XDG_CACHE_HOME=str(tmp_path))
-    assert first[1] > 5
-    assert list((tmp_path / "fly_jax" / "xla").glob(f"jax-{jax.__version__}-*/*-cache"))
+    folder = tmp_path / "fly_jax" / "xla"
+    assert counts(arguments, XDG_CACHE_HOME=str(tmp_path))[1] > 5
+    assert list(folder.glob(f"jax-{jax.__version__}-*/*-cache"))
     # The same folder, named in the other two ways.
-    folder = str(tmp_path / "fly_jax" / "xla")
     hits, misses, requests = counts([*arguments, f"--compilation_cache={folder}"])
     assert misses == 0
     assert hits == requests > 5
-    assert counts(arguments, FLY_JAX_COMPILATION_CACHE=folder) == (hits, 0, requests)
+    assert counts(arguments, FLY_JAX_COMPILATION_CACHE=str(folder)) == (hits, 0, requests)
 
 
 def test_the_flag_goes_before_the_variables(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -76,8 +75,6 @@ def test_the_flag_goes_before_the_variables(tmp_path: Path, monkeypatch: Patch) 
     flagged = enable_compilation_cache(tmp_path / "flag")
     assert jax.config.jax_compilation_cache_dir == str(flagged)
     named = enable_compilation_cache()
-    assert flagged is not None
-    assert named is not None
     assert (flagged.parent, named.parent) == (tmp_path / "flag", tmp_path / "variable")
     assert flagged.stat().st_mode & 0o777 == 0o700
 
@@ -100,7 +97,6 @@ def test_what_jax_was_told_to_leave_out_stays_out(tmp_path: Path, monkeypatch: P
 
 def test_what_was_not_read_for_longest_goes(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = enable_compilation_cache(tmp_path)
-    assert folder is not None
     for age, name in enumerate(("newest", "newer", "older", "oldest")):
         (folder / name).write_bytes(b"12345678")
         os.utime(folder / name, (1e9 - age, 1e9))

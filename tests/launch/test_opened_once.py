@@ -22,8 +22,6 @@ from fly_jax.models.checkpoints import hugging_face, load
 from fly_jax.verification.rules import Exact
 
 SIZES = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
-
-
 Counts = collections.Counter[str]
 
 
@@ -55,22 +53,18 @@ def counted(monkeypatch: Patch) -> Counts:
 def test_everything_is_opened_once(
     counted: Counts, models: list[str], tiny_pair: Folders, tmp_path: Path, command: str
 ) -> None:
-    arguments = [*models, "--mesh=2x2"]
-    if command == "generate":
-        arguments += ["--prompt=Ada has 3 apples", "--compare", *SIZES]
-    else:
-        (tmp_path / "prompts.txt").write_text("Ada has 3 apples\n")
-        arguments = ["calibrate", *arguments, f"--prompts_file={tmp_path / 'prompts.txt'}"]
-        arguments += [f"--memory={tmp_path / 'memory.npz'}", *SIZES[:2]]
-    assert main(arguments) == 0
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Ada has 3 apples\n")
+    own = {
+        "generate": ["--compare", *SIZES],
+        "calibrate": [f"--memory={tmp_path / 'memory.npz'}", *SIZES[:2]],
+    }
+    assert main([command, *models, "--mesh=2x2", f"--prompts_file={prompts}", *own[command]]) == 0
     expected = {"parse_mesh 2x2", "create_mesh 2x2"}
     for folder in tiny_pair:
-        expected |= {
-            f"HuggingFaceSource {folder}",
-            f"read_config {folder}",
-            f"load_tokenizer {folder}",
-            f"_sentence_piece_vocabulary {folder / 'tokenizer.model'}",
-        }
+        opening = ("HuggingFaceSource", "read_config", "load_tokenizer")
+        expected |= {f"{name} {folder}" for name in opening}
+        expected.add(f"_sentence_piece_vocabulary {folder / 'tokenizer.model'}")
     assert dict(counted) == dict.fromkeys(expected, 1)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
+import sys
+from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Patch, Refused
+from launch_types import Captured, Folders, Patch, Refused
 
-from fly_jax.decoding.config import AUTO_DEPTHS, RoundSpec
+from fly_jax.decoding.config import AUTO_DEPTHS
 from fly_jax.launch.__main__ import main
-from fly_jax.planning import planner as plan_module
-from fly_jax.planning.plan_spec import PlanSpec
+from fly_jax.planning import planner
 from fly_jax.planning.plan_steps import STEPS
-from fly_jax.planning.planner import Plan
 from fly_jax.verification.sampling import Sampling
 
 H200 = ("--chip=h200", "--mesh=8", "--target=llama-3.1-70b")
@@ -72,7 +70,7 @@ def test_largest_batch_and_context_fit_and_one_more_does_not(capsys: Captured) -
     assert not planned(capsys, *H200, *sizes, f"--batch_size={rows + 1}", status=2)["fits"]
 
 
-def test_a_folder_is_planned_for(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
+def test_a_folder_is_planned_for(tiny_pair: Folders, capsys: Captured) -> None:
     target, draft = tiny_pair
     models = (f"--target={target}", f"--draft={draft}", "--context=64", "--mesh=1")
     assert planned(capsys, *models, "--chip=h100", "--num_speculative_tokens=5")["fits"]
@@ -102,16 +100,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: Captured) -> 
     ],
 )
 def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments: list[str]) -> None:
-    made: list[RoundSpec] = []
-    original = plan_module.make_plan
-
-    def make(spec: PlanSpec, *rest: Any) -> Plan:
-        made.append(spec.rounds)
-        return original(spec, *rest)
-
-    monkeypatch.setattr(plan_module, "make_plan", make)
+    make = Mock(side_effect=planner.make_plan)
+    monkeypatch.setattr(planner, "make_plan", make)
     assert planned(capsys, *H200, "--no_compile", *arguments)["fits"]
-    (spec,) = made
+    spec = make.call_args.args[0].rounds
     given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
     assert spec.static.audits == ("audits" in given)
     assert (spec.static.lookup is not None) == ("prompt_lookup_max" in given)
@@ -124,7 +116,7 @@ def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments:
 
 @pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_what_would_run_is_compiled(tiny_pair: tuple[Path, Path], capsys: Captured) -> None:
+def test_what_would_run_is_compiled(tiny_pair: Folders, capsys: Captured) -> None:
     target, draft = tiny_pair
     models = (f"--target={target}", f"--draft={draft}", "--chip=v5e", "--mesh=2x2")
     options = ("--prompt_lookup_max=4", "--num_speculative_tokens=2", "--rule=exact")
@@ -139,16 +131,14 @@ def test_what_would_run_is_compiled(tiny_pair: tuple[Path, Path], capsys: Captur
 
 
 def test_without_libtpu_the_extra_is_named(refused: Refused, monkeypatch: Patch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else found(name)
-    )
+    monkeypatch.setitem(sys.modules, "libtpu", None)
     refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--no_compile"])
 
 
 def test_a_data_axis_halves_the_rows_of_a_chip(capsys: Captured) -> None:
     sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
-    one = planned(capsys, "--mesh=8x8", *sizes)
-    two = planned(capsys, "--mesh=2x8x8", *sizes)
-    assert two["memory_per_chip"]["parameter_bytes"] == one["memory_per_chip"]["parameter_bytes"]
-    assert two["memory_per_chip"]["cache_bytes"] == one["memory_per_chip"]["cache_bytes"] / 2
+    one, two = (
+        planned(capsys, f"--mesh={mesh}", *sizes)["memory_per_chip"] for mesh in ("8x8", "2x8x8")
+    )
+    assert two["parameter_bytes"] == one["parameter_bytes"]
+    assert two["cache_bytes"] == one["cache_bytes"] / 2

@@ -43,13 +43,8 @@ def test_it_serves_and_drains(models: list[str]) -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
         watchdog = threading.Timer(120, process.kill)
         watchdog.start()
-        assert process.stderr is not None
-        said: list[str] = []
-        while not (said and said[-1].startswith("Ready on ")):
-            line = process.stderr.readline()
-            assert line, said
-            said.append(line)
-        url = re.findall(r"http://[\d.]+:\d+", said[-1])[0]
+        ready = next(line for line in process.stderr if line.startswith("Ready on "))
+        url = re.findall(r"http://[\d.]+:\d+", ready)[0]
         assert httpx.get(f"{url}/health").status_code == 200
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "Ada"}).status_code == 401
         headers = {"Authorization": "Bearer from the environment"}

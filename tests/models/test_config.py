@@ -13,7 +13,6 @@ from golden import GOLDEN
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
-    RopeScaling,
     YarnScaling,
     config_fields,
     config_of,
@@ -33,16 +32,6 @@ def folder_with(folder: Path, config: dict[str, Any], **others: dict[str, Any]) 
     return folder
 
 
-def test_v5_spelling() -> None:
-    config = read_config(GOLDEN / "llama31")
-    assert config.rope_scaling == RopeScaling(
-        factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context=256
-    )
-    assert (config.num_heads, config.num_kv_heads, config.head_size) == (4, 2, 8)
-    assert (config.rope_theta, config.norm_epsilon) == (500_000.0, 1e-5)
-    assert config.eos_token_ids == (2, 5, 7)
-
-
 def test_v4_spelling_is_the_same_model() -> None:
     """Also with the scaling by its oldest name."""
     assert "rope_parameters" in LLAMA31
@@ -52,13 +41,6 @@ def test_v4_spelling_is_the_same_model() -> None:
     scaling["type"] = scaling.pop("rope_type")
     old = LLAMA31_V4 | {"rope_scaling": scaling}
     assert config_of(old) == config_of(LLAMA31)
-
-
-def test_head_size_of_its_own_and_tied_embeddings() -> None:
-    config = read_config(GOLDEN / "llama32")
-    assert config.head_size == 12 != config.embed_size // config.num_heads
-    assert config.tied_embeddings
-    assert "unembedding" not in parameter_specs(config)
 
 
 def test_fields_that_old_files_lack() -> None:

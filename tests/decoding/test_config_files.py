@@ -108,21 +108,13 @@ def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:
     assert [one.to_sampling() for one in found] == [sampling] * len(found)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIGS.glob("fly_llama3_*.toml")), ids=lambda path: path.stem
-)
-def test_published_toml(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("fly_*")), ids=lambda path: path.stem)
+def test_published(path: Path) -> None:
     config = load_config(path)
-    assert config.to_rule() == Fly(0.3, 6, "top_k", 3)
+    window, match = ("reference", "earliest") if path.suffix == ".json" else ("paper", "latest")
+    assert config.to_rule() == Fly(0.3, 6, "top_k", 3, window=window)
     assert config.num_speculative_tokens == (25 if "405b" in path.stem else 15)
-    assert config.to_lookup() == Lookup(4, 1, 6, "latest")
-
-
-def test_published_reference_json() -> None:
-    config = load_config(CONFIGS / "fly_reference.json")
-    assert config.to_rule() == Fly(0.3, 6, "top_k", 3, window="reference")
-    assert config.to_lookup() == Lookup(max_ngram=4, min_ngram=1, num_tokens=6, match="earliest")
-    assert config.num_speculative_tokens == 15
+    assert config.to_lookup() == Lookup(max_ngram=4, min_ngram=1, num_tokens=6, match=match)
 
 
 @pytest.mark.parametrize(

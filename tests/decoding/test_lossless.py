@@ -1,14 +1,21 @@
-"""`Exact` is autoregressive decoding: for any draft, batch, K, lookup and dispatch."""
+"""`Exact` is autoregressive decoding: for any draft, batch, K, lookup, dispatch and family."""
 
 from __future__ import annotations
 
+import collections
+import functools
+
+import jax
 import pytest
 import random_pairs as pairs
+from golden import GOLDEN, layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly_jax import Exact, FlyJaxError, Generation, Lookup, RequestState, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.llama import Llama
 
 EARLIEST, SHORT = Lookup(match="earliest", num_tokens=3), Lookup(num_tokens=3)
 # Specification and rows; what else changes from case to case is not static.
@@ -52,6 +59,7 @@ def test_equals_one_token_at_a_time(
         assert list(row.prompt_token_ids) == prompt
         assert row.finish_reason == ("stop" if row.token_ids[-1] in pairs.EOS else "length")
         assert not any(token in pairs.EOS for token in row.token_ids[:-1])
+        assert program != "autoregressive" or row.mean_accepted_tokens == 1
 
 
 @pytest.mark.parametrize("program", ["five tokens", "lookup, three rounds"])
@@ -69,14 +77,21 @@ def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     assert {row.finish_reason for row in rows} == {"stop", "length"}
 
 
-def test_end_of_text_inside_a_block_ends_the_row() -> None:
+@pytest.mark.parametrize(("name", "noise"), [("exact", 0.0), ("fly, lookup", 0.2)])
+def test_what_settles_is_accounted_for_up_to_the_end_of_a_row(name: str, noise: float) -> None:
+    """An end of text may be inside a block."""
     prompts = [[token, 3, token] for token in range(24)]
-    engine = pairs.pair_engine(1, pairs.SPECS["exact"], 0.0)
+    engine = pairs.pair_engine(1, pairs.SPECS[name], noise)
     inside, done = 0, list[RequestState]()
+    rounds, text = collections.Counter[int](), collections.defaultdict[int, list[int]](list)
     for state, settled in engine.run(engine.requests(prompts, pairs.MOST_TOKENS)):
-        account = state.generation
+        account, row = state.generation, state.request.prompt[0]
         assert state not in done, "a row goes on after its end"
-        assert tuple(account.token_ids[-len(settled.token_ids) :]) == settled.token_ids
+        rounds[row] += 1
+        text[row] += settled.token_ids
+        assert (account.num_rounds, account.token_ids) == (rounds[row], text[row])
+        assert list(account.prompt_token_ids) == prompts[row]
+        assert tuple(account.why[-len(settled.why) :]) == settled.why
         if settled.finish_reason is None:
             continue
         done.append(state)
@@ -88,6 +103,8 @@ def test_end_of_text_inside_a_block_ends_the_row() -> None:
             assert len(account.token_ids) == pairs.MOST_TOKENS
     assert sorted(list(state.request.prompt) for state in done) == prompts
     assert inside > 0
+    again = engine.generate(prompts, pairs.MOST_TOKENS)
+    assert {row: one.token_ids for row, one in enumerate(again)} == text
 
 
 def test_a_limit_that_cuts_a_block_is_kept() -> None:
@@ -110,3 +127,47 @@ def test_a_row_ends_where_the_context_does() -> None:
     assert row.finish_reason == "length"
     with pytest.raises(FlyJaxError, match="context"):
         engine.generate([prompt[:context]], 10)
+
+
+# The mesh and the rules of its layout that each is decoded with.
+FAMILIES = {
+    "mistral": ("2x4", "tensor_long"),
+    "qwen2_windows": ("2x2", "tensor"),
+    "qwen3": ("2x4", "tensor_whole"),
+    "smollm3": ("2x2x2", "tensor"),
+}
+# Longer than the windows, and of different lengths.
+PROMPTS = [[3, 1, 4, 1, 5] * 5, [9, 2, 6], [5, 3, 5, 8, 9, 7, 9] * 2, [3, 2]]
+MAX_NEW_TOKENS = 16
+SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
+
+
+def noisy(model: Llama) -> Llama:
+    """A draft that agrees with its target now and then."""
+    query = model.parameters()["query"]
+    noisy = query + 0.1 * jax.random.normal(jax.random.key(0), query.shape)
+    return Llama(model.config, model.parameters() | {"query": noisy}, model.layout)
+
+
+def decoded(target: Llama, draft: Llama) -> list[list[int]]:
+    engine = pairs.batch_engine(target, draft, SPEC, len(PROMPTS))
+    return [one.token_ids for one in engine.generate(PROMPTS, MAX_NEW_TOKENS)]
+
+
+@functools.cache
+def expected(family: str) -> list[list[int]]:
+    """One token at a time, without a cache, up to the end of the text."""
+    found = pairs.greedy(load_llama(GOLDEN / family), PROMPTS, MAX_NEW_TOKENS)
+    return [pairs.until_end(one, (2,)) for one in found]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_an_array_for_each_layer(family: str) -> None:
+    target = load_llama(GOLDEN / family)
+    assert decoded(target.unstacked(), noisy(target).unstacked()) == expected(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_a_mesh(family: str) -> None:
+    target = load_llama(GOLDEN / family, layout=layout_on(*FAMILIES[family]))
+    assert decoded(target, noisy(target)) == expected(family)

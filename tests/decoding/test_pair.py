@@ -41,13 +41,6 @@ def tokens(pair: Pair, prompts: list[str] = REPEATING, **given: Any) -> list[lis
     return [one.token_ids for one in generate(pair, prompts, max_new_tokens=12, **given)]
 
 
-def test_no_speculation_with_the_default_rule_is_greedy_decoding(pair: Pair) -> None:
-    plain = generate(pair, PROMPTS, num_speculative_tokens=0, max_new_tokens=8)
-    exact = generate(pair, PROMPTS, rule=Exact(), num_speculative_tokens=5, max_new_tokens=8)
-    assert [one.token_ids for one in plain] == [one.token_ids for one in exact]
-    assert all(one.mean_accepted_tokens == 1 for one in plain)
-
-
 def test_a_pair_without_a_draft_takes_any_rule(alone: Pair) -> None:
     assert tokens(alone, PROMPTS, rule=Fly()) == tokens(alone, PROMPTS)
 

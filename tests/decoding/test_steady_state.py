@@ -1,33 +1,35 @@
-"""After warm-up nothing compiles, nothing is copied unasked, and the state is reused in place."""
+"""What runs costs no more than it must: no compilation after warm-up, no copy, no long pass."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import random
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import random_pairs
-from random_pairs import EOS, pair_engine
+import random_pairs as pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from fly_jax import CorrectionMemory, Engine, KVCache, Lookup, Request, Sampling
+from fly_jax import CorrectionMemory, Engine, KVCache, Request, Sampling
+from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.deferral import most_provisional
+from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
 from fly_jax.decoding.state import DecodeState, RuleInputs
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin
 
+LEARNING = RoundStatic(5, None, pairs.EOS, reports_mismatches=True)
 SPECS = {
-    **random_pairs.SPECS,
-    "levels": RoundSpec(
-        Fly(window_size=2),
-        RoundStatic(5, Lookup(), EOS, level_speculative_tokens=(2,), depths=(2, 5)),
-    ),
-    "csd, depths": RoundSpec(
-        Csd(1e-6), RoundStatic(5, None, EOS, depths=(2, 5), reports_mismatches=True)
-    ),
+    **pairs.SPECS,
+    "levels": pairs.SPECS["fly, lookup"].with_static(level_speculative_tokens=(2,), depths=(2, 5)),
+    "csd, depths": RoundSpec(Csd(1e-6), LEARNING).with_static(depths=(2, 5)),
     # The memory learns, so that its keys are exchanged while rows are being decoded.
-    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), RoundStatic(5, None, EOS, reports_mismatches=True)),
+    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), LEARNING),
 }
 # Prompts, how many tokens at most, and the seed.
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
@@ -41,7 +43,7 @@ def num_drafts(spec: RoundSpec) -> int:
 
 def engine_for(spec: RoundSpec, pair: int = 1) -> Engine:
     memory = CorrectionMemory("v", min_count=0) if spec.rule.uses_memory else None
-    return pair_engine(pair, spec, *(0.2, 1.2)[: num_drafts(spec)], memory=memory)
+    return pairs.pair_engine(pair, spec, *(0.2, 1.2)[: num_drafts(spec)], memory=memory)
 
 
 def decoded(engine: Engine, prompts: list[list[int]], limit: int, seed: int) -> list[list[int]]:
@@ -85,10 +87,10 @@ def test_other_numbers_compile_nothing(
         rule = Budget(Fly(threshold, window) | Margin(gap=threshold), total)
         sampling = Sampling(temperature, top_p=top_p)
         if offline:
-            engine = engine_for(RoundSpec(rule, RoundStatic(5, None, EOS), sampling))
+            engine = engine_for(RoundSpec(rule, RoundStatic(5, None, pairs.EOS), sampling))
             return decoded(engine, [prompt], max_new_tokens, seed)[0]
         if not online:
-            online.append(pair_engine(1, SPECS["exact"], 0.2, rules=[rule], offline=False))
+            online.append(pairs.pair_engine(1, SPECS["exact"], 0.2, rules=[rule], offline=False))
         state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
         list(online[0].run(()))
         return state.generation.token_ids
@@ -127,7 +129,7 @@ def test_the_state_is_donated(name: str, dispatches: list[tuple[DecodeState, Dec
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 
 
-def begun(engine: Engine, limits: Sequence[int]) -> tuple[DecodeState, RuleInputs]:
+def begun(engine: Engine, *limits: int) -> tuple[DecodeState, RuleInputs]:
     """The engine's rows with prompts of these limits, before the first round."""
     for number, limit in enumerate(limits):
         engine.submit(Request([1, 2, 3 + number], limit))
@@ -142,7 +144,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
     A single round, which is not in a loop, runs all the same, and leaves the rows as they are.
     """
     engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=rounds))
-    state, inputs = begun(engine, [12, 12])
+    state, inputs = begun(engine, 12, 12)
     inputs = dataclasses.replace(inputs, seated=None)
     run = engine._programs.run
     count = 1
@@ -166,7 +168,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     """Another request has its place; one that begins after that runs no round."""
     engine = engine_for(RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=3)))
-    state, inputs = begun(engine, [1, 40])
+    state, inputs = begun(engine, 1, 40)
     run = engine._programs.run
     state, output = run(state, inputs)
     count, finished = jax.device_get((output.count, output.finished))
@@ -186,3 +188,91 @@ def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
 def _numbers(state: object) -> list[np.ndarray]:
     leaves = jax.tree.leaves(state)
     return [leaf for leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+
+
+RARE = (7,)  # rows end far apart
+
+
+@given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
+def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
+    static = RoundStatic(3)
+    steps = AttentionBuckets(static, capacity, 4, is_whole=False).steps
+    assert steps[-1] == capacity
+    assert list(steps) == sorted(set(steps))
+    assert all(large <= 2 * small for small, large in itertools.pairwise(steps))
+    assert steps[0] < 2 * LEAST_ATTENDED
+    assert AttentionBuckets(static, capacity, 4, is_whole=True).steps == (capacity,)
+
+
+def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch, dispatches: list[tuple[DecodeState, DecodeState]]
+) -> None:
+    """While rows of all lengths grow through the steps."""
+    prompts = [[5, 9], [2] * 3, [token % 48 for token in range(3, 43)], [1, 2, 3, 4, 5]]
+    spec = RoundSpec(Exact(), RoundStatic(3, None, RARE))
+    monkeypatch.setattr(programs, "CAPACITY_STEP", 16)
+    # Prompts are run together in caches of the first step, which has room for a chunk.
+    monkeypatch.setattr("fly_jax.engine.engine.OFFLINE_PREFILL_TOKENS", 16)
+
+    def decode(least: int) -> tuple[list[list[int]], list[int]]:
+        monkeypatch.setattr(programs, "LEAST_ATTENDED", least)
+        dispatches.clear()
+        rows = pairs.pair_engine(1, spec, 0.2, rows=2).generate(prompts, 90)
+        attended = {before.target.attended for before, _ in dispatches}
+        return [row.token_ids for row in rows], sorted(attended)
+
+    found, steps = decode(16)
+    assert len(steps) > 3
+    assert steps[-1] == 112
+    assert decode(1024) == (found, [112])
+    assert max(map(len, found)) > 60
+    expected = [pairs.until_end(row, RARE) for row in pairs.greedy(pairs.random_target(1), prompts)]
+    assert [row[: pairs.MOST_TOKENS] for row in found] == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    k=st.integers(0, 9),
+    rounds=st.integers(1, 4),
+    window=st.none() | st.integers(1, 4),
+    room=st.integers(1, 20),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    limit=st.integers(1, 60),
+    seed=st.integers(0, 10**6),
+)
+def test_a_dispatch_attends_to_what_its_rows_need(
+    k: int, rounds: int, window: int | None, room: int, lengths: list[int], limit: int, seed: int
+) -> None:
+    """Rows advance by up to K + 1 a round, some of it provisional; the host knows it late."""
+    static = RoundStatic(k, rounds_per_dispatch=rounds, deferred_window=window or 0)
+    chance = random.Random(seed)
+    limits = [length + limit for length in lengths]
+    capacity = max(limits) + room
+    buckets = AttentionBuckets(static, capacity, room, is_whole=False)
+    buckets.steps = tuple(range(1, capacity + 1))
+    known = list(lengths)
+    actual, settled, pending = list(lengths), list(lengths), list(lengths)
+    live = set(range(len(lengths)))
+    while live:
+        positions = buckets.next_dispatch((known[row], limits[row]) for row in live)
+        assert positions in buckets.all(list(zip(lengths, limits, strict=True)))
+        for _ in range(rounds):
+            for row, end in enumerate(limits):
+                if settled[row] == end:
+                    continue
+                assert positions >= actual[row] + room
+                length = min(actual[row] + chance.randint(1, k + 1), end)
+                if window is None:
+                    actual[row] = settled[row] = length
+                    continue
+                # A window that fails takes the row back to the first provisional token.
+                actual[row] = chance.choice((length, settled[row] + 1))
+                least = max(actual[row] - most_provisional(window), settled[row])
+                settled[row] = chance.randint(least, actual[row])
+                if actual[row] == end:  # nothing stays open at the end
+                    settled[row] = end
+        for row, length in enumerate(pending):
+            known[row] = length
+            if length == limits[row]:
+                live.discard(row)
+        pending = list(settled)

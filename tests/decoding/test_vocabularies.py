@@ -1,8 +1,4 @@
-"""Pairs whose vocabularies differ: one has fewer tokens of its own, or is padded.
-
-A drafter that knows some of its target's tokens drafts those, and sees the others as one. Models
-of a family pad one vocabulary to sizes of their own: the pair decodes without padding.
-"""
+"""Pairs whose vocabularies differ: the drafter knows some of the tokens, or one is padded."""
 
 from __future__ import annotations
 

@@ -104,14 +104,6 @@ def test_without_flags(tiny_pair: Folders, monkeypatch: Patch, capsys: Captured)
     assert all("0/1" in row for row in table[2:])
 
 
-def test_a_config_is_overridden_by_flags(tmp_path: Path, of_pair: Decoded) -> None:
-    config = tmp_path / "slow.toml"
-    config.write_text('rule = "autoregressive"\n')
-    arguments = [*BORIS, f"--config={config}"]
-    assert of_pair(*arguments)[0]["rule"] == "autoregressive"
-    assert of_pair(*arguments, "--rule=exact")[0]["rule"] == "exact"
-
-
 def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, capsys: Captured) -> None:
     long = json.dumps({"prompt": "Ada " * 200}).encode()
     file = tmp_path / "prompts.jsonl"
@@ -128,13 +120,10 @@ def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, capsys: Captur
 def test_a_mesh_changes_no_token(models: list[str], of_pair: Decoded) -> None:
     """In a process of its own, where the devices have to be simulated."""
     single = of_pair(*BOTH)
-    command = [sys.executable, "-m", "fly_jax.launch", *models, *BOTH]
+    command = [sys.executable, "-m", "fly_jax.launch", *models, *BOTH, "--json", "--mesh=8x8"]
+    there = {**os.environ, "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
-        [*command, "--json", "--mesh=8x8"],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=there
     )
     assert finished.returncode == 0, finished.stderr
     assert "64 simulated devices" in finished.stderr.splitlines()[0]

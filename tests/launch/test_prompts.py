@@ -98,16 +98,10 @@ def test_an_answer_stands_apart_from_what_was_asked(chatty: list[str], capsys: C
     assert not capsys.readouterr().out.startswith("Ada has 3\n")
 
 
-def test_nochat_continues_the_text(answered: Answered, read: Read) -> None:
-    (record,), said = answered("--prompt=Ada has 3", "--nochat")
-    assert read(record) == "<s>Ada has 3"
-    assert "--nochat" not in said
-
-
 def test_lines_of_messages(answered: Answered, read: Read, tmp_path: Path) -> None:
     """And a system message before them."""
-    said = {"user": "Ada", "assistant": "has"}
-    turns = [{"role": role, "content": text} for role, text in said.items()]
+    spoken = {"user": "Ada", "assistant": "has"}
+    turns = [{"role": role, "content": text} for role, text in spoken.items()]
     turns.append({"role": "user", "content": "</s>3"})
     file = tmp_path / "prompts.jsonl"
     lines = [{"messages": turns, "prompt": "</s>3"}, {"prompt": "Boris"}]  # as --json writes them
@@ -118,8 +112,9 @@ def test_lines_of_messages(answered: Answered, read: Read, tmp_path: Path) -> No
     assert read(first) == rendered
     assert first["messages"] == turns
     assert read(second) == f"{begin}user:Boris</s>assistant:"
-    raw = answered(f"--prompts_file={file}", "--nochat")[0]
+    raw, said = answered(f"--prompts_file={file}", "--nochat")
     assert read(raw[1]) == "<s>Boris"
+    assert "--nochat" not in said
 
 
 def test_messages_that_are_refused(refused: Refused, chatty: list[str], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch_types import Captured, Decoded, Folders, Interrupted, Patch, Refused
+from launch_types import Captured, Decoded, Interrupted, Patch, Refused
 
 from fly_jax.evaluation import calibration
 from fly_jax.launch import generate
@@ -20,13 +20,13 @@ LAXEST = [*PROMPTS, "--rule=margin", "--margin_gap=100"]
 
 
 @pytest.fixture(scope="session")
-def memory(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def memory(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A memory of the tiny pair, filled by the command."""
     folder = tmp_path_factory.mktemp("memory")
     prompts = folder / "prompts.txt"
     prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(6)))
     path = folder / "corrections.npz"
-    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    assert main(calibrate(models, prompts, path)) == 0
     return path
 
 
@@ -35,13 +35,9 @@ def digest(tokenizer: Tokenizer) -> str:
     return tokenizer.digest
 
 
-def calibrate(models: Folders, prompts: Path, path: Path, *more: str) -> list[str]:
-    target, draft = models
-    return [
-        "calibrate", f"--target={target}", f"--draft={draft}", "--dtype=float32",
-        f"--prompts_file={prompts}", f"--memory={path}", "--max_new_tokens=20",
-        "--num_speculative_tokens=4", "--batch_size=2", *more,
-    ]  # fmt: skip
+def calibrate(models: list[str], prompts: Path, path: Path, *more: str) -> list[str]:
+    named = [f"--prompts_file={prompts}", f"--memory={path}"]
+    return ["calibrate", *models, *named, *SIZES[:2], "--batch_size=2", *more]
 
 
 def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
@@ -120,10 +116,12 @@ def test_what_is_learned_is_kept_if_asked_for(
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_a_memory_that_the_rule_does_not_use(tmp_path: Path, of_pair: Decoded) -> None:
+def test_a_flag_goes_before_the_config(tmp_path: Path, of_pair: Decoded) -> None:
+    """Whose memory the flag's rule does not use."""
     config = tmp_path / "some.toml"
     config.write_text('rule = "csd"\nmemory = "nowhere.npz"\n')
-    of_pair(*SIZES, "--prompt=Boris", f"--config={config}", "--rule=exact")
+    (one,) = of_pair(*SIZES, "--prompt=Boris", f"--config={config}", "--rule=exact")
+    assert one["rule"] == "exact"
 
 
 def test_a_comparison_has_the_rule_that_was_asked_for(models: list[str], capsys: Captured) -> None:
@@ -142,7 +140,7 @@ def test_bad_memories(refused: Refused, models: list[str], memory: Path, tmp_pat
 
 
 def test_calibrating_goes_on_where_it_was(
-    tiny_pair: Folders, memory: Path, digest: str, tmp_path: Path, capsys: Captured
+    models: list[str], memory: Path, digest: str, tmp_path: Path, capsys: Captured
 ) -> None:
     whole = load_memory(memory, digest)
     assert len(whole) > 10
@@ -150,17 +148,17 @@ def test_calibrating_goes_on_where_it_was(
     with Patch.context() as patch:
         patch.setattr(calibration, "tqdm", Interrupted)
         patch.setattr(calibration, "_BATCHES", 1)
-        assert main(calibrate(tiny_pair, prompts, path)) == 130
+        assert main(calibrate(models, prompts, path)) == 130
     assert "Go on where it was with" in capsys.readouterr().err
     part = load_memory(path, digest)
     assert 0 < len(part) < len(whole)
-    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    assert main(calibrate(models, prompts, path)) == 0
     found = load_memory(path, digest)
     assert (found.keys() == whole.keys()).all()
     assert found._counts == whole._counts
     assert f"counts {len(whole)} pairs" in capsys.readouterr().err
     # Once it is done, there is nothing left to count.
-    assert main(calibrate(tiny_pair, prompts, path)) == 0
+    assert main(calibrate(models, prompts, path)) == 0
     assert load_memory(path, digest)._counts == whole._counts
 
 
@@ -173,19 +171,20 @@ def test_help_says_what_the_shipped_pair_is_decoded_with(capsys: Captured) -> No
 
 
 def test_what_calibrate_refuses(
-    refused: Refused, tiny_pair: Folders, memory: Path, tmp_path: Path
+    refused: Refused, models: list[str], memory: Path, tmp_path: Path
 ) -> None:
     prompts, path = memory.with_name("prompts.txt"), tmp_path / "a.npz"
-    given, target = f"--prompts_file={prompts}", tiny_pair[0]
+    given, target = f"--prompts_file={prompts}", models[0]
     refused("calibrate", "--memory=x", words=["--prompts_file"])
     refused("calibrate", given, words=["--memory"])
-    refused("calibrate", f"--target={target}", given, "--memory=x", words=["--draft"])
+    refused("calibrate", target, given, "--memory=x", words=["--draft"])
     for more in ("--max_new_tokens=19", "--dtype=int8"):
-        refused(*calibrate(tiny_pair, prompts, memory, more), words=["another run"])
-    refused(*calibrate((target, target), prompts, memory), words=["another run"])
+        refused(*calibrate(models, prompts, memory, more), words=["another run"])
+    itself = [target, target.replace("--target", "--draft"), "--dtype=float32"]
+    refused(*calibrate(itself, prompts, memory), words=["another run"])
     long = tmp_path / "long.txt"
     long.write_text("Ada " * 200)
-    refused(*calibrate(tiny_pair, long, path), words=["context"])
+    refused(*calibrate(models, long, path), words=["context"])
     deep = "--num_speculative_tokens=5000"
-    refused(*calibrate(tiny_pair, prompts, path, deep), words=["5000"])
-    refused(*calibrate(tiny_pair, prompts, prompts / "c.npz"), words=["written"])
+    refused(*calibrate(models, prompts, path, deep), words=["5000"])
+    refused(*calibrate(models, prompts, prompts / "c.npz"), words=["written"])

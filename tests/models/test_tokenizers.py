@@ -16,7 +16,7 @@ import tokenizers
 from golden import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_makers import CONTROLS, HARD, MAKERS, TEMPLATE, fill, llama2_json
+from tokenizer_makers import CONTROLS, HARD, MAKERS, TEMPLATE, fill
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -250,14 +250,8 @@ def test_chat_template_elsewhere(tmp_path: Path) -> None:
     assert filed.decode(filed.apply_chat_template(messages)) == "user: xassistant: "
 
 
-def test_json_goes_before_sentencepiece(tmp_path: Path) -> None:
-    fill(tmp_path, "sentencepiece")
-    assert load_tokenizer(tmp_path).vocab_size == 330
-    fill(tmp_path, "llama2")
-    assert load_tokenizer(tmp_path).vocab_size == llama2_json().get_vocab_size()
-
-
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+    """And tokenizer.json goes before tokenizer.model."""
     with pytest.raises(FlyJaxError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         load_tokenizer(tmp_path)
     whole = fill(tmp_path / "whole", "llama3")

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
-from fly_jax import Draft, Exact, FlyJaxError, Generation, Lookup, Sampling
+from fly_jax import Draft, Engine, Exact, FlyJaxError, Generation, Lookup, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.models.llama import Llama
 
+Texts = list[list[int]]
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 LOOKUP = Lookup(num_tokens=3)
 ROUND = pairs.SPECS["exact"]
@@ -30,13 +31,12 @@ CASES = {
 }
 
 
-def decode(
-    spec: RoundSpec, sizes: tuple[int, ...], prompts: list[list[int]], pair: int, *noises: float,
-    rows: int = pairs.ROWS, limit: int = pairs.MOST_TOKENS,
-) -> list[Generation]:  # fmt: skip
+def engine_of(
+    spec: RoundSpec, sizes: tuple[int, ...], pair: int, *noises: float, rows: int = pairs.ROWS
+) -> Engine:
     """With the draft of the first noise, and others of the same pair that propose to it."""
     spec = spec.with_static(level_speculative_tokens=sizes)
-    return pairs.pair_engine(pair, spec, *noises, rows=rows).generate(prompts, limit, seed=pair)
+    return pairs.pair_engine(pair, spec, *noises, rows=rows)
 
 
 def without_cost(row: Generation) -> Generation:
@@ -49,9 +49,11 @@ def test_levels_change_no_token(name: str) -> None:
     spec, sizes, lookup, rows = CASES[name]
     with_lookup, plain = spec.with_static(lookup=lookup), list[Generation]()
     for pair, below in ((1, (0.25, 0.2)), (2, (10.0, 0.3))):
-        expected = decode(spec, (), PROMPTS, pair, 0.2, rows=rows)
-        noises = (0.2, *below[: len(sizes)])
-        found = decode(with_lookup, sizes, PROMPTS, pair, *noises, rows=rows)
+        noises, given = below[: len(sizes)], (PROMPTS, pairs.MOST_TOKENS)
+        alone = engine_of(spec, (), pair, 0.2, rows=rows)
+        expected = alone.generate(*given, seed=pair)
+        helped = engine_of(with_lookup, sizes, pair, 0.2, *noises, rows=rows)
+        found = helped.generate(*given, seed=pair)
         assert [without_cost(row) for row in found] == [without_cost(row) for row in expected]
         plain += expected
     if name != "sampled":
@@ -72,30 +74,30 @@ tokens = st.integers(0, pairs.CONFIG.vocab_size - 1) | st.integers(0, 2)
     limit=st.integers(1, pairs.MOST_TOKENS),
 )
 def test_three_levels_equal_one_token_at_a_time(
-    lookup: Lookup | None, pair: int, noise: float, below: float, prompts: list[list[int]],
-    limit: int,
-) -> None:  # fmt: skip
-    rows = decode(ROUND.with_static(lookup=lookup), (2,), prompts, pair, noise, below, limit=limit)
+    lookup: Lookup | None, pair: int, noise: float, below: float, prompts: Texts, limit: int
+) -> None:
+    engine = engine_of(ROUND.with_static(lookup=lookup), (2,), pair, noise, below)
+    rows = engine.generate(prompts, limit)
     expected = pairs.autoregressive(pairs.random_target(pair), prompts, limit)
     assert [row.token_ids for row in rows] == expected
 
 
-@functools.partial(jax.jit, static_argnames=("count", "sizes"))
-def drafted(
-    models: tuple[Llama, ...], text: Array, length: Array, valid: Array, count: int,
-    sizes: tuple[int, ...], sampling: Sampling | None = None,
-) -> Draft:  # fmt: skip
-    """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
-    drafter = drafter_of(models, RoundStatic(count, level_speculative_tokens=sizes))
-    assert drafter is not None
-    known = [length] + [valid] * (len(models) - 1)
-    state = pairs.state_after(drafter, text, known, beyond=7.0)
-    keys = pairs.keys_from(3, len(length))
-    return drafter.propose(state, text, length, count, sampling=sampling, keys=keys)[0]
-
-
 TEXT = [[int(x) for x in np.random.default_rng(row).integers(0, 48, 20 + row)] for row in range(3)]
-PADDED, LENGTH = (jnp.asarray(one) for one in pairs.padded(TEXT, 64))
+PADDED, LENGTH = pairs.padded(TEXT, 64)
+COUNT = 10
+
+
+@functools.partial(jax.jit, static_argnames="sizes")
+def drafted(
+    models: tuple[Llama, ...], sizes: tuple[int, ...], valid: Array, sampling: Sampling | None
+) -> Draft:
+    """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
+    drafter = drafter_of(models, RoundStatic(COUNT, level_speculative_tokens=sizes))
+    assert drafter is not None
+    text, length = jnp.asarray(PADDED), jnp.asarray(LENGTH)
+    state = pairs.state_after(drafter, text, [length, *[valid] * len(sizes)], beyond=7.0)
+    keys = pairs.keys_from(3, len(LENGTH))
+    return drafter.propose(state, text, length, COUNT, sampling=sampling, keys=keys)[0]
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=20)])
@@ -103,17 +105,16 @@ def test_a_level_that_agrees_saves_passes_and_noise_changes_nothing(
     sampling: Sampling | None,
 ) -> None:
     """K = 10 takes one pass to catch up, and one for every four that are confirmed and one more."""
-    given = (PADDED, LENGTH, LENGTH, 10)
     top = pairs.random_draft(1, 0.2)
-    alone = drafted((top,), *given, (), sampling)
+    alone = drafted((top,), (), LENGTH, sampling)
     if sampling is None:
         assert alone.tokens.tolist() == pairs.greedy(top, TEXT, 10)
-    perfect = drafted((top, top), *given, (4,), sampling)
+    perfect = drafted((top, top), (4,), LENGTH, sampling)
     assert perfect.tokens.tolist() == alone.tokens.tolist()
     assert [alone.num_passes.tolist(), perfect.num_passes.tolist()[:1]] == [[10], [3]]
     # Four passes for four tokens, three for the three that are left to propose.
     assert perfect.num_passes.tolist()[1] == 4 + 3
-    noise = drafted((top, pairs.random_draft(1, 10.0)), *given, (4,), sampling)
+    noise = drafted((top, pairs.random_draft(1, 10.0)), (4,), LENGTH, sampling)
     assert noise.tokens.tolist() == alone.tokens.tolist()
     assert int(noise.num_passes[0]) > 6
 
@@ -122,16 +123,15 @@ def test_a_level_that_agrees_saves_passes_and_noise_changes_nothing(
 def test_a_level_that_was_not_asked_for_long_catches_up(seen: int) -> None:
     """And is as good as one that was, or the level above would confirm nothing."""
     top = pairs.random_draft(1, 0.2)
-    valid = jnp.minimum(jnp.full(3, seen), LENGTH)
-    found = drafted((top, top, top), PADDED, LENGTH, valid, 10, (4, 2))
-    assert found.tokens.tolist() == pairs.greedy(top, TEXT, 10)
+    found = drafted((top, top, top), (4, 2), np.minimum(seen, LENGTH), None)
+    assert found.tokens.tolist() == pairs.greedy(top, TEXT, COUNT)
     assert int(found.num_passes[0]) == 3
 
 
 def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
     """Over many rounds, with a draft that is often refused: the caches below stay right."""
-    alone = decode(ROUND, (), PROMPTS, 1, 0.2)
-    helped = decode(ROUND, (4, 2), PROMPTS, 1, 0.2, 0.2, 0.2)
+    alone = engine_of(ROUND, (), 1, 0.2).generate(PROMPTS, pairs.MOST_TOKENS)
+    helped = engine_of(ROUND, (4, 2), 1, 0.2, 0.2, 0.2).generate(PROMPTS, pairs.MOST_TOKENS)
     assert sum(row.num_rounds for row in alone) > 12
     for before, after in zip(alone, helped, strict=True):
         assert before.num_draft_passes == 5 * before.num_rounds

@@ -7,6 +7,7 @@ at the first refused token of a round and at every rescue before it, once each, 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import heapq
 import io
 import os
@@ -56,6 +57,7 @@ def is_remembered(
     return (found[..., 0] == draft_tokens) & (found[..., 1] == target_tokens)
 
 
+@dataclasses.dataclass(eq=False)
 class CorrectionMemory:
     """How often the target has put which token in the place of which draft token.
 
@@ -70,33 +72,28 @@ class CorrectionMemory:
       num_keys: pairs on the device, and so the size of `keys`.
       note: whatever whoever fills the memory wants to find again in its file.
       version: grows whenever a pair becomes or ceases to be one to look up.
+
+    Raises:
+      FlyJaxError: a negative `min_count`, or no room for a pair.
     """
 
-    def __init__(
-        self,
-        vocabulary: str,
-        *,
-        min_count: int = MIN_COUNT,
-        capacity: int = CAPACITY,
-        num_keys: int = NUM_KEYS,
-    ) -> None:
-        """Empty.
+    vocabulary: str
+    _: dataclasses.KW_ONLY
+    min_count: int = MIN_COUNT
+    capacity: int = CAPACITY
+    num_keys: int = NUM_KEYS
+    note: str = dataclasses.field(default="", init=False)
+    version: int = dataclasses.field(default=0, init=False)
+    # In the order in which the pairs were last seen.
+    _counts: dict[Pair, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-        Raises:
-          FlyJaxError: a negative `min_count`, or no room for a pair.
-        """
-        if min_count < 0 or capacity < 1 or num_keys < 1:
+    def __post_init__(self) -> None:
+        if self.min_count < 0 or self.capacity < 1 or self.num_keys < 1:
             raise FlyJaxError(
-                f"A memory was asked for with min_count={min_count}, capacity={capacity} and "
-                f"num_keys={num_keys}; they must be at least 0, 1 and 1: correct them."
+                f"A memory was asked for with min_count={self.min_count}, "
+                f"capacity={self.capacity} and num_keys={self.num_keys}; they must be at least 0, "
+                "1 and 1: correct them."
             )
-        self.vocabulary = vocabulary
-        self.min_count = min_count
-        self.capacity = capacity
-        self.num_keys = num_keys
-        self.note = ""
-        self.version = 0
-        self._counts: dict[Pair, int] = {}  # in the order in which the pairs were last seen
 
     def __len__(self) -> int:
         """Pairs that are counted."""
@@ -122,8 +119,7 @@ class CorrectionMemory:
         nominees.reverse()  # of equal counts the latest
         nominees = heapq.nlargest(self.num_keys, nominees, key=self._counts.__getitem__)
         keys = np.full((self.num_keys, 2), _NO_TOKEN, np.int32)
-        if nominees:
-            keys[: len(nominees)] = sorted(nominees)
+        keys[: len(nominees)] = np.reshape(sorted(nominees), (-1, 2))
         return keys
 
     def copy(self) -> CorrectionMemory:
@@ -137,11 +133,7 @@ class CorrectionMemory:
         return [(*pair, count) for pair, count in self._counts.items()]
 
     def merged(self, other: CorrectionMemory) -> CorrectionMemory:
-        """A memory with the counts of both, such as two processes made; with this one's limits.
-
-        Raises:
-          FlyJaxError: the other is of another vocabulary.
-        """
+        """A memory with the counts of both, such as two processes made; with this one's limits."""
         other.check_vocabulary(self.vocabulary, "The memory to merge with")
         merged = copy.copy(self)
         merged._counts, merged.note, merged.version = {}, "", 1
@@ -162,11 +154,7 @@ class CorrectionMemory:
             )
 
     def save(self, path: Path) -> None:
-        """Writes a file; one that exists is replaced in one step.
-
-        Raises:
-          FlyJaxError: the file cannot be written.
-        """
+        """Writes a file, replacing one in one step; FlyJaxError if it cannot be written."""
         pairs = np.array(list(self._counts), np.int32).reshape(-1, 2)
         counts = np.array(list(self._counts.values()), np.int64)
         part = path.with_name(path.name + ".part")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.reductions import (
-    AxisNames,
-    finite_or_zero,
-    token_ids,
-    vocab_argmax,
-    vocab_max,
-    vocab_pick,
-    vocab_split,
-    vocab_sum,
-    vocab_top,
-)
+from fly_jax.verification import reductions
+from fly_jax.verification.reductions import AxisNames, finite_or_zero
 from fly_jax.verification.sampling import (
     Sampling,
     gumbel_argmax,
@@ -58,16 +49,13 @@ class Entropy:
         vLLM. "full": over the whole vocabulary, in nats. "normalized": "full" divided by
         ln(vocabulary size), between 0 and 1: the paper's formula.
       top_k: tokens that "top_k" looks at.
-
-    Raises:
-      FlyJaxError: for an unknown measure or no tokens.
     """
 
     measure: EntropyMeasure = "top_k"
     top_k: int = 3
 
     def __post_init__(self) -> None:
-        if self.measure not in ("top_k", "full", "normalized"):
+        if self.measure not in get_args(EntropyMeasure):
             raise FlyJaxError(
                 f"The entropy measure is {self.measure!r}; "
                 "choose one of 'top_k', 'full' and 'normalized'."
@@ -87,7 +75,8 @@ class Entropy:
 class Needs:
     """The numbers that evidence carries besides what every rule reads; static under `jit`.
 
-    What is not asked for is not computed. `a | b` is what either of two asks for.
+    What is not asked for is not computed. `a | b` is what either of two asks for; FlyJaxError if
+    these are two entropies.
 
     Attributes:
       entropy: the entropy to measure, if any.
@@ -100,21 +89,13 @@ class Needs:
     top: int = 0
 
     def __or__(self, other: Needs) -> Needs:
-        """The numbers that either of two asks for.
-
-        Raises:
-          FlyJaxError: two entropies.
-        """
         if None not in (self.entropy, other.entropy) and self.entropy != other.entropy:
             raise FlyJaxError(
                 "Two rules with different entropies were combined; give both the same entropy and "
                 "entropy_top_k."
             )
-        return Needs(
-            self.entropy or other.entropy,
-            self.full_entropy or other.full_entropy,
-            max(self.top, other.top),
-        )
+        entropy, full = self.entropy or other.entropy, self.full_entropy or other.full_entropy
+        return Needs(entropy, full, max(self.top, other.top))
 
 
 @jax.tree_util.register_dataclass
@@ -237,10 +218,8 @@ def evidence(
         if draft_logits is not None:
             draft_logits = jnp.pad(draft_logits, ((0, 0), (0, 1), (0, 0)))
         positions = jnp.broadcast_to(jnp.arange(num_draft + 1), draft.shape)
-        uniform, gumbel = draw_noise(keys_of_rows(key, rows), positions, logits.shape[2])
-        inputs = EvidenceInputs(
-            logits, draft, sampling.of_rows(rows), draft_logits, None, uniform, gumbel
-        )
+        noise = draw_noise(keys_of_rows(key, rows), positions, logits.shape[2])
+        inputs = EvidenceInputs(logits, draft, sampling.of_rows(rows), draft_logits, None, *noise)
     return reduced(inputs, needs, layout)
 
 
@@ -282,7 +261,7 @@ def reduced(inputs: EvidenceInputs, needs: Needs | None, layout: Layout | None) 
     )
     if layout is None:
         return reduce(inputs, axis_names=())
-    split, axis_names = vocab_split(layout, inputs.logits.shape)
+    split, axis_names = reductions.vocab_split(layout, inputs.logits.shape)
     whole = PartitionSpec(split[0])
     if inputs.gumbel is not None:
         # Each device generates its own shard of the noise, the same numbers on every mesh.
@@ -305,20 +284,20 @@ def _reduce(
     """The evidence from this device's shard of the vocabulary and a few numbers of the others'."""
     # What only compares and picks reads the logits as they are: widened first, they are copied.
     raw, logits = inputs.logits, inputs.logits.astype(jnp.float32)
-    argmax = vocab_argmax(raw, axis_names)
-    argmax_logit = vocab_max(raw, axis_names).astype(jnp.float32)
+    argmax = reductions.vocab_argmax(raw, axis_names)
+    argmax_logit = reductions.vocab_max(raw, axis_names).astype(jnp.float32)
     # Log-probabilities are differences from the largest logit, which keeps their low digits.
     largest = finite_or_zero(argmax_logit)
     centred = logits - largest[..., None]
-    log_mass = jnp.log(vocab_sum(jnp.exp(centred), axis_names))
-    draft_logit = vocab_pick(raw, inputs.draft, -jnp.inf, axis_names).astype(jnp.float32)
+    log_mass = jnp.log(reductions.vocab_sum(jnp.exp(centred), axis_names))
+    draft_logit = reductions.vocab_pick(raw, inputs.draft, -jnp.inf, axis_names).astype(jnp.float32)
     entropy = full_entropy = top = None
     if needs.entropy is not None:
         entropy = _entropy(centred, log_mass, needs.entropy, vocab_size, axis_names)
     if needs.full_entropy:
         full_entropy = _entropy(centred, log_mass, Entropy("full"), vocab_size, axis_names)
     if needs.top:
-        best, tokens = vocab_top(centred, needs.top, axis_names)
+        best, tokens = reductions.vocab_top(centred, needs.top, axis_names)
         choice = argmax_logit - largest - log_mass
         top = TopTokens(tokens, best - log_mass[..., None], choice)
     greedy = TargetEvidence(
@@ -345,9 +324,9 @@ def _entropy(
 ) -> Float32[Array, "rows positions"]:
     """The entropy asked for, given the logits' log-sum-exp."""
     if entropy.measure == "top_k":
-        best, _ = vocab_top(logits, entropy.top_k, axis_names)
+        best, _ = reductions.vocab_top(logits, entropy.top_k, axis_names)
         return jnp.sum(_surprise(best - log_mass[..., None]), axis=-1)
-    nats = vocab_sum(_surprise(logits - log_mass[..., None]), axis_names)
+    nats = reductions.vocab_sum(_surprise(logits - log_mass[..., None]), axis_names)
     return nats / math.log(vocab_size) if entropy.measure == "normalized" else nats
 
 
@@ -376,26 +355,27 @@ def _rejection_sample(
         log_probs, draft_probs = both[:, :positions], jnp.exp(both[:, positions:])
     else:
         log_probs = processed_log_probs(inputs.logits, sampling, axis_names)
-        is_draft = inputs.draft[..., None] == token_ids(log_probs.shape[-1], axis_names)
+        is_draft = inputs.draft[..., None] == reductions.token_ids(log_probs.shape[-1], axis_names)
         given = is_draft if inputs.draft_probs is None else inputs.draft_probs
         draft_probs = given.astype(jnp.float32)
-    draft_log_prob = vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
+    draft_log_prob = reductions.vocab_pick(log_probs, inputs.draft, -jnp.inf, axis_names)
     draft_probs = jnp.where(inputs.draft[..., None] == ABSENT, 0, draft_probs)
     # u < min(1, p / q) without the division: a token with p = 0 is never accepted, and one
     # with q = 0 < p (which the draft cannot have drawn) always is.
-    scaled_uniform = uniform * vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
+    scaled_uniform = uniform * reductions.vocab_pick(draft_probs, inputs.draft, 0.0, axis_names)
     accepted = scaled_uniform < jnp.exp(draft_log_prob)
 
     log_residual = jnp.log(jnp.maximum(jnp.exp(log_probs) - draft_probs, 0))
     # Where rounding leaves p <= q everywhere the two are equal, and the token is accepted.
-    has_residual = vocab_max(log_residual, axis_names) > -jnp.inf
+    has_residual = reductions.vocab_max(log_residual, axis_names) > -jnp.inf
     weights = jnp.where(has_residual[..., None], log_residual, log_probs)
     is_row_greedy = is_greedy(sampling, 2)
     replacement = gumbel_argmax(weights, gumbel, inputs.logits, is_row_greedy, axis_names)
     top = greedy.top
     if top is not None:
-        drawn = vocab_pick(inputs.logits, replacement, -jnp.inf, axis_names).astype(jnp.float32)
-        top = dataclasses.replace(top, replacement_log_prob=drawn - greedy.log_sum_exp)
+        drawn = reductions.vocab_pick(inputs.logits, replacement, -jnp.inf, axis_names)
+        choice = drawn.astype(jnp.float32) - greedy.log_sum_exp
+        top = dataclasses.replace(top, replacement_log_prob=choice)
     return dataclasses.replace(
         greedy,
         draft_log_prob=jnp.where(is_row_greedy, greedy.draft_log_prob, draft_log_prob),

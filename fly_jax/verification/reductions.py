@@ -87,8 +87,7 @@ def _largest(values: Float[Array, "*lead local"], count: int) -> Top:
         return picked(values)
     # A TPU sorts the vocabulary to pick, and a CPU takes ten times as long for passes over it.
     by_passes = functools.partial(one_by_one, count=count)
-    found = jax.lax.platform_dependent(values, tpu=by_passes, default=picked)
-    return cast(Top, found)
+    return cast(Top, jax.lax.platform_dependent(values, tpu=by_passes, default=picked))
 
 
 def one_by_one(values: Float[Array, "*lead local"], count: int) -> Top:
@@ -127,7 +126,5 @@ def vocab_split(layout: Layout, shape: Sequence[int]) -> tuple[PartitionSpec, Ax
     lead = ("rows", *(None,) * len(shape))[: len(shape) - 1]
     spec = layout.spec((*lead, "vocab"), shape)
     entries = (*spec, *(None,) * len(shape))[: len(shape)]
-    names = entries[-1]
-    if names is None:
-        return PartitionSpec(*entries), ()
+    names = entries[-1] or ()
     return PartitionSpec(*entries), (names,) if isinstance(names, str) else tuple(names)

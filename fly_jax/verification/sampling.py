@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
-from fly_jax.verification.reductions import (
-    AxisNames,
-    finite_or_zero,
-    vocab_argmax,
-    vocab_max,
-    vocab_split,
-    vocab_sum,
-)
+from fly_jax.verification.reductions import AxisNames, finite_or_zero, vocab_sum
 
 _Kept = tuple[Float32[Array, "*lead"], Float32[Array, "*lead"] | None, Float32[Array, "*lead"]]
 
@@ -39,8 +33,8 @@ _Kept = tuple[Float32[Array, "*lead"], Float32[Array, "*lead"] | None, Float32[A
 class Sampling:
     """How a distribution is made of logits: all numbers are data, scalars or one for each row.
 
-    Applied in this order: temperature, top-k, then top-p on what top-k left, renormalised.
-    Tokens that tie with the last one kept are kept too. A step that is None is not in the program.
+    Applied in this order: temperature, top-k, then top-p on what top-k left, renormalised. A step
+    that is None is not in the program.
 
     Attributes:
       temperature: divides the logits. A row of temperature 0 is decoded greedily, so that one
@@ -55,8 +49,7 @@ class Sampling:
         None, "sample from so many most probable tokens; 0 for all", kind=int, low=0
     )
     top_p: Number | None = parameter(
-        None,
-        "sample from the most probable tokens of this probability",
+        None, "sample from the most probable tokens of this probability",
         kind=float, above=0.0, high=1.0,
     )  # fmt: skip
 
@@ -143,15 +136,14 @@ def sample(
         noise = gumbel_noise(keys, logits.shape[-1])
     if layout is None:
         return _drawn(logits, noise, sampling, axis_names=())
-    split, axis_names = vocab_split(layout, logits.shape)
-    whole = PartitionSpec(*split[:-1])
+    split, axis_names = reductions.vocab_split(layout, logits.shape)
     if noise is not None:
         noise = jax.lax.with_sharding_constraint(noise, NamedSharding(layout.mesh, split))
     return jax.shard_map(
         functools.partial(_drawn, axis_names=axis_names),
         mesh=layout.mesh,
         in_specs=(split, split, PartitionSpec(*split[: min(len(lead), 1)])),
-        out_specs=whole,
+        out_specs=PartitionSpec(*split[:-1]),
         check_vma=False,  # it cannot see that merged numbers are the same everywhere
     )(logits, noise, sampling)
 
@@ -180,11 +172,7 @@ def sample_at(
 
 
 def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, " rows"]:
-    """A key for each row: those given, or the row's own of one key; it knows no other row.
-
-    Raises:
-      FlyJaxError: no key, or keys of another number of rows.
-    """
+    """A key for each row: those given, or the row's own of one key; it knows no other row."""
     if key is None:
         raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -211,10 +199,9 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
 
     Only then is it the same for every layout; each device still makes its own shard alone.
     """
-
-    def make(key: Key[Array, ""]) -> Float32[Array, " vocab"]:
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32)
-
+    make: Callable[..., Array] = functools.partial(
+        jax.random.gumbel, shape=(vocab_size,), dtype=jnp.float32
+    )
     for _ in keys.shape:
         make = jax.vmap(make)
     return make(keys)
@@ -228,7 +215,7 @@ def gumbel_argmax(
     axis_names: AxisNames = (),
 ) -> Int32[Array, "*lead"]:
     """A draw with probability proportional to exp(log_weights); of greedy rows the argmax."""
-    return vocab_argmax(
+    return reductions.vocab_argmax(
         jnp.where(is_greedy[..., None], logits.astype(jnp.float32), log_weights + noise), axis_names
     )
 
@@ -241,7 +228,7 @@ def _drawn(
     axis_names: AxisNames,
 ) -> Int32[Array, "*lead"]:
     if sampling is None or noise is None:
-        return vocab_argmax(logits, axis_names)
+        return reductions.vocab_argmax(logits, axis_names)
     weights, _ = _processed(logits, sampling, axis_names)  # a draw needs no normaliser
     greedy = is_greedy(sampling, logits.ndim - 1)
     return gumbel_argmax(weights, noise, logits, greedy, axis_names)
@@ -251,17 +238,13 @@ def _processed(
     logits: Float[Array, "*lead local"], sampling: Sampling, axis_names: AxisNames
 ) -> tuple[Float32[Array, "*lead local"], Float32[Array, "*lead"]]:
     """Logits less the largest, over the temperature, -inf where not kept; their log-sum-exp."""
-    logits = logits.astype(jnp.float32)
-    num_lead = logits.ndim - 1
+    logits, num_lead = logits.astype(jnp.float32), logits.ndim - 1
     temperature = _lead(sampling.temperature, num_lead)
     temperature = jnp.where(temperature == 0, 1, temperature)
-    largest, last, mass = _truncate(
-        logits,
-        temperature,
-        None if sampling.top_k is None else _lead(sampling.top_k, num_lead),
-        None if sampling.top_p is None else _lead(sampling.top_p, num_lead),
-        axis_names,
+    top_k, top_p = (
+        None if step is None else _lead(step, num_lead) for step in (sampling.top_k, sampling.top_p)
     )
+    largest, last, mass = _truncate(logits, temperature, top_k, top_p, axis_names)
     # Subtracting the maximum first keeps a small temperature from overflowing.
     scaled = (logits - largest[..., None]) / temperature[..., None]
     if last is not None:
@@ -282,15 +265,10 @@ def _truncate(
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames,
 ) -> _Kept:
-    """Finds what top-k and then top-p keep.
+    """Finds what top-k (0 for all) and then top-p (1 for all) keep; None is no such step.
 
     Over a sharded vocabulary both together take four exchanges and one of them three, of a few
-    numbers for each position.
-
-    Args:
-      temperature: above 0; it does not change the order, but what the logits weigh.
-      top_k: tokens to keep; 0 for all. None for no such step.
-      top_p: probability to keep; 1 for all. None for no such step.
+    numbers for each position. The temperature is above 0: it does not change the order.
 
     Returns:
       The largest logit, or 0 if that is not finite; the smallest that is kept, or None if all are;
@@ -298,7 +276,7 @@ def _truncate(
     """
     if axis_names and (top_k is not None or top_p is not None):
         return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
-    largest = finite_or_zero(vocab_max(logits, axis_names))
+    largest = finite_or_zero(reductions.vocab_max(logits, axis_names))
     mass = jnp.exp((logits - largest[..., None]) / temperature[..., None])
     last = None
     if top_k is not None:

@@ -48,8 +48,7 @@ def verify(
       rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
 
     Raises:
-      FlyJaxError: if shapes do not fit together, or something that the rule or the sampling needs
-        was not given.
+      FlyJaxError: shapes that do not fit together, or something that is needed was not given.
     """
     seen = evidence(
         logits,
@@ -123,9 +122,6 @@ def verify_flat(
       max_drafted: at least the largest of `num_drafted`; static.
       draft_logits: those that the draft was drawn from, at the same positions.
       draft_probs: instead of `draft_logits`, the probabilities that the draft was drawn with.
-
-    Raises:
-      FlyJaxError: as `verify`.
     """
     num_tokens, vocab_size = logits.shape
     num_requests = num_drafted.shape[0]

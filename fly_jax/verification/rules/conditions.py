@@ -106,9 +106,6 @@ def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "ro
     """True where the target is undecided enough for a mismatch to be considered for rescue.
 
     `threshold` is the least entropy, in the measure's unit; `GATE_OFF` or less opens the gate.
-
-    Raises:
-      FlyJaxError: no entropy was measured.
     """
     threshold = column(threshold)
     entropy = asked_for(evidence.entropy, "an entropy", "needs=rule.needs to evidence")
@@ -116,11 +113,7 @@ def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "ro
 
 
 def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
-    """A value that a rule reads, if it is there.
-
-    Raises:
-      FlyJaxError: it is not, and nothing could be decided without it.
-    """
+    """A value that a rule reads; FlyJaxError if it is not there, as nothing could be decided."""
     if value is None:
         raise FlyJaxError(
             f"This rule needs {name}, which it was not given; pass {remedy}, or call verify."
@@ -296,10 +289,6 @@ class Window:
         return jnp.arange(1, num_draft + 1) + column(self.size) <= end[:, None]
 
 
-# The `Why` of an alternative that a row does not have: any other comes further.
-_NO_REASON = 0
-
-
 @data_tree
 @dataclasses.dataclass(frozen=True)
 class Clause:
@@ -327,7 +316,7 @@ class Clause:
     def window_size(self) -> Count:
         """That of the largest window, 0 without one; a Python number unless under `jit`."""
         sizes = [window.size for window in self.windows]
-        return _plain(functools.reduce(_numpy_of(sizes).maximum, sizes, np.int32(0)))
+        return plain(functools.reduce(numpy_of(sizes).maximum, sizes, np.int32(0)))
 
     def judge(
         self,
@@ -345,43 +334,26 @@ class Clause:
           affordable: within the risk budget; None without one.
           end: draft tokens of each row.
         """
-        holds = [condition.holds(seen) for condition in self.conditions]
-        refusals = [condition.why.value for condition in self.conditions]
+        checks = [(condition.why, condition.holds(seen)) for condition in self.conditions]
         if affordable is not None:
-            holds.append(affordable)
-            refusals.append(Why.REFUSED_BUDGET.value)
-        for window in self.windows:
-            holds.append(window.is_clean(mismatch))
-            refusals.append(Why.REFUSED_WINDOW.value)
-        refusal = jnp.full(mismatch.shape, Why.REFUSED_BOUNDARY.value)
-        if holds:
-            refusal = jnp.select([~held for held in holds], refusals, refusal)
+            checks.append((Why.REFUSED_BUDGET, affordable))
+        checks += [(Why.REFUSED_WINDOW, window.is_clean(mismatch)) for window in self.windows]
         fits = [window.fits(mismatch.shape[1], end) for window in self.windows]
-        allowed = functools.reduce(operator.and_, holds + fits, ~barred)
+        checks += [(Why.REFUSED_BOUNDARY, fit) for fit in fits]
+        allowed, refusal = ~barred, jnp.full(mismatch.shape, Why.REFUSED_BOUNDARY.value)
+        for why, holds in reversed(checks):
+            allowed, refusal = allowed & holds, jnp.where(holds, refusal, why.value)
         if self.enabled is None:
             return allowed, refusal
         enabled = jnp.asarray(column(self.enabled))
-        return allowed & enabled, jnp.where(enabled, refusal, _NO_REASON)
+        return allowed & enabled, jnp.where(enabled, refusal, 0)  # any other comes further
 
 
-def strict_tail(clauses: tuple[Clause, ...]) -> Count:
-    """The smallest window of the alternatives that a row has; 0 for a row without any."""
-    sizes = [clause.window_size for clause in clauses]
-    array = _numpy_of([*sizes, *(clause.enabled for clause in clauses)])
-    none = np.int32(np.iinfo(np.int32).max)
-    owned = (
-        size if clause.enabled is None else array.where(clause.enabled, size, none)
-        for size, clause in zip(sizes, clauses, strict=True)
-    )
-    least = functools.reduce(array.minimum, owned, none)
-    return _plain(array.where(least == none, 0, least))
-
-
-def _numpy_of(numbers: Sequence[Any]) -> Any:
+def numpy_of(numbers: Sequence[Any]) -> Any:
     """NumPy, or JAX's if any of the numbers is traced."""
     return jnp if any(isinstance(number, Tracer) for number in numbers) else np
 
 
-def _plain(number: Any) -> Count:
+def plain(number: Any) -> Count:
     """A Python number in place of a scalar of the host."""
     return number if isinstance(number, Tracer) or number.ndim else int(number)

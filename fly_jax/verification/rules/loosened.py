@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import parameter
@@ -14,7 +14,6 @@ from fly_jax.verification.data import Count, Number, data_tree, log
 from fly_jax.verification.evidence import Entropy, EntropyMeasure
 from fly_jax.verification.rules.conditions import (
     Clause,
-    Condition,
     Lenient,
     Near,
     Probable,
@@ -62,8 +61,7 @@ class Fly(Loose):
         6, "fly: draft tokens after a mismatch that must match for it to be kept", low=0
     )
     entropy: EntropyMeasure = parameter(
-        "top_k",
-        "fly: what the threshold is compared with",
+        "top_k", "fly: what the threshold is compared with",
         choices=get_args(EntropyMeasure), static=True,
     )  # fmt: skip
     entropy_top_k: int = parameter(
@@ -107,8 +105,7 @@ class Csd(Loose):
         name="csd_consistency", low=0.0, high=1.0,
     )  # fmt: skip
     memory: bool = parameter(
-        True,
-        "csd: keep only what the memory knows to be corrected often",
+        True, "csd: keep only what the memory knows to be corrected often",
         name="csd_memory", static=True,
     )  # fmt: skip
 
@@ -124,12 +121,8 @@ class Csd(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The halves that are on."""
-        halves: tuple[Condition, ...] = ()
-        if self.consistency is not None:
-            halves += (Near(-log(self.consistency)),)
-        if self.memory:
-            halves += (Remembered(),)
-        return (Clause(halves),)
+        near = () if self.consistency is None else (Near(-log(self.consistency)),)
+        return (Clause((*near, *((Remembered(),) if self.memory else ()))),)
 
 
 @data_tree
@@ -142,8 +135,7 @@ class Lossy(Loose):
     """
 
     threshold: Number = parameter(
-        0.3,
-        "lossy: least probability of the draft's token",
+        0.3, "lossy: least probability of the draft's token",
         name="lossy_threshold", above=0.0, high=1.0,
     )  # fmt: skip
 
@@ -165,8 +157,7 @@ class Lenience(Loose):
     """
 
     lenience: Number = parameter(
-        0.5,
-        "lenience: by how much less the draft's token has to be probable",
+        0.5, "lenience: by how much less the draft's token has to be probable",
         above=0.0, high=1.0,
     )  # fmt: skip
 
@@ -184,13 +175,11 @@ class Typical(Loose):
     """
 
     epsilon: Number = parameter(
-        0.09,
-        "typical: probability that is enough anywhere",
+        0.09, "typical: probability that is enough anywhere",
         name="typical_epsilon", above=0.0, high=1.0,
     )  # fmt: skip
     delta: Number = parameter(
-        0.3,
-        "typical: probability that is enough where the target is sure",
+        0.3, "typical: probability that is enough where the target is sure",
         name="typical_delta", above=0.0, high=1.0,
     )  # fmt: skip
 
@@ -228,11 +217,7 @@ VLLM_NAMES = {
 
 
 def from_vllm_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters by our names, where vLLM's may have been given.
-
-    Raises:
-      FlyJaxError: a parameter has two names and two values.
-    """
+    """Parameters by our names, of ours and vLLM's; FlyJaxError for one given two values."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         ours = VLLM_NAMES.get(name, name)
@@ -257,8 +242,7 @@ def rule_names(text: str) -> tuple[str, ...]:
       FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
         many rules or alternatives.
     """
-    names: tuple[str, ...]
-    names, num_alternatives = _folded(text, lambda name: ((name,), 1), _names_and_alternatives)
+    names, num_alternatives = _folded(text, lambda name: _Size((name,), 1))
     for name in names:
         if name not in (*LOSSLESS_RULES, *RULES):
             raise FlyJaxError(
@@ -275,22 +259,26 @@ def rule_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _names_and_alternatives(
-    join: Callable[..., Any], one: tuple[tuple[str, ...], int], other: tuple[tuple[str, ...], int]
-) -> tuple[tuple[str, ...], int]:
-    """The names of both sides; of &, each alternative of the one with each of the other."""
-    count = one[1] * other[1] if join is operator.and_ else one[1] + other[1]
-    return one[0] + other[0], count
+class _Size(NamedTuple):
+    """The names in an expression, and so many alternatives as its rule would have."""
+
+    names: tuple[str, ...]
+    num_alternatives: int
+
+    def __and__(self, other: _Size) -> _Size:
+        return _Size(self.names + other.names, self.num_alternatives * other.num_alternatives)
+
+    def __or__(self, other: _Size) -> _Size:
+        return _Size(self.names + other.names, self.num_alternatives + other.num_alternatives)
 
 
 def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
     """The rule that an expression stands for which has passed `rule_names`."""
-    rule: _Rule = _folded(text, rules.__getitem__, lambda join, one, other: join(one, other))
-    return rule
+    return _folded(text, rules.__getitem__)
 
 
-def _folded(text: str, of_name: Callable[[str], Any], of_both: Callable[..., Any]) -> Any:
-    """The value of an expression, from its names and from each operator with its two sides."""
+def _folded(text: str, of_name: Callable[[str], _Rule]) -> _Rule:
+    """The value of an expression, whose operators join the values of its names."""
     no_expression = FlyJaxError(
         f"rule is {text[:_LONGEST_TEXT]!r}; it must be the name of a rule, or names joined by & "
         "(what both would keep), | (what either would keep) and parentheses, such as "
@@ -303,11 +291,12 @@ def _folded(text: str, of_name: Callable[[str], Any], of_both: Callable[..., Any
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise no_expression from error
 
-    def value(node: ast.expr) -> Any:
+    def value(node: ast.expr) -> _Rule:
         if isinstance(node, ast.Name):
             return of_name(node.id)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return of_both(_OPERATORS[type(node.op)], value(node.left), value(node.right))
+            joined: _Rule = _OPERATORS[type(node.op)](value(node.left), value(node.right))
+            return joined
         raise no_expression
 
     return value(tree)

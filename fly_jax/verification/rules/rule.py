@@ -29,7 +29,8 @@ from fly_jax.verification.rules.conditions import (
     Verdict,
     Why,
     asked_for,
-    strict_tail,
+    numpy_of,
+    plain,
 )
 
 # Rules in one combination, and the alternatives that they make.
@@ -83,7 +84,16 @@ class Rule:
         That is the smallest window of the alternatives. Data under `jit`; a number for each row if
         the windows' sizes are.
         """
-        return strict_tail(self.clauses())
+        clauses = self.clauses()
+        sizes = [clause.window_size for clause in clauses]
+        array = numpy_of([*sizes, *(clause.enabled for clause in clauses)])
+        none = np.int32(np.iinfo(np.int32).max)
+        owned = (
+            size if clause.enabled is None else array.where(clause.enabled, size, none)
+            for size, clause in zip(sizes, clauses, strict=True)
+        )
+        least = functools.reduce(array.minimum, owned, none)
+        return plain(array.where(least == none, 0, least))
 
     @property
     def longest_window(self) -> int:
@@ -94,18 +104,13 @@ class Rule:
         return max((int(np.max(clause.window_size)) for clause in self.clauses()), default=0)
 
     def check(self, num_speculative_tokens: int) -> None:
-        """Refuses blocks in which this rule could not rescue anything; for the host.
-
-        Raises:
-          FlyJaxError: if no deferred window fits.
-        """
+        """Raises FlyJaxError if no deferred window fits into a block; for the host."""
         window = int(np.max(self.strict_tail))
         if self.clauses() and num_speculative_tokens <= window:
             raise FlyJaxError(
                 f"With num_speculative_tokens={num_speculative_tokens} no deferred window of "
-                f"window_size={window} fits into a block, so the published rule would "
-                f"rescue nothing: draft at least {window + 1} tokens, or make the "
-                "window smaller."
+                f"window_size={window} fits into a block, so the published rule would rescue "
+                f"nothing: draft at least {window + 1} tokens, or make the window smaller."
             )
 
     def _conditions(self) -> Iterable[Condition]:
@@ -234,8 +239,7 @@ class Budget(Loose):
 
     rule: Loose
     total: Number | None = parameter(
-        None,
-        "nats that all rescues of a prompt may cost; 0 is lossless",
+        None, "nats that all rescues of a prompt may cost; 0 is lossless",
         name="risk_budget", kind=float, low=0.0,
     )  # fmt: skip
 
@@ -350,8 +354,7 @@ def accept(
         `RuleState.after`.
 
     Raises:
-      FlyJaxError: the evidence does not have one position more than the draft, or the rule lacks
-        what it asks for.
+      FlyJaxError: the evidence is of another draft, or the rule lacks what it asks for.
     """
     rows, num_draft = draft_tokens.shape
     if evidence.accepted.shape != (rows, num_draft + 1):
@@ -369,13 +372,11 @@ def accept(
     mismatch, barred = ~accepted & present, _barred(here, draft_tokens, protected)
     affordable = None if rule.budget is None else _affordable(here, mismatch, state)
     seen = Seen(here, draft_tokens, memory)
-    allowed, refusals = [jnp.zeros_like(accepted)], [jnp.zeros(accepted.shape, jnp.int32)]
+    allowed, refusal = jnp.zeros_like(accepted), jnp.zeros(accepted.shape, jnp.int32)
     for clause in rule.clauses():
-        allows, refusal = clause.judge(seen, mismatch, barred, affordable, end)
-        allowed.append(allows)
-        refusals.append(refusal)
-    rescued = ~accepted & functools.reduce(operator.or_, allowed)
-    refusal = functools.reduce(jnp.maximum, refusals)
+        allows, reason = clause.judge(seen, mismatch, barred, affordable, end)
+        allowed, refusal = allowed | allows, jnp.maximum(refusal, reason)
+    rescued = ~accepted & allowed
     refusal = jnp.where(barred | (refusal == 0), Why.REFUSED.value, refusal)
 
     # A prefix is kept: up to the first token that is neither accepted nor rescued.

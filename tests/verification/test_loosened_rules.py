@@ -20,6 +20,7 @@ from oracle import Alternative
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
+from fly_jax.parameters import parameters_of
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence, evidence
 from fly_jax.verification.rules import (
@@ -282,28 +283,10 @@ def test_rules_of_python_numbers_are_hashable() -> None:
         (lambda: Budget(Fly(), -1.0), "risk_budget is -1.0"),
         (lambda: Budget(Fly(), math.nan), "risk_budget is nan"),
         (lambda: Fly() & Fly(entropy="full"), "different entropies"),
-        (lambda: Fly(window_size=-1), "window_size"),
-        (lambda: Fly(-0.1), "entropy_threshold"),
-        (lambda: Fly(math.nan), "entropy_threshold"),
-        (lambda: Fly(entropy="top"), "entropy is 'top'"),
-        (lambda: Fly(entropy_top_k=0), "top_k"),
-        (lambda: Fly(window="code"), "window is 'code'"),
-        (lambda: Sampling(-0.1), "temperature"),
-        (lambda: Sampling(math.inf), "temperature"),
-        (lambda: Sampling(top_k=-1), "top_k"),
-        (lambda: Sampling(top_p=0.0), "top_p"),
-        (lambda: Sampling(top_p=1.5), "top_p"),
         (lambda: Entropy("shannon"), "measure is 'shannon'"),
         (lambda: Entropy(top_k=0), "at least 1"),
         (lambda: Csd(None, memory=False), "neither its memory nor"),
         (lambda: Csd(0.0, memory=False), "neither its memory nor"),
-        (lambda: Csd(-0.01), "csd_consistency"),
-        (lambda: Lossy(0.0), "lossy_threshold"),
-        (lambda: Lenience(1.5), "lenience is 1.5"),
-        (lambda: Typical(epsilon=0.0), "typical_epsilon"),
-        (lambda: Typical(delta=2.0), "typical_delta"),
-        (lambda: Margin(gap=-1.0), "margin_gap"),
-        (lambda: Margin(gap=math.nan), "margin_gap"),
         (lambda: (Fly() & Margin()).check(6), "num_speculative_tokens=6.*window_size=6"),
         (lambda: functools.reduce(operator.and_, [Fly() | Csd()] * 4), "makes 16 alternatives"),
         (lambda: functools.reduce(operator.and_, [Fly()] * 9), "joins 9 rules"),
@@ -315,6 +298,32 @@ def test_what_cannot_mean_anything_is_refused(make: Callable[[], object], words:
         make()
     assert "\n" not in str(error.value)
     assert str(error.value).endswith(".")
+
+
+# Values that their parameters do not take, by field.
+OUTSIDE: dict[type, dict[str, tuple[object, ...]]] = {
+    Fly: {
+        "entropy_threshold": (-0.1, math.nan), "window_size": (-1,), "entropy": ("top",),
+        "entropy_top_k": (0,), "window": ("code",),
+    },
+    Sampling: {"temperature": (-0.1, math.inf), "top_k": (-1,), "top_p": (0.0, 1.5)},
+    Csd: {"consistency": (-0.01,)},
+    Lossy: {"threshold": (0.0,)},
+    Lenience: {"lenience": (1.5,)},
+    Typical: {"epsilon": (0.0,), "delta": (2.0,)},
+    Margin: {"gap": (-1.0, math.nan)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("declaring", OUTSIDE)
+def test_values_outside_are_refused(declaring: type) -> None:
+    names = {one.field: one.name for one in parameters_of(declaring)}
+    for field, values in OUTSIDE[declaring].items():
+        for value in values:
+            with pytest.raises(
+                FlyJaxError, match=f"{names[field]} is {value!r}; it must be .*[.]$"
+            ):
+                declaring(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -385,7 +394,7 @@ def test_lenience_accepts_with_the_probability_it_should(lenience: float) -> Non
         sampling=Sampling(),
         draft_logits=jnp.broadcast_to(proposed, (rows, 1, 4)),
         key=jax.random.key(1),
-    )  # fmt: skip
+    )
     result = decide(rule, seen, draft)
     accepted, kept = np.asarray(seen.accepted)[:, 0], np.asarray(result.num_accepted) == 1
     assert (kept >= accepted).all()

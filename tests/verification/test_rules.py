@@ -53,14 +53,12 @@ def seen(
     )
 
 
-def one_row(
-    rule: Rule, block: str, protected: jax.Array | None = None, **keywords: np.ndarray | float
-) -> Verdict:
+def one_row(rule: Rule, block: str, **keywords: np.ndarray | float) -> Verdict:
     """The decision on a block such as "mmxmm"."""
     accepted = np.array([[letter == "m" for letter in block]])
     entropy = np.array([[MISMATCHES.get(letter, UNDECIDED) for letter in block]])
     tokens = jnp.full(accepted.shape, 2)
-    return decide(rule, seen(accepted, entropy, **keywords), tokens, protected=protected)
+    return decide(rule, seen(accepted, entropy, **keywords), tokens)
 
 
 def whys(result: Verdict, row: int = 0) -> list[str]:
@@ -213,33 +211,16 @@ def test_a_token_of_zero_probability_is_never_rescued(log_prob: float) -> None:
 
 
 def test_a_token_that_top_k_removed_is_never_rescued() -> None:
-    rows = 16
-    logits = jnp.broadcast_to(jnp.array([[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), (rows, 2, 3))
-    draft_logits = jnp.broadcast_to(jnp.array([0.0, 0.0, 60.0]), (rows, 1, 3))
-    draft = jnp.full((rows, 1), 2)
+    logits = jnp.tile(jnp.array([[3.0, 2.0, 1.0], [0.0, 0.0, 0.0]]), (16, 1, 1))
+    draft, draft_logits = jnp.full((16, 1), 2), jnp.tile(jnp.array([0.0, 0.0, 60.0]), (16, 1, 1))
+    rule = Fly(0.0, window_size=0)
     for top_k, expected in [(2, "REFUSED"), (3, "RESCUED")]:
-        rule = Fly(0.0, window_size=0)
-        found = gathered(
-            logits,
-            draft,
-            needs=rule.needs,
-            sampling=Sampling(top_k=top_k),
-            draft_logits=draft_logits,
-            key=jax.random.key(0),
-        )
+        given = {"sampling": Sampling(top_k=top_k), "key": jax.random.key(0)}
+        found = gathered(logits, draft, needs=rule.needs, draft_logits=draft_logits, **given)
         result = decide(rule, found, draft)
         refused = ~np.asarray(found.accepted)[:, 0]
         assert refused.any()
         assert {Why(int(why)).name for why in result.why[refused, 0]} == {expected}
-
-
-@pytest.mark.parametrize("token", [1, 2], ids=["the target's", "the draft's"])
-def test_a_protected_token_is_never_rescued(token: int) -> None:
-    rule = Fly(0.0, window_size=1)
-    assert whys(one_row(rule, "mxmm", jnp.arange(5) == 3))[1] == "RESCUED"
-    # The accepted tokens are protected as well, and kept.
-    protected = one_row(rule, "mxmm", jnp.arange(5) == token)
-    assert whys(protected) == ["MATCHED", "REFUSED", "DROPPED", "DROPPED"]
 
 
 def test_entropy_gate_is_true_where_undecided() -> None:

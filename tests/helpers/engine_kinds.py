@@ -49,10 +49,7 @@ KINDS = {
         samplings=(None, Sampling(0.9, top_p=0.9), None, Sampling(1.0, top_k=5)),
         memory=every_other_pair(),
     ),
-    "levels": Kind(
-        ROUND.with_static(lookup=Lookup(), level_speculative_tokens=(2,)),
-        num_drafts=2,
-    ),
+    "levels": Kind(ROUND.with_static(lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2),
     "defer": Kind(
         dataclasses.replace(ROUND, rule=Fly(0.0, 3)).with_static(deferred_window=3),
         num_slots=4,  # and rounds for one of them

@@ -102,10 +102,7 @@ def quantised(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def write_sized(
-    path: Path,
-    tensors: dict[str, np.ndarray],
-    vocab_size: int,
-    tokenizer: Put,
+    path: Path, tensors: dict[str, np.ndarray], vocab_size: int, tokenizer: Put
 ) -> Path:
     """A file with this tokenizer, whose embeddings are as many as its tokens."""
     config = LlamaConfig(**{**vars(CONFIG), "vocab_size": vocab_size})

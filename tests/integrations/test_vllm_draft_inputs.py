@@ -20,8 +20,7 @@ def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     counts = [len(tokens) for _, tokens, _, _ in requests]
     flat = [token for _, tokens, _, _ in requests for token in tokens]
     positions = [first + i for first, tokens, _, _ in requests for i in range(len(tokens))]
-    pad = TOKENS - len(flat)
-    missing = ROWS - len(requests)
+    pad, missing = TOKENS - len(flat), ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
     return draft_inputs.take_in(
         TargetStep(
@@ -104,14 +103,12 @@ class Model:
 
 def one_by_one() -> list[list[int]]:
     model = Model()
-    found = []
-    for row, text in enumerate(TEXTS):
-        tokens = [model.next(row, len(text) - 1)]
+    found = [[model.next(row, len(text) - 1)] for row, text in enumerate(TEXTS)]
+    for row, tokens in enumerate(found):
         while len(tokens) < K:
-            place = min(len(text) + len(tokens) - 1, LIMIT - 1)
+            place = min(len(TEXTS[row]) + len(tokens) - 1, LIMIT - 1)
             model.cache[row, place] = tokens[-1]
             tokens.append(model.next(row, place))
-        found.append(tokens)
     return found
 
 
@@ -131,8 +128,7 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
         fed = feed(progress)
         progress = extended(progress, fed, model.choices(fed))
         finished.append(np.asarray(progress.num_drafted[: len(TEXTS)] == K))
-    tokens = np.asarray(draft_inputs.drafted(progress, k=K))
-    assert tokens[: len(TEXTS)].tolist() == expected
+    assert draft_inputs.drafted(progress, k=K)[: len(TEXTS)].tolist() == expected
     passes = len(finished) - np.sum(finished, axis=0) + 1
     assert passes[0] == 2  # nine tokens: one is there, and five and three at a time
     assert passes[1] > passes[0]

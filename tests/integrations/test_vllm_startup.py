@@ -36,7 +36,6 @@ def test_environment_variables_have_the_same_names() -> None:
     }  # fmt: skip
     environment = {f"FLY_JAX_{name.upper()}": value for name, value in given.items()}
     asked = asked_for(None, environment)
-    assert asked is not None
     assert asked["any_version"] is True
     config = decoding_config(asked, 10)
     assert config.to_rule() == Budget(Fly(0.25, 3) | Margin(), 2)

@@ -67,9 +67,7 @@ def trips(hlo: str, **options: int) -> list[int]:
 
 
 def compiled(program: Callable[..., jax.Array], *arguments: Any, **options: Any) -> str:
-    hlo = jax.jit(program, **options).lower(*arguments).compile().as_text()
-    assert hlo is not None
-    return hlo
+    return jax.jit(program, **options).lower(*arguments).compile().as_text()
 
 
 def loop(condition: str = PLAIN, start: str = "constant(0)", step: int = 1) -> str:

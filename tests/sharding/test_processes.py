@@ -67,7 +67,6 @@ def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], wor
 def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     in_slurm(monkeypatch)
     process = detect_process()
-    assert process is not None
     host, _, port = process.coordinator_address.partition(":")
     assert host == "gpu03"
     assert 0 < int(port) < 2**16
@@ -89,7 +88,6 @@ def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NUM_SLICES": "1", "SLICE_ID": "0", "COORDINATOR_ADDRESS": ""}.items():
         monkeypatch.setenv(f"MEGASCALE_{name}", value)
     process = detect_process()
-    assert process is not None
     assert process.coordinator_address.startswith("localhost:")
     assert (process.num_processes, process.process_id, process.local_device_ids) == (16, 7, None)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "somewhere-that-has-no-address")

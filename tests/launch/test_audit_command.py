@@ -39,22 +39,19 @@ def test_what_was_generated(audit: Path, tokenizer: Tokenizer, of_pair: Decoded)
     given = [*GIVEN, *SIZES]
     fast, exact = of_pair(*given, *RULE), of_pair(*given, "--rule=exact")
     first, *events = lines(audit)
-    assert (first["event"], first["rule"], first["version"]) == ("run", "margin", 1)
-    assert first["entropy_measure"] == "top_3"
+    run = {"event": "run", "rule": "margin", "version": 1, "entropy_measure": "top_3"}
+    assert first == first | run
     assert first["settings"]["risk_budget"] == 6
     for index, (one, other) in enumerate(zip(fast, exact, strict=True)):
-        own = [event for event in events if event["prompt"] == index]
-        *mismatches, whole = own
-        assert whole["event"] == "prompt"
+        *mismatches, whole = [event for event in events if event["prompt"] == index]
         for name in ("token_ids", "why", "text", "finish_reason", "num_rounds"):
             assert whole[name] == one[name]
-        assert whole["prompt_text"] == one["prompt"]
-        assert whole["exact_text"] == other["text"]
+        texts = {"event": "prompt", "prompt_text": one["prompt"], "exact_text": other["text"]}
+        assert whole == whole | texts
         assert "".join(whole["token_texts"]).removesuffix("</s>") == one["text"]
         kept = [event for event in mismatches if event["event"] == "rescue"]
-        assert [event["position"] for event in kept] == [
-            at for at, why in enumerate(one["why"]) if why == "r"
-        ]
+        rescued = [at for at, why in enumerate(one["why"]) if why == "r"]
+        assert [event["position"] for event in kept] == rescued
         assert len(mismatches) - len(kept) == one["why"].count("c")
         left = 6.0
         for event in mismatches:

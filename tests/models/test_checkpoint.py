@@ -79,11 +79,11 @@ def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> N
 LAYOUTS = ["1x1 tensor", "2x4 tensor", "8 tensor", "2x2x2 tensor_long", "2x4 replicated"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_loads_straight_into_its_layout(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("mesh_and_rules", LAYOUTS)
+def test_loads_straight_into_its_layout(tmp_path: Path, mesh_and_rules: str) -> None:
     model = saved(tmp_path, tiny(tied=False))
     split_with_index(tmp_path, 3)
-    layout = layout_on(*name.split())
+    layout = layout_on(*mesh_and_rules.split())
     loaded = load_llama(tmp_path, layout=layout, dtype=jnp.bfloat16)
     assert loaded.layout == layout
     assert_same(loaded, model, jnp.bfloat16)

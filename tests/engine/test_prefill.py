@@ -72,7 +72,7 @@ AUTO = Kind(RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=(0, 2, 4))))
 
 def engine_of(name: str, rows: int) -> Engine:
     """One that runs so many prompts together, in passes of 2048 tokens or of 64."""
-    kind = {**KINDS, "auto": AUTO}[name]
+    kind = AUTO if name == "auto" else KINDS[name]
     if rows == 16:
         kind = dataclasses.replace(kind, rules=(), samplings=(None,), memory=None)
         return engine_for(kind, num_slots=16, offline=True)
@@ -109,9 +109,9 @@ def test_sixteen_prompts_that_wait_are_run_in_one_pass(
     assert passes == [(16, 128)]
     assert engine.prefill_seconds > 0
     assert engine.num_prompt_tokens == sum(map(len, PROMPTS))
-    tokens = [one.generation.token_ids for one in found]
     if isinstance(engine.spec.rule, Exact):
-        assert tokens == autoregressive(models(None, 0)[0], PROMPTS, LIMIT)
+        expected = autoregressive(models(None, 0)[0], PROMPTS, LIMIT)
+        assert [one.generation.token_ids for one in found] == expected
     if name != "auto":  # whose rounds are as long as it likes
         check_alone(engine, found[::3])
         assert passes[1:] == [(1, 128)] * 6
@@ -119,10 +119,7 @@ def test_sixteen_prompts_that_wait_are_run_in_one_pass(
 
 @pytest.mark.parametrize("name", ["rules and sampling", "mesh"])
 def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[int, int]]) -> None:
-    """In chunks, since others wait; where there are fewer, rows only fill the pass.
-
-    The rows in which they are run have shorter caches than the slots.
-    """
+    """In chunks, since others wait, and in caches shorter than those of the slots."""
     engine, given = engine_of(name, 4), asked(name, PROMPTS[:7])
     assert engine._prefill.plan.positions(4) == 256 < engine._capacity
     found = finished(engine, given[:4])
@@ -154,8 +151,7 @@ def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[
     engine.cancel(group[1])
     engine.step()
     assert engine.num_waiting == 3, "the rows of the others go on"
-    found = finished(engine, [])
-    assert found == []
+    finished(engine, [])
     assert group[1].generation.token_ids == []
     assert engine.slots.num_free == 4
     check_alone(engine, [group[0], group[2]])
@@ -174,7 +170,7 @@ def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[
 
 def test_the_listener_hears_every_round_before_its_tokens() -> None:
     engine = engine_of("rules and sampling", 4)
-    heard: collections.Counter[RequestState] = collections.Counter()
+    heard, told = collections.Counter[RequestState](), collections.Counter[RequestState]()
 
     def listener(output: RoundOutput, occupants: Sequence[RequestState | None]) -> None:
         assert all(isinstance(leaf, np.ndarray) for leaf in (output.tokens, output.count))
@@ -183,7 +179,6 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
                 heard[state] += int(output.count[:, slot].sum())
 
     engine.listener = listener
-    told: collections.Counter[RequestState] = collections.Counter()
     for state, settled in engine.run(asked("rules and sampling", PROMPTS[:6])):
         told[state] += len(settled.token_ids)
         assert told[state] <= heard[state]

@@ -53,11 +53,9 @@ def engine() -> dict[str, Any]:
 
 def test_the_rules_differ_as_the_page_says(library: dict[str, Any]) -> None:
     plain, exact, fast = library["plain"], library["exact"], library["fast"]
-    assert plain.num_rounds == len(plain.token_ids) > 10
     assert exact.token_ids == plain.token_ids
-    assert exact.num_rounds < plain.num_rounds
-    assert fast.num_rounds <= exact.num_rounds
-    assert len(library["drawn"].token_ids) > 10
+    assert fast.num_rounds <= exact.num_rounds < plain.num_rounds == len(plain.token_ids)
+    assert min(len(one.token_ids) for one in (plain, library["drawn"])) > 10
 
 
 def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
@@ -107,8 +105,7 @@ def test_steps_give_the_tokens_of_generate(library: dict[str, Any]) -> None:
 
 def test_sharded_logits_give_the_same_evidence(library: dict[str, Any]) -> None:
     shards = library["sharded"].sharding.shard_shape(library["sharded"].shape)
-    assert shards[2] * jax.device_count() == library["vocab_size"]
-    assert jax.device_count() > 1
+    assert shards[2] * jax.device_count() == library["vocab_size"] > shards[2]
     for name in ("argmax", "accepted", "replacement"):
         here, there = getattr(library["on_one"], name), getattr(library["on_mesh"], name)
         np.testing.assert_array_equal(here, there)
@@ -200,13 +197,9 @@ def test_a_loop_of_ones_own_runs() -> None:
 def test_settings_are_those_that_there_are() -> None:
     page = PAGES["integrations"]
     table = page[page.index("| setting |") : page.index("It works with every method")]
-    named = {
-        name
-        for row in table.strip().splitlines()[2:]
-        for name in re.findall(r"`(\w+)`", row.split("|")[1])
-    }
-    assert {"rule", "protect", "any_version", "risk_budget"} <= named
-    assert named <= known().keys()
+    cells = [row.split("|")[1] for row in table.strip().splitlines()[2:]]
+    named = set(re.findall(r"`(\w+)`", " ".join(cells)))
+    assert {"rule", "protect", "any_version", "risk_budget"} <= named <= known().keys()
 
 
 def test_what_the_commands_ask_for_can_be_had() -> None:

@@ -40,7 +40,12 @@ def run(
     """Runs a command in a folder with the files that the README names, and returns its output."""
 
     def ran(command: str) -> str:
-        prepare(tmp_path, command)
+        # On simulated devices a round takes seconds.
+        prompts = PROMPTS[:1] if "--mesh" in command else PROMPTS
+        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+        (tmp_path / "prompts.jsonl").write_text("".join(lines))
+        for name in ("configs", "recipes"):
+            (tmp_path / name).symlink_to(ROOT / name)
         target, draft = EMBEDDED_PAIR  # in place of weights and devices that cannot be had here
         command = command.replace("meta-llama/Llama-3.1-405B-Instruct", str(target))
         command = command.replace("meta-llama/Llama-3.1-8B-Instruct", str(draft))
@@ -59,15 +64,6 @@ def run(
         return out
 
     return ran
-
-
-def prepare(folder: Path, command: str) -> None:
-    # On simulated devices a round takes seconds.
-    prompts = PROMPTS[:1] if "--mesh" in command else PROMPTS
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-    (folder / "prompts.jsonl").write_text("".join(lines))
-    for name in ("configs", "recipes"):
-        (folder / name).symlink_to(ROOT / name)
 
 
 def in_a_process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -118,8 +118,7 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure, as JSON has it."""
-        whole = dataclasses.asdict(self)
-        return {**whole, "rescues_per_100_tokens": self.rescues_per_100_tokens}
+        return dataclasses.asdict(self) | {"rescues_per_100_tokens": self.rescues_per_100_tokens}
 
 
 def summarise(audit: Audit) -> Summary:
@@ -129,7 +128,12 @@ def summarise(audit: Audit) -> Summary:
     texts = collections.defaultdict(list)
     for one in rescues:
         texts[one.draft_text, one.choice_text].append(one)
-    classes = {name: (_of(rescues, name), _of(refusals, name)) for name in CLASSES}
+    classes = {}
+    for name in CLASSES:
+        kept = [one for one in rescues if pair_class(one) == name]
+        num_refused = sum(pair_class(one) == name for one in refusals)
+        if kept or num_refused:
+            classes[name] = ClassCount(len(kept), num_refused, _mean(kept))
     known = [one for one in audit.continuations.values() if one.exact_text is not None]
     ended = [one for one in known if None not in (one.answer, one.exact_answer)]
     return Summary(
@@ -139,11 +143,7 @@ def summarise(audit: Audit) -> Summary:
         rescues=len(rescues),
         regret=_sum(rescues),
         pairs=tuple(sorted(map(_pair, texts.values()), key=lambda one: (-one.count, one.draft))),
-        classes={
-            name: ClassCount(len(kept), len(refused), _mean(kept))
-            for name, (kept, refused) in classes.items()
-            if kept or refused
-        },
+        classes=classes,
         windows=_counted(one.window or "none" for one in rescues),
         windows_failed=sum(one.window == "failed" for one in refusals),
         refusals=_counted(one.refused_by or "" for one in refusals),
@@ -152,10 +152,6 @@ def summarise(audit: Audit) -> Summary:
         answered=len(ended),
         answers_differ=sum(one.answer != one.exact_answer for one in ended),
     )
-
-
-def _of(found: Sequence[Mismatch], name: str) -> list[Mismatch]:
-    return [one for one in found if pair_class(one) == name]
 
 
 def _pair(found: Sequence[Mismatch]) -> PairCount:
@@ -170,10 +166,9 @@ def _pair(found: Sequence[Mismatch]) -> PairCount:
     )
 
 
-def _sum(found: Iterable[Mismatch]) -> float | None:
-    regrets = [one.regret for one in found]
-    known = [regret for regret in regrets if regret is not None]
-    return sum(known) if len(known) == len(regrets) else None
+def _sum(found: Sequence[Mismatch]) -> float | None:
+    known = [one.regret for one in found if one.regret is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _mean(found: Sequence[Mismatch]) -> float | None:
@@ -190,7 +185,7 @@ def table(summary: Summary, most_pairs: int) -> str:
     lines = [
         f"rule {summary.rule}: {summary.prompts} prompts, {summary.tokens} tokens, "
         f"{summary.rescues} rescues ({summary.rescues_per_100_tokens:.1f} per 100 tokens, "
-        f"regret {_nats(summary.regret)} nats in all)"
+        f"regret {_shown(summary.regret)} nats in all)"
     ]
     if summary.compared:
         lines.append(
@@ -208,35 +203,25 @@ def table(summary: Summary, most_pairs: int) -> str:
         lines.append(f"refused: {refused}")
     if summary.classes:
         classes = [
-            (name, str(one.rescues), str(one.refusals), _nats(one.mean_regret), CLASSES[name])
+            (name, str(one.rescues), str(one.refusals), _shown(one.mean_regret), CLASSES[name])
             for name, one in summary.classes.items()
         ]
-        lines += [
-            "",
-            *aligned([("class", "rescued", "refused", "mean regret", ""), *classes], {4}),
-        ]
+        headings = ("class", "rescued", "refused", "mean regret", "")
+        lines += ["", *aligned([headings, *classes], {4})]
     if summary.pairs:
-        shown = summary.pairs[:most_pairs]
-        pairs = [
-            (
-                repr(one.draft),
-                repr(one.choice),
-                str(one.count),
-                _nats(one.mean_regret),
-                f"{one.mean_draft_probability:.2f}",
-                f"{one.mean_choice_probability:.2f}",
-                one.kind,
-            )
-            for one in shown
-        ]
         heading = ("draft kept", "target's choice", "times", "mean regret", "p draft", "p choice")
-        lines += ["", *aligned([(*heading, "class"), *pairs], {1, 6})]
-        if len(shown) < len(summary.pairs):
-            lines.append(f"and {len(summary.pairs) - len(shown)} more")
+        rows: list[tuple[str, ...]] = [(*heading, "class")]
+        for pair in summary.pairs[:most_pairs]:
+            tokens = (repr(pair.draft), repr(pair.choice), str(pair.count))
+            means = (pair.mean_regret, pair.mean_draft_probability, pair.mean_choice_probability)
+            rows.append((*tokens, *map(_shown, means), pair.kind))
+        lines += ["", *aligned(rows, {1, 6})]
+        if len(summary.pairs) > most_pairs:
+            lines.append(f"and {len(summary.pairs) - most_pairs} more")
     return "\n".join(lines)
 
 
-def _nats(value: float | None) -> str:
+def _shown(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 

@@ -99,20 +99,19 @@ def begin_memory(
     Raises:
       FlyJaxError: as `fill_memory`, on every process.
     """
-    run = _digest(prompts, num_speculative_tokens, max_new_tokens, models)
+    sizes = [num_speculative_tokens, max_new_tokens, models]
+    run = hashlib.sha256(json.dumps([list(map(list, prompts)), *sizes]).encode()).hexdigest()
     memory, done = CorrectionMemory(vocabulary), 0
     with joint_errors():
-        if process_id() == 0:
+        if process_id() == 0 and path.exists():
             memory, done = _begun(path, vocabulary, run)
+        elif process_id() == 0:
+            memory.note = json.dumps({"run": run})
+            memory.save(path)  # a path that cannot be written is found before any work is done
     return memory, broadcast(done)
 
 
 def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int]:
-    if not path.exists():
-        memory = CorrectionMemory(vocabulary)
-        memory.note = json.dumps({"run": run})
-        memory.save(path)  # a path that cannot be written is found before any work is done
-        return memory, 0
     memory = load_memory(path, vocabulary)
     try:
         note = json.loads(memory.note)
@@ -125,8 +124,3 @@ def _begun(path: Path, vocabulary: str, run: str) -> tuple[CorrectionMemory, int
             "another file to fill, or delete this one."
         )
     return memory, done
-
-
-def _digest(prompts: Sequence[Sequence[int]], *values: int | str) -> str:
-    """A digest that two runs share if they are the same."""
-    return hashlib.sha256(json.dumps([list(map(list, prompts)), *values]).encode()).hexdigest()

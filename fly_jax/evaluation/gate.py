@@ -205,12 +205,12 @@ def candidates(
 
 def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
     """The candidate with most mean accepted tokens, and of equal ones the least risk."""
-    within = [
-        (one.mean_accepted_tokens, -one.rate, index)
-        for index, one in enumerate(found)
-        if one.rate <= allowed
-    ]
-    index = broadcast(max(within)[2] if within else None)  # that all processes decode with the same
+
+    def merit(index: int) -> tuple[float, float, int]:
+        return found[index].mean_accepted_tokens, -found[index].rate, index
+
+    within = (index for index, one in enumerate(found) if one.rate <= allowed)
+    index = broadcast(max(within, key=merit, default=None))  # all processes decode with the same
     return None if index is None else found[index]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -44,14 +45,12 @@ class Bound:
     limit: float
 
     def __post_init__(self) -> None:
-        most = 1.0 if self.risk == "disagreement" else math.inf
-        if not (0 < self.limit <= most and math.isfinite(self.limit)):
-            unit = (
-                "the share of tokens, such as 0.02" if most == 1 else "nats a token, such as 0.01"
-            )
+        is_share = self.risk == "disagreement"
+        if not 0 < self.limit <= (1.0 if is_share else sys.float_info.max):
+            unit = "the share of tokens, such as 0.02" if is_share else "nats a token, such as 0.01"
             raise FlyJaxError(
                 f"max_{self.risk} is {self.limit}; it is {unit}, and must be above 0"
-                f"{' and at most 1' if most == 1 else ''}: correct it."
+                f"{' and at most 1' if is_share else ''}: correct it."
             )
 
     def of(self, tally: Tally) -> Real[np.ndarray, " prompts"]:
@@ -126,9 +125,8 @@ def strictness_of(config: DecodingConfig) -> Strictness:
             f"The rule is {config.rule}, and a gate is calibrated for "
             f"{', '.join(CALIBRATED)} or a combination of them: give one of these with --rule."
         )
-    suitable = {"boundary": "reject", "risk_budget": None, "temperature": 0}
     values = config.to_dict() | {"temperature": config.sampling.temperature}
-    for name, value in suitable.items():
+    for name, value in (("boundary", "reject"), ("risk_budget", None), ("temperature", 0)):
         if values[name] != value:
             raise FlyJaxError(
                 f"{name} is {values[name]!r}, and a gate is calibrated in greedy decoding "
@@ -183,8 +181,8 @@ def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
         stated = name in ("rule", "num_speculative_tokens", *varied)
         if value is not None and (stated or value != default[name]):
             # What JSON has for a value TOML reads as well, but for DEL and surrogate pairs.
-            stated_value = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {stated_value}")
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"
 
 

@@ -142,7 +142,7 @@ def _in_three_lines(pair: dict[str, Any], rules: dict[str, Any], real: dict[str,
 def _rules_all(result: dict[str, Any]) -> list[str]:
     lines = [
         f"Measured on {_where(result)}, {result['num_problems']} held-out problems, "
-        f"{result['num_documents']} pieces of library text.",
+        f"{result['num_documents']} pieces of library text."
     ]
     for batch, of_batch in sorted(result["batch_size"].items(), key=lambda one: int(one[0])):
         best = of_batch["best_exact_k"]

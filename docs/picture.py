@@ -59,8 +59,7 @@ def main() -> None:
     # The one of the first few with the most rescues shows best what FLy does.
     found = generate(pair, prompts, rule=Fly(), protect=(), max_new_tokens=160)
     account, prompt = max(
-        zip(found, prompts, strict=True),
-        key=lambda both: both[0].num_rescued_tokens,
+        zip(found, prompts, strict=True), key=lambda both: both[0].num_rescued_tokens
     )
     texts = pair.tokenizer.piece_texts(account.token_ids)
     pieces = [(word, PROMPT_COLOUR) for word in re.findall(r"\s*\S+", prompt)]

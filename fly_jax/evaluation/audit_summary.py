@@ -83,7 +83,6 @@ class Summary:
     """The figures of one audit.
 
     Attributes:
-      prompts: that are done.
       regret: of all rescues together, in nats; None if one is infinite.
       pairs: the pairs of the rescues, the most frequent first.
       classes: by their names in `CLASSES`.

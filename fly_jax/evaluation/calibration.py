@@ -39,7 +39,6 @@ def fill_memory(
 
     Args:
       pair: with a draft model.
-      prompts: token ids.
       path: where the memory goes, now and then and at the end.
       models: what tells this pair from others, so that a run does not go on with another one.
 

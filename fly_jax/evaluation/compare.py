@@ -152,7 +152,6 @@ def compare(
 
     Args:
       pair: from `load_pair`, with a draft model.
-      prompts: as text or as token ids.
       configs: the rules by name, the baseline first; `three_rules` if not given.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.

@@ -119,9 +119,7 @@ def find_gate(
 
     Args:
       pair: with a draft model.
-      prompts: token ids.
       config: the rule, K, and all that is not varied.
-      bound: what to meet.
       window_size: FLy's W; None tries `WINDOWS`.
 
     Raises:

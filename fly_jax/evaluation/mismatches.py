@@ -27,7 +27,6 @@ class Run:
     Attributes:
       format: what the file is.
       version: of the file's format.
-      rule: the expression that was given.
       entropy_measure: what the entropies are: "top_3" (over so many most probable tokens, in nats),
         "full" (over all tokens, in nats) or "normalized" ("full", divided by ln V).
       settings: of decoding, by their names as flags, and `num_prompts`, how many there were to

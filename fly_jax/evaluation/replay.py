@@ -148,8 +148,6 @@ def replay(
     Args:
       rounds: with the evidence that the rule needs.
       rule: without memory, budget and sampling.
-      protected: see `accept`.
-      eos_token_ids: tokens that end a text.
     """
     given = rounds.evidence, rounds.draft_tokens, protected, rounds.num_drafted
     evidence, draft_tokens, barred, num_drafted = jax.tree.map(jnp.asarray, given)

@@ -439,7 +439,6 @@ class Copy:
 
     Attributes:
       operation: as HLO names it, such as "copy" or "fusion".
-      name: of its result in the program.
       shape: of the array on one device, as are the bytes.
     """
 

@@ -308,9 +308,7 @@ def _compiled(
     """Compiles a step.
 
     Args:
-      spec: what is planned.
       layouts: with the mesh that it is compiled for.
-      name: of the step.
       traced: its program.
       caches: those that are not to be copied, nor the models' stacks of matrices.
       times: that the program runs.

@@ -42,11 +42,7 @@ class ShardingRules:
 
 
 _TENSOR = ShardingRules(
-    vocab=("x", "y"),
-    q_heads=("x", "y"),
-    kv_heads=("x",),
-    ffw=("x", "y"),
-    cache_batch=("data", "y"),
+    vocab=("x", "y"), q_heads=("x", "y"), kv_heads=("x",), ffw=("x", "y"), cache_batch=("data", "y")
 )
 _NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",))
 

@@ -108,7 +108,6 @@ def expected(
     """Reads along: the teacher's expectations after each token, in parts that are kept on disk.
 
     Args:
-      folder: takes the parts.
       length: what is kept of a document is its last tokens, so many at most.
     """
     folder.mkdir(parents=True, exist_ok=True)

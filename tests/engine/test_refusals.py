@@ -23,9 +23,7 @@ REFUSED = {
         "defers windows, which is for greedy": Request([1], sampling=Sampling(0.5)),
         "with window_size=2 was given to an engine that defers": Request([1], rule=Fly(0.0, 2)),
     },
-    "rules and sampling": {
-        "no deferred window of window_size=4": Request([1], rule=Fly(0.5, 4)),
-    },
+    "rules and sampling": {"no deferred window of window_size=4": Request([1], rule=Fly(0.5, 4))},
 }
 
 

@@ -10,13 +10,7 @@ import pytest
 
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, parameter_specs
-from fly_jax.models.layouts import (
-    Layouts,
-    Workload,
-    choose_layouts,
-    pass_seconds,
-    resident_bytes,
-)
+from fly_jax.models.layouts import Layouts, Workload, choose_layouts, pass_seconds, resident_bytes
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS
 from fly_jax.planning.alternatives import Drafters, SmallerDraft

@@ -19,7 +19,7 @@ from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import Entropy, Needs, evidence
 from fly_jax.verification.reductions import one_by_one
-from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.sampling import Sampling, sample
 
 ROWS, VOCAB = 4, 7
 MEASURES = [Entropy("top_k"), Entropy("top_k", 5), Entropy("full"), Entropy("normalized")]
@@ -229,3 +229,18 @@ def test_the_check_sees_a_gathered_vocabulary() -> None:
     gather = jax.jit(lambda x: x + 1, in_shardings=split, out_shardings=whole)
     text = gather.lower(jnp.zeros((4, 6, WIDE))).compile().as_text()
     assert max(sizes_exchanged(text)) == 4 * 6 * WIDE
+
+
+def test_draft_sampling_moves_no_vocabulary() -> None:
+    layout = layout_of("vocabulary over x and y")
+    split = NamedSharding(layout.mesh, PartitionSpec(None, ("x", "y")))
+    logits = oracle.random_logits(3, (4, WIDE))
+    sampling, keys = Sampling(0.7, top_k=50, top_p=0.83), jax.random.split(jax.random.key(9), 4)
+    draw = jax.jit(sample, static_argnums=1)
+    program = draw.lower(jax.device_put(logits, split), sampling, keys).compile()
+    np.testing.assert_array_equal(
+        program(jax.device_put(logits, split), keys), draw(logits, sampling, keys)
+    )
+    sizes = sizes_exchanged(program.as_text())
+    assert sizes
+    assert max(sizes) <= 4 * 8

@@ -72,10 +72,7 @@ class Lookup(Drafter):
 
 
 def look_up(
-    lookup: Lookup,
-    text: Int[Array, "rows capacity"],
-    length: Int[Array, " rows"],
-    num_tokens: int,
+    lookup: Lookup, text: Int[Array, "rows capacity"], length: Int[Array, " rows"], num_tokens: int
 ) -> tuple[Int[Array, "rows num_tokens"], Int[Array, " rows"]]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 

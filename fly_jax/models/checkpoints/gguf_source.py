@@ -35,12 +35,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.tokenizer import (
-    JsonVocabulary,
-    SentencePieceVocabulary,
-    Tokenizer,
-    Vocabulary,
-)
+from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 
 # The types that are read: plain ones, and those that models are quantised to most often.

@@ -21,13 +21,15 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES
+from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config, read_json
+from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
 from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
+_QUANTISED = {"F8_E4M3": jnp.float8_e4m3fn, "I8": jnp.int8, "I32": jnp.int32}
+_STORED = {name: jnp.dtype(dtype) for name, dtype in (DTYPES | _QUANTISED).items()}
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
@@ -82,61 +84,108 @@ def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:
     return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class Unpacking:
+    """`arranged` of a checkpoint with quantised matrices, which are widened first."""
+
+    packing: Packing
+
+    def __call__(self, name: str, stored: Stored, spec: ParameterSpec) -> Array:
+        """The parameter of a name."""
+        if isinstance(stored, dict):
+            stored = self.packing.widened(stored, *tensor_shape(name, spec))
+        return arranged(name, stored, spec)
+
+
 class HuggingFaceSource:
     """A folder with `config.json` and safetensors, in one file or in several with an index.
 
     Each process reads only the bytes that its devices take.
+
+    Attributes:
+      packing: how matrices are quantised; None where they are not.
     """
 
     int8 = False
-    arranged = staticmethod(arranged)
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
 
         Raises:
           FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated,
-            or a tensor has a shape or type that the configuration does not ask for.
+            a tensor has a shape or type that the configuration does not ask for, or the matrices
+            are quantised in a way that is not known.
         """
         self._stored = stored_tensors(folder)
+        path = folder / "config.json"
+        self.packing = read_packing(read_json(path), str(path))
+        self.arranged: Arranging = arranged
+        if self.packing is not None:
+            self.arranged = Unpacking(self.packing)
         self.config = read_config(folder)
-        needed = {
-            tensor_name(group, name): tensor_shape(name, spec)
-            for group in groups(self.config)
-            for name, spec in group.specs(self.config).items()
-        }
+        needed: dict[str, Part] = {}
+        for group in groups(self.config):
+            for name, spec in group.specs(self.config).items():
+                parts = self._parts(group, name, spec)
+                tensors = self._tensors(group, name, spec)
+                needed |= {tensor: parts[part] for part, tensor in tensors.items()}
         _check(folder, self._stored, needed)
 
-    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+    def read(self, group: Group, layout: Layout | None) -> dict[str, Stored]:
         """The group's tensors [out, in], split by rows."""
         specs = group.specs(self.config)
         files: dict[Path, dict[str, jax.ShapeDtypeStruct]] = {}
-        for name, spec in specs.items():
-            tensor = tensor_name(group, name)
-            stored = self._stored[tensor]
-            files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
-                stored.shape,
-                spec.dtype or DTYPES[stored.dtype],
-                sharding=row_sharding(layout, spec, stored.shape[0]),
-            )
+        names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
+        for name, tensors in names.items():
+            for tensor in tensors.values():
+                stored = self._stored[tensor]
+                files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
+                    stored.shape,
+                    _STORED[stored.dtype],
+                    sharding=row_sharding(layout, specs[name], *stored.shape[:1]),
+                )
         context = ocp.Context()
         context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
         context.memory_options.read_concurrent_bytes = READ_BUFFER_BYTES
-        tensors: dict[str, Array] = {}
+        found: dict[str, Array] = {}
         with context:
             for file, abstract in files.items():
-                tensors |= ocp.load(file, abstract)
-        return {name: tensors[tensor_name(group, name)] for name in specs}
+                found |= ocp.load(file, abstract)
+        return {
+            name: found[tensors[""]]
+            if "" in tensors
+            else {part: found[tensor] for part, tensor in tensors.items()}
+            for name, tensors in names.items()
+        }
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
-        tensor = tensor_name(group, name)
+        tensor = next(iter(self._tensors(group, name, group.specs(self.config)[name]).values()))
         return f"The tensor {tensor} in {self._stored[tensor].file}"
 
+    def _tensors(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, str]:
+        """The tensors that hold a parameter, by the parts of its packing, or by "" alone."""
+        parts, whole = self._parts(group, name, spec), tensor_name(group, name)
+        if "" in parts:
+            return {"": whole}
+        stem = whole.removesuffix("weight")
+        return {
+            part: stem + part
+            for part, one in parts.items()
+            if not one.is_optional or stem + part in self._stored
+        }
 
-def _check(
-    folder: Path, stored: dict[str, StoredTensor], needed: dict[str, tuple[int, ...]]
-) -> None:
+    def _parts(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, Part]:
+        """What a parameter is made of; matrices that a packing left out are stored as they are."""
+        packing, plain = self.packing, self._stored.get(tensor_name(group, name))
+        shape = tensor_shape(name, spec)
+        is_plain = plain is not None and plain.dtype in DTYPES
+        if packing is None or is_plain or not is_transposed(name, spec):
+            return {"": Part((shape,), ("I32",) if name == "token_rows" else tuple(DTYPES))}
+        return packing.parts(*shape)
+
+
+def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, Part]) -> None:
     missing = [tensor for tensor in needed if tensor not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -144,19 +193,19 @@ def _check(
             f"{folder} lacks the tensor {missing[0]}{more}; config.json asks for it: download the "
             "whole checkpoint, or give the config.json that belongs to the weights."
         )
-    for tensor, shape in needed.items():
+    for tensor, part in needed.items():
         found = stored[tensor]
-        if found.shape != shape:
+        if found.shape not in part.shapes:
             raise FlyJaxError(
                 f"The tensor {tensor} in {found.file} has shape {list(found.shape)}; config.json "
-                f"asks for {list(shape)}: give weights and config.json of the same model."
+                f"asks for {' or '.join(str(list(shape)) for shape in part.shapes)}: give weights "
+                "and config.json of the same model."
             )
-        types = ("I32",) if tensor == _OUTER["token_rows"] else tuple(DTYPES)
-        if found.dtype not in types:
-            other = "that is not quantised" if types != ("I32",) else "that train --teacher made"
+        if found.dtype not in part.dtypes:
             raise FlyJaxError(
-                f"The tensor {tensor} in {found.file} is stored as {found.dtype}; fly_jax reads it "
-                f"as {', '.join(types)}: give a checkpoint {other}."
+                f"The tensor {tensor} in {found.file} is stored as {found.dtype}; config.json has "
+                f"it read as {', '.join(part.dtypes)}: download the whole checkpoint again, or "
+                "give one that is not quantised."
             )
 
 
@@ -287,8 +336,8 @@ def _checked_end(tensor: StoredTensor, entry: dict[str, Any]) -> int:
     start, end = entry["data_offsets"]
     if start < 0 or end < start or any(size < 0 for size in tensor.shape):
         raise ValueError(f"a tensor lies at bytes {start} to {end}")
-    if tensor.dtype in _ITEM_BYTES:
-        bytes_needed = math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
+    if tensor.dtype in _STORED:
+        bytes_needed = math.prod(tensor.shape) * _STORED[tensor.dtype].itemsize
         if end - start != bytes_needed:
             raise ValueError(f"{end - start} bytes for shape {list(tensor.shape)}")
     return int(end)

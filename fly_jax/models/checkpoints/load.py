@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -53,7 +53,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.source import Arranged, Source, is_gguf
+from fly_jax.models.checkpoints.source import Arranging, Source, Stored, is_gguf
 from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.models.quantise import quantised
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -244,8 +244,8 @@ def read_group(
 
 
 def _arranged(
-    stored: dict[str, Array],
-    arranged: Arranged,
+    stored: Mapping[str, Stored],
+    arranged: Arranging,
     specs: tuple[tuple[str, ParameterSpec], ...],
     vocab_size: int,
     quantise: bool,
@@ -365,7 +365,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
                 ),
             )
             bar.update(sizes[group])
-    if isinstance(checkpoint, GgufSource):
+    if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
         fields = json.dumps(config_fields(checkpoint.config), indent=2)
         (output / "config.json").write_text(f"{fields}\n")
     carry_tokenizer(source, checkpoint, output)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Array
 
@@ -18,7 +18,9 @@ from fly_jax.sharding.rules import Layout
 READ_BUFFER_BYTES = 256 * 2**20
 
 
-Arranged = Callable[[str, Array, ParameterSpec], Array]
+# A parameter as it is stored: an array, or the parts of a quantised matrix by their names.
+Stored = Array | dict[str, Array]
+Arranging = Callable[[str, Any, ParameterSpec], Array]
 
 
 class Source(Protocol):
@@ -33,14 +35,14 @@ class Source(Protocol):
     int8: bool
 
     @property
-    def arranged(self) -> Arranged:
+    def arranged(self) -> Arranging:
         """Makes a parameter of a group, from its name, what is stored and its spec, `Llama`'s.
 
         It runs under `jit`, and is equal for checkpoints that are arranged alike.
         """
         ...
 
-    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+    def read(self, group: Group, layout: Layout | None) -> Mapping[str, Stored]:
         """The group's parameters as they are stored, by name.
 
         Raises:

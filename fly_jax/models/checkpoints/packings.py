@@ -1,0 +1,350 @@
+"""Quantised matrices as published checkpoints store them, widened as they are read.
+
+A matrix is several tensors, whose names begin alike, and `quantization_config` says which. What
+runs here is what the formats' own libraries compute: integers or 8-bit floats, less a zero point,
+times the scale of their group.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from fly_jax.errors import FlyJaxError
+
+Shape = tuple[int, ...]
+_FLOATS = ("BF16", "F16", "F32")
+_WORD = 32  # bits of the integers that others are packed into
+# Which of the eight numbers in an integer of AWQ's is which of eight neighbours.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor of a matrix.
+
+    Attributes:
+      shapes: that it may have.
+      dtypes: as safetensors spells them.
+      is_optional: it may be absent.
+    """
+
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    is_optional: bool = False
+
+
+class Packing(abc.ABC):
+    """A way to store a matrix of [outputs, inputs]; equal for checkpoints stored alike.
+
+    Attributes:
+      name: as `quantization_config` spells it.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """The tensors of a matrix, by what their names end with.
+
+        Raises:
+          FlyJaxError: a matrix of these sizes cannot be stored so.
+        """
+
+    @abc.abstractmethod
+    def widened(
+        self, parts: Mapping[str, Array], outputs: int, inputs: int
+    ) -> Float[Array, "outputs inputs"]:
+        """The matrix in float32, from its tensors; runs under `jit`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Packing):
+    """8-bit floats or integers with a scale for each matrix, output, or block of a matrix.
+
+    DeepSeek's `fp8`, Meta's `fbgemm_fp8`, and `compressed-tensors`.
+
+    Attributes:
+      scale: what the scales' names end with.
+      block: outputs and inputs of a block; None for a scale of each output or matrix.
+    """
+
+    name: str
+    scale: str = "weight_scale"
+    block: tuple[int, int] | None = None
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """See `Packing`."""
+        shapes: tuple[Shape, ...] = ((outputs, 1), (outputs,), (1,), (1, 1), ())
+        if self.block is not None:
+            shapes = ((-(-outputs // self.block[0]), -(-inputs // self.block[1])),)
+        return {
+            "weight": Part(((outputs, inputs),), ("F8_E4M3", "I8")),
+            self.scale: Part(shapes, _FLOATS),
+        }
+
+    def widened(
+        self, parts: Mapping[str, Array], outputs: int, inputs: int
+    ) -> Float[Array, "outputs inputs"]:
+        """See `Packing`."""
+        scale = parts[self.scale].astype(jnp.float32)
+        if self.block is not None:
+            for axis, size in enumerate(self.block):
+                scale = jnp.repeat(scale, size, axis)
+            scale = scale[:outputs, :inputs]
+        else:
+            scale = scale.reshape(-1, 1)
+        return parts["weight"].astype(jnp.float32) * scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Awq(Packing):
+    """AWQ's "gemm": 4-bit integers with zero points, eight outputs in one int32."""
+
+    group: int
+    name: str = "awq"
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """See `Packing`."""
+        words, groups = _whole(outputs, 8, self.name), _whole(inputs, self.group, self.name)
+        return {
+            "qweight": Part(((inputs, words),), ("I32",)),
+            "qzeros": Part(((groups, words),), ("I32",)),
+            "scales": Part(((groups, outputs),), _FLOATS),
+        }
+
+    def widened(
+        self, parts: Mapping[str, Array], outputs: int, inputs: int
+    ) -> Float[Array, "outputs inputs"]:
+        """See `Packing`."""
+
+        def unpacked(words: Int32[Array, "rows words"]) -> Int[Array, "rows outputs"]:
+            eight = _unpacked(words, 4).reshape(*words.shape, 8)
+            return eight[..., jnp.array(_AWQ_PLACES)].reshape(len(words), outputs)
+
+        zeros = jnp.repeat(unpacked(parts["qzeros"]), self.group, 0)
+        scales = jnp.repeat(parts["scales"].astype(jnp.float32), self.group, 0)
+        return ((unpacked(parts["qweight"]) - zeros) * scales).T
+
+
+@dataclasses.dataclass(frozen=True)
+class Gptq(Packing):
+    """GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several inputs in one int32.
+
+    Attributes:
+      group: inputs that share a scale; -1 for all of them.
+      is_ordered: the checkpoint names each input's group.
+      zero_offset: added to zero points: one, but in `gptq_v2`.
+    """
+
+    bits: int
+    group: int
+    is_ordered: bool
+    zero_offset: int
+    name: str = "gptq"
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """See `Packing`."""
+        per_word = _WORD // self.bits
+        groups = -(-inputs // self._group(inputs))
+        return {
+            "qweight": Part(((_whole(inputs, per_word, self.name), outputs),), ("I32",)),
+            "qzeros": Part(((groups, _whole(outputs, per_word, self.name)),), ("I32",)),
+            "scales": Part(((groups, outputs),), _FLOATS),
+            "g_idx": Part(((inputs,),), ("I32",), is_optional=not self.is_ordered),
+        }
+
+    def widened(
+        self, parts: Mapping[str, Array], outputs: int, inputs: int
+    ) -> Float[Array, "outputs inputs"]:
+        """See `Packing`."""
+        matrix = _unpacked(parts["qweight"].T, self.bits)
+        zeros = _unpacked(parts["qzeros"], self.bits) + self.zero_offset
+        of = parts.get("g_idx", jnp.arange(inputs) // self._group(inputs))
+        return (matrix - zeros.T[:, of]) * _of_groups(parts["scales"].T, of)
+
+    def _group(self, inputs: int) -> int:
+        return self.group if self.group > 0 else inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed(Packing):
+    """`compressed-tensors`' "pack-quantized": integers of 4 or 8 bits, several inputs in one int32.
+
+    Attributes:
+      group: inputs that share a scale; None for one of each output.
+      is_ordered: the checkpoint names each input's group.
+      is_symmetric: there are no zero points.
+    """
+
+    bits: int
+    group: int | None
+    is_ordered: bool
+    is_symmetric: bool
+    name: str = "pack-quantized"
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        """See `Packing`."""
+        per_word = _WORD // self.bits
+        groups = 1 if self.group is None else _whole(inputs, self.group, self.name)
+        words = _whole(inputs, per_word, self.name)
+        found = {
+            "weight_packed": Part(((outputs, words),), ("I32",)),
+            "weight_scale": Part(((outputs, groups),), _FLOATS),
+            "weight_g_idx": Part(((inputs,),), ("I32",), is_optional=not self.is_ordered),
+        }
+        if not self.is_symmetric:
+            rows = -(-outputs // per_word)
+            found["weight_zero_point"] = Part(((rows, groups),), ("I32",))
+        return found
+
+    def widened(
+        self, parts: Mapping[str, Array], outputs: int, inputs: int
+    ) -> Float[Array, "outputs inputs"]:
+        """See `Packing`."""
+        half = 1 << (self.bits - 1)
+        matrix = _unpacked(parts["weight_packed"], self.bits) - half
+        of = parts.get("weight_g_idx", jnp.arange(inputs) // (self.group or inputs))
+        if not self.is_symmetric:
+            zeros = _unpacked(parts["weight_zero_point"].T, self.bits)[:, :outputs].T - half
+            matrix = matrix - zeros[:, of]
+        return matrix * _of_groups(parts["weight_scale"], of)
+
+
+def _unpacked(words: Int32[Array, "rows words"], bits: int) -> Int[Array, "rows numbers"]:
+    """The integers of so many bits that lie in words, the lowest bits first."""
+    shifts = jnp.arange(0, _WORD, bits, dtype=jnp.int32)
+    numbers = jnp.right_shift(words[..., None], shifts) & ((1 << bits) - 1)
+    return numbers.reshape(len(words), -1)
+
+
+def _of_groups(
+    scales: Float[Array, "outputs groups"], of: Int[Array, " inputs"]
+) -> Float[Array, "outputs inputs"]:
+    """The scale of each input's group; NaN for a group that there is not."""
+    found = scales.astype(jnp.float32).at[:, of].get(mode="fill", fill_value=jnp.nan)
+    return jnp.where(of < 0, jnp.nan, found)
+
+
+def _whole(size: int, of: int, name: str) -> int:
+    """How many times a size holds another; raises FlyJaxError where some is left."""
+    number, rest = divmod(size, of)
+    if rest:
+        raise FlyJaxError(
+            f"config.json says quantization {name} in groups of {of}, and a matrix has {size} rows "
+            "or columns, which is no multiple: give weights and config.json of the same model."
+        )
+    return number
+
+
+def read_packing(fields: Mapping[str, Any], source: str) -> Packing | None:
+    """How the matrices of a checkpoint are stored; None where they are not quantised.
+
+    Args:
+      fields: of `config.json`.
+      source: names it in errors.
+
+    Raises:
+      FlyJaxError: in a way that fly_jax does not read, or one that is not described.
+    """
+    said = fields.get("quantization_config") or fields.get("compression_config")
+    if not said:
+        return None
+    ways = {
+        "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm,
+        "awq": _awq,
+        "gptq": _gptq,
+        "compressed-tensors": _compressed_tensors,
+    }
+    try:
+        method = said["quant_method"]
+        if method in ways:
+            found = ways[method](said)
+            if found is not None:
+                return found
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FlyJaxError(
+            f"The quantization_config of {source} is not described as expected ({error!r}); "
+            "download the file again."
+        ) from error
+    raise FlyJaxError(
+        f"{source} describes weights that are quantised in a way that fly_jax does not read "
+        f"({_summary(said)}); it reads fp8, fbgemm_fp8, awq (gemm, 4 bits), gptq (2, 4 or 8 bits) "
+        "and compressed-tensors (float, int or packed integers of 4 or 8 bits): give such a "
+        "checkpoint, or the one that this was made from."
+    )
+
+
+def _fp8(said: Mapping[str, Any]) -> Packing | None:
+    block = said.get("weight_block_size")
+    if block is None:
+        return Scaled("fp8")
+    return Scaled("fp8", "weight_scale_inv", _pair(block))
+
+
+def _fbgemm(said: Mapping[str, Any]) -> Packing | None:
+    return Scaled("fbgemm_fp8")
+
+
+def _awq(said: Mapping[str, Any]) -> Packing | None:
+    given = said["bits"], said.get("zero_point", True), str(said.get("version", "gemm")).lower()
+    return Awq(_positive(said["group_size"])) if given == (4, True, "gemm") else None
+
+
+def _gptq(said: Mapping[str, Any]) -> Packing | None:
+    bits, group = said["bits"], said["group_size"]
+    form = said.get("checkpoint_format", "gptq")
+    if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
+        return None
+    group = -1 if group == -1 else _positive(group)
+    return Gptq(bits, group, bool(said.get("desc_act")), int(form == "gptq"))
+
+
+def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
+    groups = list(said["config_groups"].values())
+    kinds = {(one.get("format") or said["format"], _fixed(one["weights"])) for one in groups}
+    if len(kinds) != 1 or said.get("sparsity_config") or said.get("transform_config"):
+        return None
+    form, weights = next(iter(kinds))[0], groups[0]["weights"]
+    bits, group, strategy = weights["num_bits"], weights.get("group_size"), weights["strategy"]
+    is_symmetric = weights.get("symmetric", True)
+    if form == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel"):
+        group = _positive(group) if strategy == "group" else None
+        is_ordered = weights.get("actorder") in (True, "group")
+        return Packed(bits, group, is_ordered, is_symmetric)
+    is_known = form in ("float-quantized", "int-quantized", "naive-quantized")
+    if not is_known or bits != 8 or not is_symmetric:
+        return None
+    if strategy == "block":
+        return Scaled(form, block=_pair(weights["block_structure"]))
+    return Scaled(form) if strategy in ("channel", "tensor") else None
+
+
+def _fixed(weights: Mapping[str, Any]) -> str:
+    """What two groups have in common whose matrices are stored alike."""
+    return json.dumps(weights, sort_keys=True)
+
+
+def _positive(size: Any) -> int:
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"a group of {size}")
+    return size
+
+
+def _pair(block: Any) -> tuple[int, int]:
+    rows, columns = map(_positive, block)
+    return rows, columns
+
+
+def _summary(said: Any) -> str:
+    """The method and what else tells ways apart, in few words."""
+    named = ("quant_method", "bits", "version", "format", "checkpoint_format")
+    found = {name: said[name] for name in named if name in said} if isinstance(said, dict) else said
+    return json.dumps(found)[:200]

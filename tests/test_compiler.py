@@ -19,7 +19,7 @@ from random_pairs import CONFIG, random_target
 from fly_jax.models.architectures import INT8, ParameterSpec
 from fly_jax.models.checkpoints.packings import Scaled
 from fly_jax.models.quantise import quantised
-from fly_jax.training.trainer import weighted_loss
+from fly_jax.training.trainer import Row, weighted_loss
 
 ROWS = 33_000
 WITH_FAULT = ("0.10.2",)
@@ -51,7 +51,8 @@ def test_a_loss_and_its_gradients() -> None:
             few = type(model)(model.config, parameters)
             weights = jnp.ones((len(tokens), 12))
             nothing = jnp.zeros_like(tokens)
-            return weighted_loss(few, tokens, weights, nothing, positions[: len(tokens)])
+            row = Row(tokens, weights, nothing, positions[: len(tokens)])
+            return weighted_loss(few, row)
 
         return jax.value_and_grad(loss)(parameters)
 

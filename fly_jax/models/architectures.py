@@ -65,6 +65,7 @@ _SIZES = {
     "head_size": "head_dim",
     "max_context": "max_position_embeddings",
 }
+_MOST_LAYERS = 10_000  # several times those of any model; something is made for each
 _LLAMA3_SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -392,7 +393,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or heads
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // heads
         sizes: Fields = {own: int(hf[theirs]) for own, theirs in _SIZES.items()}
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+        if sizes["num_layers"] > _MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
+        rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
         scaling = _rope_scaling(rope, sizes["max_context"], source)
         if isinstance(scaling, YarnScaling):  # a Qwen's file still has the context without it
@@ -452,6 +455,43 @@ def config_fields(config: LlamaConfig) -> Fields:
         **dict.fromkeys(architecture.refused, False),
         **architecture.written(config),
     }
+
+
+_ROPE_FIELDS = {
+    "default": set[str](),
+    "llama3": set(_LLAMA3_SCALING.values()),
+    "yarn": {*_YARN_SCALING.values(), "mscale", "mscale_all_dim", "finetuned"},
+}
+_ROPE_ALWAYS = {"rope_type", "type", "rope_theta"}
+
+
+def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
+    """The rotary fields of a `config.json`, all of which are understood.
+
+    Raises:
+      FlyJaxError: one that is not, which would change what the model says.
+    """
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    known = _ROPE_ALWAYS | _ROPE_FIELDS.get(kind, set(rope))
+    odd = {name: value for name, value in rope.items() if name not in known}
+    for name in ("partial_rotary_factor", "attention_factor"):
+        if odd.get(name) == 1:
+            del odd[name]
+    if hf.get("partial_rotary_factor", 1) != 1:
+        odd["partial_rotary_factor"] = hf["partial_rotary_factor"]
+    both = [dict(hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)]
+    said = [{name: one[name] for name in one if name not in _ROPE_ALWAYS} for one in both]
+    if said and said[0] != said[-1]:
+        odd["rope_scaling"] = hf["rope_scaling"]
+    if odd:
+        name, value = next(iter(odd.items()))
+        raise FlyJaxError(
+            f"{source} has {name}={json.dumps(value)} beside the rotary scaling '{kind}', which "
+            "fly_jax does not understand and which would change the text; it runs models with one "
+            f"scaling of {', '.join(_ROPE_FIELDS)} for all layers and whole heads: give one."
+        )
+    return rope
 
 
 def _rope_scaling(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gguf
 import jax
@@ -35,6 +36,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
+from fly_jax.models.checkpoints.source import check_layers
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 
@@ -92,6 +94,7 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file:
             head = file.read(8)
+        _check_claims(path)
         reader = gguf.GGUFReader(path)
     except OSError as error:
         raise FlyJaxError(
@@ -106,6 +109,51 @@ def open_gguf(path: Path) -> GgufFile:
                 f"fly_jax reads {', '.join(TYPES)}: give a file of one of these."
             )
     return GgufFile(path, {one.name: one for one in reader.tensors}, dict(reader.fields))
+
+
+# Bytes of a value of the metadata, by GGUF's number of its type; texts and lists have a length.
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _LIST, _LENGTH_BYTES = 8, 9, 8
+
+
+def _check_claims(path: Path) -> None:
+    """Raises ValueError for a header that claims more than the file holds, before it is believed.
+
+    The library makes what is claimed: a list of millions of a file of a hundred bytes.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        # Of the two byte orders it is the one in which the version is small.
+        order: Literal["little", "big"] = "little" if data[4:6] != b"\0\0" else "big"
+        at = 8
+
+        def taken(number: int) -> int:
+            nonlocal at
+            at += number
+            if at > len(data):
+                raise ValueError(f"{number} bytes were claimed at byte {at - number}")
+            return at - number
+
+        def number(size: int = _LENGTH_BYTES) -> int:
+            begin = taken(size)
+            return int.from_bytes(data[begin : begin + size], order)
+
+        def skip(kind: int, count: int = 1) -> None:
+            if kind != _TEXT:
+                taken(_VALUE_BYTES[kind] * count)
+                return
+            if count * _LENGTH_BYTES > len(data) - at:
+                raise ValueError(f"{count} texts were claimed at byte {at}")
+            for _ in range(count):
+                taken(number())
+
+        num_tensors, num_values = number(), number()
+        for _ in range(num_values):
+            skip(_TEXT)
+            kind = number(4)
+            skip(number(4), number()) if kind == _LIST else skip(kind)
+        for _ in range(num_tensors):
+            skip(_TEXT)
+            taken(_LENGTH_BYTES * number(4) + 4 + _LENGTH_BYTES)  # sizes, type, place
 
 
 def _unreadable(path: Path, head: bytes) -> str:
@@ -170,7 +218,8 @@ def _config(file: GgufFile) -> LlamaConfig:
     def optional(key: str, default: object) -> Any:
         return file.value(f"{family}.{key}", default)
 
-    scaling = optional("rope.scaling.type", "none")
+    factor = optional("rope.scaling.factor", 1.0) or 1.0
+    scaling = optional("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if scaling != "none":
         raise FlyJaxError(
             f"{file.path} asks for rotary scaling '{scaling}'; fly_jax knows none, and the factors "
@@ -271,6 +320,7 @@ class GgufSource:
         # The file's own word: there a Mistral is a llama.
         has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         self.arranged = _unpaired if has_pairs else arranged
+        check_layers(self.config, len(file.tensors), str(file.path))
         # Qwen 3 has the names of all families.
         self._names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.num_layers)
         needed: set[str] = set()

@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 import json
 import math
+import re
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config, read_json
 from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored, check_layers
 from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"
@@ -34,6 +36,11 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
 
+# Of rotary tables, which config.json says, and of quantised activations and caches, which are not
+# quantised here.
+_WITHOUT_EFFECT = re.compile(
+    r"\.(rotary_emb\.inv_freq|weight_shape|(input|output|q|k|v)_(scale|scale_ub|zero_point))$"
+)
 _OUTER = {
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
@@ -123,6 +130,7 @@ class HuggingFaceSource:
         if self.packing is not None:
             self.arranged = Unpacking(self.packing)
         self.config = read_config(folder)
+        check_layers(self.config, len(self._stored), str(folder))
         needed: dict[str, Part] = {}
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
@@ -130,6 +138,21 @@ class HuggingFaceSource:
                 tensors = self._tensors(group, name, spec)
                 needed |= {tensor: parts[part] for part, tensor in tensors.items()}
         _check(folder, self._stored, needed)
+        self._check_rest(needed)
+
+    def _check_rest(self, needed: Container[str]) -> None:
+        """Raises FlyJaxError for tensors that would change the text and are no parameters."""
+        for name, tensor in self._stored.items():
+            is_known = (
+                name in needed or not name.startswith("model.") or _WITHOUT_EFFECT.search(name)
+            )
+            if is_known or (name.endswith(".bias") and tensor.is_zero()):
+                continue
+            raise FlyJaxError(
+                f"{tensor.file} has the tensor {name}, which models of type "
+                f"'{self.config.architecture}' do not have: without it the text would be wrong; "
+                "give the folder of such a model."
+            )
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Stored]:
         """The group's tensors [out, in], split by rows."""
@@ -232,11 +255,22 @@ class StoredTensor:
     Attributes:
       shape: as stored; matrices are [out, in].
       dtype: as the header spells it, such as "BF16".
+      begin: place of the first byte, from the end of the header on.
+      end: place of the byte after it.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    begin: int
+    end: int
+
+    def is_zero(self) -> bool:
+        """Whether each number of it is zero."""
+        with self.file.open("rb") as stream:
+            header = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            stream.seek(_LENGTH_BYTES + header + self.begin)
+            return not any(stream.read(self.end - self.begin))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -309,20 +343,21 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         tensors = {
-            name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"])
+            name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"], *entry["data_offsets"])
             for name, entry in header.items()
         }
-        ends = {name: _checked_end(tensors[name], header[name]) for name in header}
-        _check_overlap({name: tuple(header[name]["data_offsets"]) for name in header})
+        for tensor in tensors.values():
+            _check_extent(tensor)
+        _check_overlap(tensors)
     except OSError as error:
         raise FlyJaxError(f"{file} cannot be read ({_reason(error)}); {_AGAIN}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FlyJaxError(
             f"The safetensors header of {file} is damaged ({_reason(error)}); {_AGAIN}."
         ) from error
-    needed = _LENGTH_BYTES + length + max(ends.values(), default=0)
+    last = max(tensors, key=lambda name: tensors[name].end, default="nothing")
+    needed = _LENGTH_BYTES + length + (tensors[last].end if tensors else 0)
     if size != needed:
-        last = max(ends, key=ends.__getitem__, default="nothing")
         state = "truncated" if size < needed else "too long"
         raise FlyJaxError(
             f"{file} is {state}: it has {size} bytes, and its tensors up to {last} need {needed}; "
@@ -331,21 +366,22 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _checked_end(tensor: StoredTensor, entry: dict[str, Any]) -> int:
-    """The byte after the tensor, counted from the end of the header."""
-    start, end = entry["data_offsets"]
-    if start < 0 or end < start or any(size < 0 for size in tensor.shape):
-        raise ValueError(f"a tensor lies at bytes {start} to {end}")
+def _check_extent(tensor: StoredTensor) -> None:
+    """Refuses bytes that cannot be the tensor's."""
+    start, end = tensor.begin, tensor.end
+    sizes = (*tensor.shape, start, end)
+    if end < start or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} lies at bytes {start} to {end}")
     if tensor.dtype in _STORED:
         bytes_needed = math.prod(tensor.shape) * _STORED[tensor.dtype].itemsize
         if end - start != bytes_needed:
             raise ValueError(f"{end - start} bytes for shape {list(tensor.shape)}")
-    return int(end)
 
 
-def _check_overlap(ranges: dict[str, tuple[int, int]]) -> None:
+def _check_overlap(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuses tensors of which two have a byte in common."""
-    found = sorted((start, end, name) for name, (start, end) in ranges.items() if start < end)
+    found = sorted((one.begin, one.end, name) for name, one in tensors.items())
+    found = [one for one in found if one[0] < one[1]]
     for (_, end, name), (start, _, other) in itertools.pairwise(found):
         if start < end:
             raise ValueError(f"the tensors {name} and {other} overlap")

@@ -67,8 +67,8 @@ class Tokenizer:
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """The text's tokens, after the begin of text if the model's makers put one there.
 
-        A control token spelt out in the text, such as "</s>", is text like any other: only
-        `apply_chat_template` makes control tokens, so that no prompt can end its own turn.
+        A control token spelt out in the text, such as "</s>", is text like any other: only a chat
+        template makes control tokens, so that no prompt can end its own turn.
         """
         return self.vocabulary.encode(text, adds_special=add_bos)
 
@@ -115,6 +115,10 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the assistant begins to speak.
 
+        They are transformers', but for control tokens that are spelt out in a message: these are
+        text there, so that no message can end its own turn. Such a conversation is encoded part by
+        part between its own control tokens, where SentencePiece may put another space.
+
         Args:
           messages: such as `{"role": "user", "content": "Hello"}`, in order.
 
@@ -126,8 +130,29 @@ class Tokenizer:
                 "This tokenizer has no chat template, so it cannot take a conversation; give a "
                 "plain prompt, or the checkpoint of an instruct model."
             )
-        text = _render(self.chat_template, self.special_tokens, messages)
-        return self.vocabulary.encode(text, parse_controls=True)
+        controls = {name: index for name, index in self.vocabulary.controls.items() if name}
+        spelt = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))))
+        said = "".join(value for message in messages for value in message.values())
+        if not controls or not spelt.search(said):
+            text = _render(self.chat_template, self.special_tokens, messages)
+            return self.vocabulary.encode(text, parse_controls=True)
+        # A character that nobody wrote keeps the controls in messages from being controls.
+        mark = next(one for one in map(chr, range(0xE000, 0xF8FF)) if one not in said)
+        hidden = [
+            {
+                key: spelt.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+                for key, value in message.items()
+            }
+            for message in messages
+        ]
+        text = _render(self.chat_template, self.special_tokens, hidden)
+        ids: list[int] = []
+        for part in re.split(f"({spelt.pattern})", text):
+            if part in controls:
+                ids.append(controls[part])
+            else:
+                ids += self.vocabulary.encode(part.replace(mark, ""))
+        return ids
 
 
 class TextStream:
@@ -292,6 +317,7 @@ class JsonVocabulary:
     Attributes:
       names: every token as the file spells it, by id; '' for an id without a token.
       control_ids: tokens that are no text.
+      controls: the ids of those that are parsed, by how they are spelt.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -301,7 +327,8 @@ class JsonVocabulary:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         added = self._tokenizer.get_added_tokens_decoder()
-        self.control_ids = frozenset(index for index, token in added.items() if token.special)
+        self.controls = {one.content: index for index, one in added.items() if one.special}
+        self.control_ids = frozenset(self.controls.values())
         self._added = frozenset(added)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         spelt = {index: name for name, index in ids.items()}
@@ -368,7 +395,7 @@ class SentencePieceVocabulary:
             for index in range(len(self.names))
             if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
         )
-        self._controls = {self.names[index]: index for index in sorted(self.control_ids)}
+        self.controls = {self.names[index]: index for index in sorted(self.control_ids)}
         # Most models put a space in front of a text, and so strip one from its start.
         spaced = [index for index, name in enumerate(self.names) if name.startswith(_SPACE)]
         self._strips_space = bool(spaced) and not model.decode(spaced[:1]).startswith(" ")
@@ -377,7 +404,7 @@ class SentencePieceVocabulary:
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
         """The tokens of a text."""
-        controls = self._controls if parse_controls else {}
+        controls = self.controls if parse_controls else {}
         parts = re.split(f"({'|'.join(map(re.escape, controls))})", text) if controls else [text]
         ids = [self._bos] if adds_special and self._bos is not None else []
         for part in filter(None, parts):

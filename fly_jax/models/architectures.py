@@ -462,35 +462,26 @@ _ROPE_FIELDS = {
     "llama3": set(_LLAMA3_SCALING.values()),
     "yarn": {*_YARN_SCALING.values(), "mscale", "mscale_all_dim", "finetuned"},
 }
-_ROPE_ALWAYS = {"rope_type", "type", "rope_theta"}
+_ROPE_KINDS = {"rope_type", "type", "rope_theta"}
 
 
 def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
-    """The rotary fields of a `config.json`, all of which are understood.
-
-    Raises:
-      FlyJaxError: one that is not, which would change what the model says.
-    """
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    """The rotary fields of a `config.json`; raises FlyJaxError for one that is not understood."""
+    old, new = (dict(hf.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
+    rope = new or old
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    known = _ROPE_ALWAYS | _ROPE_FIELDS.get(kind, set(rope))
-    odd = {name: value for name, value in rope.items() if name not in known}
-    for name in ("partial_rotary_factor", "attention_factor"):
-        if odd.get(name) == 1:
-            del odd[name]
-    if hf.get("partial_rotary_factor", 1) != 1:
-        odd["partial_rotary_factor"] = hf["partial_rotary_factor"]
-    both = [dict(hf[name]) for name in ("rope_parameters", "rope_scaling") if hf.get(name)]
-    said = [{name: one[name] for name in one if name not in _ROPE_ALWAYS} for one in both]
-    if said and said[0] != said[-1]:
-        odd["rope_scaling"] = hf["rope_scaling"]
-    if odd:
-        name, value = next(iter(odd.items()))
-        raise FlyJaxError(
-            f"{source} has {name}={json.dumps(value)} beside the rotary scaling '{kind}', which "
-            "fly_jax does not understand and which would change the text; it runs models with one "
-            f"scaling of {', '.join(_ROPE_FIELDS)} for all layers and whole heads: give one."
-        )
+    known = _ROPE_KINDS | _ROPE_FIELDS.get(kind, set(rope))
+    odd = {"partial_rotary_factor": hf.get("partial_rotary_factor", 1)}
+    odd |= {name: value for name, value in rope.items() if name not in known}
+    if old and new and {*old.items()} - {*new.items()} - {("type", kind)}:
+        odd["rope_scaling"] = old
+    for name, value in odd.items():
+        if name != "partial_rotary_factor" or value != 1:
+            raise FlyJaxError(
+                f"{source} has {name}={json.dumps(value)} beside the rotary scaling '{kind}', "
+                "which fly_jax does not understand and which would change the text; it runs one "
+                f"of {', '.join(_ROPE_FIELDS)} for all layers and whole heads: give such a model."
+            )
     return rope
 
 

@@ -37,7 +37,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("named", ROPES)
 def test_rotary_fields_that_are_not_understood(named: str) -> None:
-    with pytest.raises(FlyJaxError, match=f"{named}.*does not understand.*give one"):
+    with pytest.raises(FlyJaxError, match=f"{named}.*does not understand.*give such"):
         config_of(ROPES[named])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import math
 import os
@@ -167,6 +168,8 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
 
     if service.limits.api_key is None and values.host not in _LOOPBACK:
         say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
+    gc.collect()
+    gc.freeze()  # what is there stays: else a body's many small lists have it all looked through
     say("Compiling, which is quick where programs were kept from an earlier start.")
     with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
 

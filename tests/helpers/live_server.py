@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any
 
 import httpx
 import openai
+from random_pairs import random_target
 from tiny_pair import write_pair
 
+from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.engine.batch import generate
 from fly_jax.engine.engine import Engine
@@ -27,6 +30,7 @@ from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Service
+from fly_jax.verification.rules import Exact
 
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
@@ -53,6 +57,39 @@ class Gated(Engine):
             time.sleep(0.002)
             return []
         return super().step()
+
+
+class Stuck(Engine):
+    """An engine that takes requests and decodes nothing."""
+
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        pass
+
+    def step(self) -> list[Any]:
+        time.sleep(0.002)
+        return []
+
+
+def stuck_service(**limits: Any) -> Service:
+    """A service over such an engine, which takes token ids only."""
+    target, static = random_target(2), RoundStatic(0, audits=True)
+    engine = Stuck(target, None, RoundSpec(Exact(), static), num_slots=1, max_length=60)
+    tokenizer = types.SimpleNamespace(chat_template=None)
+    pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
+    builder = RequestBuilder.of(DecodingConfig().without_draft())
+    return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits(**limits))
+
+
+@contextlib.contextmanager
+def serving(service: Service) -> Iterator[str]:
+    """Serves what needs no warm-up, in a thread; its address."""
+    listening = bound("127.0.0.1", 0)
+    loop, stop, ended = started(service, listening)
+    until(lambda: service.state == "ready")
+    yield address(listening)
+    loop.call_soon_threadsafe(stop.set)
+    ended.result(30)
+    listening.close()
 
 
 @dataclasses.dataclass

@@ -6,48 +6,19 @@ import json
 import os
 import signal
 import threading
-import time
-import types
-from collections.abc import Callable
-from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from live_server import started, until
-from random_pairs import random_target
+from live_server import Stuck, started, stuck_service, until
 
-from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
-from fly_jax.engine.engine import Engine
-from fly_jax.serving.async_engine import AsyncEngine
-from fly_jax.serving.http.limits import ServerLimits
-from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Service
-from fly_jax.verification.rules import Exact
-
-
-class Stuck(Engine):
-    """An engine that takes requests and decodes nothing."""
-
-    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        pass
-
-    def step(self) -> list[Any]:
-        time.sleep(0.002)
-        return []
 
 
 @pytest.fixture
 def service() -> Service:
-    target = random_target(2)
-    engine = Stuck(
-        target, None, RoundSpec(Exact(), RoundStatic(0, audits=True)), num_slots=1, max_length=60
-    )
-    tokenizer = types.SimpleNamespace(chat_template=None)
-    pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
-    builder = RequestBuilder.of(DecodingConfig().without_draft())
-    return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits())
+    return stuck_service()
 
 
 def fail(*_: object, **__: object) -> None:

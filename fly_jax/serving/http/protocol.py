@@ -27,6 +27,12 @@ _COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI has it
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
 _MOST_PROMPTS = 1024
+_MOST_TOKENS = 2**20  # longer than any context; the model's own is checked where it is known
+_MOST_MESSAGES = 2048  # as OpenAI has it; and parts of each
+_MOST_PATTERNS = 256
+_MOST_OTHERS = 64  # fields of an object beyond those that there are
+_LONGEST_NAME = 64  # of a field that may be a misspelt one
+_LONGEST_ERROR = 2000  # characters: an error quotes what was given
 
 _NOTHING: tuple[Any, ...] = (0, "", [], {})
 # Fields of OpenAI, vLLM, SGLang and llama.cpp that change the text or add to the reply, with the
@@ -72,9 +78,29 @@ def _written(text: str) -> str:
 Text = Annotated[str, AfterValidator(_written)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
+# The first wrong entry of a list ends it: reports on all of them take seconds and gigabytes.
+_Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_TOKENS, fail_fast=True)]
+_Texts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+_TokenLists = Annotated[
+    list[Annotated[list[TokenId], Field(max_length=_MOST_TOKENS, fail_fast=True)]],
+    Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True),
+]
+_Stops = Annotated[list[StopText], Field(max_length=_MOST_STOPS, fail_fast=True)]
 
 
-class _Fields(BaseModel):
+class _Bounded(BaseModel):
+    """An object of few fields, however many bytes a body may have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few(cls, given: Any) -> Any:
+        most = len(cls.model_fields) + _MOST_OTHERS
+        if isinstance(given, dict) and len(given) > most:
+            raise ValueError(f"there are {len(given)} fields; send at most {most}")
+        return given
+
+
+class _Fields(_Bounded):
     """Fields that are known, and others, which are passed over where they change nothing."""
 
     model_config = ConfigDict(extra="allow")
@@ -84,15 +110,10 @@ class _Fields(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in _CHANGING and value is not None and value not in _CHANGING[name]:
                 raise ValueError(f"{name} is {value!r}, which is not done here; leave it out")
-            if name in VLLM_NAMES:
-                raise ValueError(f"{name} stands beside the field fly; give it within")
-            meant = difflib.get_close_matches(name, type(self).model_fields, 1, _ALIKE)
-            if meant:
-                raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
         return self
 
 
-class _FlyFields(BaseModel):
+class _FlyFields(_Bounded):
     """Settings of FLy for one request; numbers not given are the server's. No others are taken.
 
     `VLLM_NAMES` has other names of some fields.
@@ -107,7 +128,7 @@ class _FlyFields(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rule: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    protect: list[Text] | None = None
+    protect: Annotated[list[Text], Field(max_length=_MOST_PATTERNS, fail_fast=True)] | None = None
     audit: bool = False
     stream_why: bool = False
 
@@ -156,13 +177,25 @@ class _GenerationFields(_Fields):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_PROMPTS)] = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=_MOST_STOPS)] | None = None
+    stop: StopText | _Stops | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     fly: Annotated[FlyFields, BeforeValidator(lambda given: {} if given is None else given)] = (
         Field(default_factory=FlyFields)
     )
+
+    @model_validator(mode="after")
+    def _others_are_not_misspelt(self) -> Self:
+        for name in self.model_extra or {}:
+            if name in VLLM_NAMES:
+                raise ValueError(f"{name} stands beside the field fly; give it within")
+            if len(name) > _LONGEST_NAME:
+                continue
+            meant = difflib.get_close_matches(name, type(self).model_fields, 1, _ALIKE)
+            if meant:
+                raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -178,12 +211,7 @@ class CompletionRequest(_GenerationFields):
       logprobs: gives the log-probability of each token, and so many of the most probable ones.
     """
 
-    prompt: (
-        Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS)]
-        | Annotated[list[list[TokenId]], Field(min_length=1, max_length=_MOST_PROMPTS)]
-    )
+    prompt: Text | _Tokens | _Texts | _TokenLists
     logprobs: Annotated[int, Field(ge=0, le=_MOST_TEXT_LOGPROBS, strict=True)] | None = None
     best_of: int | None = None
 
@@ -225,7 +253,7 @@ class Message(_Fields):
     """
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
 
     @property
     def as_template(self) -> dict[str, str]:
@@ -244,7 +272,9 @@ class ChatRequest(_GenerationFields):
       top_logprobs: gives with it so many of the most probable ones.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[
+        list[Message], Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_CHAT_LOGPROBS)] | None = None
@@ -313,6 +343,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """See the class."""
+        if len(message) > _LONGEST_ERROR:
+            message = f"{message[:_LONGEST_ERROR]} …"
         super().__init__(message)
         self.status, self.headers = status, headers
         self.body = ErrorReply(

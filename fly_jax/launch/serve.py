@@ -102,7 +102,10 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     )
     max_queue: int = parameter(256, "requests that may wait for a slot", low=0)
     max_body: int = parameter(2 * 2**20, "bytes of a request's body", low=1)
-    request_timeout: float = parameter(600.0, "seconds a request may take")
+    max_connections: int = parameter(512, "connections that may be open at a time", low=1)
+    request_timeout: float = parameter(
+        600.0, "seconds a request may take; 60 of them at most until all of it has arrived"
+    )
     client_timeout: float = parameter(30.0, "seconds in which a client has to take what it is sent")
     grace_period: float = parameter(
         30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)"
@@ -244,6 +247,7 @@ def _limits(values: ServeFlags) -> ServerLimits:
     return ServerLimits(
         max_queue=values.max_queue,
         max_body=values.max_body,
+        max_connections=values.max_connections,
         request_timeout=values.request_timeout,
         client_timeout=values.client_timeout,
         api_key=api_key,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
-from live_server import serving, stuck_service
+from live_server import serving, stuck_service, until
+
+from fly_jax.serving.http.service import Service
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 _SIZE = 2 * 2**20 - 100  # the server takes 2 MiB
@@ -17,9 +23,40 @@ _SECONDS, _MEBIBYTES = 1.0, 200  # of seven seconds, and of up to two gibibytes
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serving(stuck_service()) as found:
+def service() -> Service:
+    return stuck_service()
+
+
+@pytest.fixture(scope="module")
+def url(service: Service) -> Iterator[str]:
+    with serving(service) as found:
         yield found
+
+
+@contextlib.contextmanager
+def limited(service: Service, **limits: Any) -> Iterator[None]:
+    before = service.limits
+    service.limits = dataclasses.replace(before, **limits)
+    yield
+    service.limits = before
+
+
+def sent(url: str, *pieces: bytes, wait: float = 0.0) -> tuple[bytes, float]:
+    """What comes back until the connection is closed, and after how many seconds that is.
+
+    The pieces are sent with a wait before each; at most ten seconds are waited for.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    begun, found = time.perf_counter(), b""
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with contextlib.suppress(OSError):  # it may be closed by then
+            for piece in pieces:
+                time.sleep(wait)
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionResetError):
+            while more := connection.recv(65536):
+                found += more
+    return found, time.perf_counter() - begun
 
 
 def many(item: str, before: str, after: str) -> bytes:
@@ -74,3 +111,66 @@ def test_a_body_of_many_small_things(url: str, path: str, body: bytes, words: st
     assert len(reply.content) < 4000, "errors quote little of what was given"
     assert max(waits) < _SECONDS
     assert grown < _MEBIBYTES * 2**10
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+    b"Content-Type: application/json\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"",),
+        (HEALTH,),
+        (HEALTH, *[b"X-A: b\r\n"] * 30),
+        (BODY + b'{"prompt"',),
+        (BODY, *[b" "] * 30),
+        (BODY.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked"), *[b"1\r\n \r\n"] * 30),
+        (HEALTH + b"\r\n" + HEALTH,),
+    ],
+    ids=["nothing", "header", "drops", "body", "drops_of_body", "chunks", "second_request"],
+)  # fmt: skip
+def test_a_request_that_does_not_arrive_is_given_up(
+    service: Service, url: str, pieces: tuple[bytes, ...]
+) -> None:
+    with limited(service, request_timeout=0.5):
+        reply, seconds = sent(url, *pieces, wait=0.1)
+    *_, last = reply.split(b"HTTP/1.1 ")
+    assert last.startswith(b"408")
+    assert b"The request was not there in 0.5 seconds" in last
+    assert 0.4 < seconds < 4.5
+    until(lambda: service.num_open == 0)
+
+
+def test_what_is_refused_before_its_body_is_there_is_closed_too(service: Service, url: str) -> None:
+    with limited(service, request_timeout=0.5):
+        reply, seconds = sent(url, BODY.replace(b"99", b"99999999") + b"{")
+    assert reply.startswith(b"HTTP/1.1 413")
+    assert reply.count(b"HTTP/1.1") == 1
+    assert seconds < 4.5
+
+
+def test_a_request_that_is_decoded_has_arrived(service: Service, url: str) -> None:
+    """Another bound is for it; and an idle connection is closed by uvicorn's."""
+    with httpx.stream("POST", url + TEXT, json={"prompt": [1], "stream": True}) as reply:
+        assert reply.status_code == 200
+        until(lambda: service.num_open == 1)
+    until(lambda: service.num_open == 0)
+    reply, seconds = sent(url, HEALTH + b"\r\n")
+    assert reply.startswith(b"HTTP/1.1 200")
+    assert 4 < seconds < 9
+
+
+def test_too_many_connections(service: Service, url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    with limited(service, max_connections=3), contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        time.sleep(0.2)
+        reply, _ = sent(url)
+        assert reply.startswith(b"HTTP/1.1 503")
+        assert b"too many connections" in reply
+    until(lambda: httpx.get(f"{url}/health").status_code == 200)

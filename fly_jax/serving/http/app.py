@@ -48,7 +48,7 @@ def make_app(service: Service) -> FastAPI:
     )
     app.add_middleware(
         Guard,  # type: ignore[arg-type]
-        limits=service.limits,
+        limits=lambda: service.limits,
         on_refused=service.metrics.refused,
     )
 

@@ -17,7 +17,8 @@ from fly_jax.serving.http.protocol import ApiError
 
 _T = TypeVar("_T")
 # A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
-_NO_RETRY = {"x-should-retry": "false"}
+NO_RETRY = {"x-should-retry": "false"}
+_LONGEST_ARRIVAL = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class ServerLimits:
       max_body: bytes of a body.
       request_timeout: seconds from a request's arrival to its last token.
       client_timeout: seconds in which a client must take what is sent.
+      max_connections: that are open at a time.
       api_key: what requests have to bring; None for nothing.
     """
 
@@ -36,14 +38,23 @@ class ServerLimits:
     max_body: int = 2 * 2**20
     request_timeout: float = 600.0
     client_timeout: float = 30.0
+    max_connections: int = 512
     api_key: str | None = None
+
+    @property
+    def arrival_timeout(self) -> float:
+        """Seconds from the first byte of a request to its last."""
+        return min(self.request_timeout, _LONGEST_ARRIVAL)
 
 
 class Guard:
     """Turns away a wrong key and a body that is too large, before anything reads them."""
 
     def __init__(
-        self, app: ASGIApp, limits: ServerLimits, on_refused: Callable[[int], None]
+        self,
+        app: ASGIApp,
+        limits: Callable[[], ServerLimits],
+        on_refused: Callable[[int], None],
     ) -> None:
         """Stands before an application; `on_refused` gets the status of every error."""
         self._app, self._limits, self._on_refused = app, limits, on_refused
@@ -69,7 +80,7 @@ class Guard:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._limits.max_body:  # its length was not said, or wrongly
+            if size > self._limits().max_body:  # its length was not said, or wrongly
                 raise HTTPException(413, self._too_large)
             return message
 
@@ -77,7 +88,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        key = self._limits.api_key
+        key = self._limits().api_key
         if key is not None and scope["path"].startswith("/v1"):
             given = headers.get("authorization", "").encode("latin-1", "replace")
             if not secrets.compare_digest(given, f"Bearer {key}".encode()):
@@ -88,15 +99,15 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get("content-length", "0")
-        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > self._limits.max_body:
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > self._limits().max_body:
             return ApiError(413, self._too_large, code="body_too_large")
         return None
 
     @property
     def _too_large(self) -> str:
         return (
-            f"The body has more than {self._limits.max_body} bytes; send less, or start the server "
-            "with a larger --max_body."
+            f"The body has more than {self._limits().max_body} bytes; send less, or start the "
+            "server with a larger --max_body."
         )
 
 
@@ -130,7 +141,7 @@ async def unless_gone(receive: Receive, seconds: float, work: Coroutine[Any, Any
             f"The request was not done in {seconds:g} seconds and was stopped; ask for fewer "
             "tokens, or start the server with a larger --request_timeout.",
             code="request_timeout",
-            headers=_NO_RETRY,
+            headers=NO_RETRY,
         )
     finally:
         for task in (working, leaving):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.app import make_app
+from fly_jax.serving.http.connections import Connection
 from fly_jax.serving.http.service import Service
 
 _BACKLOG = 2048
@@ -89,9 +92,12 @@ async def serve(
         listening.listen(_BACKLOG)
     except OSError as error:
         raise _not_bound(host, port, error) from error
+    connection: Any = functools.partial(
+        Connection, limits=lambda: service.limits, on_refused=service.metrics.refused
+    )
     config = uvicorn.Config(
-        make_app(service), log_level="warning", access_log=False, lifespan="off", ws="none",
-        server_header=False, timeout_graceful_shutdown=_CLOSING_SECONDS,
+        make_app(service), http=connection, log_level="warning", access_log=False, lifespan="off",
+        ws="none", server_header=False, timeout_graceful_shutdown=_CLOSING_SECONDS,
     )  # fmt: skip
     server = _Server(config)
     serving = asyncio.create_task(server.serve([listening]))

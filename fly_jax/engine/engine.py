@@ -83,6 +83,7 @@ class Engine:
         memory: CorrectionMemory | None = None,
         offline: bool = False,
         listener: Listener | None = None,
+        shared_block: int = SHARED_BLOCK,
     ) -> None:
         """Checks the pair against the rule. The caches are made when they are first needed.
 
@@ -111,6 +112,8 @@ class Engine:
           offline: nobody waits for a reply, and all requests have the rule and the sampling of
             `spec`: free slots are filled between two rounds, however long that takes, and rounds
             are made for all slots, however few are in use.
+          shared_block: the beginning that a prompt has in common with what a slot holds is not run
+            again, in multiples of so many tokens; 0 for always.
 
         Raises:
           FlyJaxError: no slot or no room; a sampling of all requests that are not offline; rules
@@ -124,7 +127,7 @@ class Engine:
             check_spec(spec, rules)
         self._own, self._tokenizer = spec.rule, tokenizer
         self.drafter = checked_drafter(target, draft, spec.static)
-        self._resumes = self.drafter is None or self.drafter.resumes
+        self._resumes = shared_block > 0 and (self.drafter is None or self.drafter.resumes)
         self._programs = Programs(target, self.drafter, spec.static, cache_dtype)
         kinds = None if offline else rules
         self._rows = RowInputs(self._programs, spec, kinds, protected_token_ids, num_slots)
@@ -142,7 +145,7 @@ class Engine:
         plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=length)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
-        self.slots = Slots(self._row_steps)
+        self.slots = Slots(self._row_steps, shared_block)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0
@@ -176,6 +179,7 @@ class Engine:
         listener: Listener | None = None,
         with_texts: bool = True,
         offline: bool = False,
+        shared_block: int = SHARED_BLOCK,
         **given: Any,
     ) -> Self:
         """An engine of a pair; see `__init__` and `RoundStatic` for what is not said here.
@@ -191,6 +195,7 @@ class Engine:
           memory: see `__init__`; None for an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
           offline: so it is with `prompts` in any case.
+          shared_block: see `__init__`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -227,6 +232,7 @@ class Engine:
             memory=memory,
             offline=offline,
             listener=listener,
+            shared_block=shared_block,
         )
 
     def requests(
@@ -370,7 +376,7 @@ class Engine:
         """
         prompts = [one.prompt for one in requests]
         chunks = self._prefill.plan.needed(
-            prompts, self.slots.texts, shares=self._resumes, block=SHARED_BLOCK
+            prompts, self.slots.texts, shares=self._resumes, block=self.slots.block
         )
         lengths = [(len(one.prompt), self._prefill.limit(one)) for one in requests]
         drawn = {one.sampling is not None for one in requests}
@@ -529,7 +535,7 @@ class Engine:
             if len(found) == min(self.slots.num_free, plan.rows[-1]):
                 break
             prompt = one.request.prompt
-            prefix = self.slots.shared(prompt) if self._resumes else Prefix()
+            prefix = self.slots.shared(one.request) if self._resumes else Prefix()
             its_kind = plan.kind(prefix.length, len(prompt))
             if not found:
                 found, kind = [(one, prefix)], its_kind

@@ -107,6 +107,7 @@ class Request:
       ignores_eos: goes on to its limit, whatever ends of text come.
       protected_token_ids: tokens that are never rescued, nor anything in their place, besides the
         ends of text; None for the engine's own.
+      cache_salt: the beginning of the prompt is shared only with requests of the same.
     """
 
     prompt: Sequence[int]
@@ -118,6 +119,7 @@ class Request:
     logprobs: int | None = None
     ignores_eos: bool = False
     protected_token_ids: Sequence[int] | None = None
+    cache_salt: str = ""
 
 
 class RequestState:

@@ -18,8 +18,8 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
-# Beginnings are shared in multiples of so many tokens: copying a row for fewer takes longer than
-# running them, and prompts that share a block begin at one position.
+# Beginnings are shared in multiples of so many tokens, if not said otherwise: copying a row for
+# fewer takes longer than running them, and prompts that share a block begin at one position.
 SHARED_BLOCK = 16
 _UNSEEN = 2
 
@@ -32,14 +32,20 @@ class Prefix(NamedTuple):
 
 
 class Slots:
-    """The rows of the engine's state."""
+    """The rows of the engine's state.
 
-    def __init__(self, steps: Sequence[int]) -> None:
+    Attributes:
+      block: beginnings are shared in multiples of so many tokens; 0 for not at all.
+    """
+
+    def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK) -> None:
         """All are free, and hold nothing.
 
         Args:
           steps: how many slots, from the first on, rounds may be made for; the last is all.
+          block: see the class.
         """
+        self.block = block
         number = steps[-1]
         self.occupants: list[RequestState | None] = [None] * number
         self._last: list[RequestState | None] = [None] * number
@@ -73,12 +79,17 @@ class Slots:
         """Slots that nobody is in."""
         return len(self._free)
 
-    def shared(self, prompt: Sequence[int]) -> Prefix:
-        """The longest beginning of a prompt that the caches of a slot hold, in whole blocks."""
+    def shared(self, request: Request) -> Prefix:
+        """The longest beginning of a prompt that the caches of a slot hold, in whole blocks.
+
+        Slots of requests with another salt, and answers that are not finished, are nobody's else.
+        """
+        if not self.block:
+            return Prefix()
         found = [
-            Prefix(slot, _shared_blocks(_text(one), prompt))
+            Prefix(slot, self._shared_blocks(_text(one, so_far=False), request.prompt))
             for slot, one in enumerate(self._last)
-            if one is not None
+            if one is not None and one.request.cache_salt == request.cache_salt
         ]
         best = max(found, key=lambda prefix: prefix.length, default=Prefix())
         return best if best.length > 0 else Prefix()
@@ -94,7 +105,7 @@ class Slots:
         if prefix.slot in self._free and prefix.slot < few and held is not None:
             text = _text(held)
             # Nothing of what it holds is lost that could be relied on.
-            goes_on = prefix.length > 0 and prefix.length == _shared_blocks(text, (*text, 0))
+            goes_on = prefix.length > 0 and prefix.length == self._shared_blocks(text, (*text, 0))
             slot = prefix.slot if goes_on else slot
         self._free.remove(slot)
         self.occupants[slot] = self._last[slot] = request_state
@@ -109,22 +120,24 @@ class Slots:
         self.occupants[slot] = None
         self._free.append(slot)
 
+    def _shared_blocks(self, row: Sequence[int], prompt: Sequence[int]) -> int:
+        """How many tokens at the beginning of a prompt the caches of a row hold, in whole blocks.
 
-def _shared_blocks(row: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many tokens at the beginning of a prompt the caches of a row hold, in whole blocks.
-
-    The row's last two tokens are not relied on. A draft model has not seen the last one when
-    a round ends, nor the one before it where all of its draft was kept; and a row that is
-    finished is fed its last one again, with too little attended to, while others go on. Nor is
-    the last of the prompt: something has to be run.
-    """
-    most = min(len(row) - _UNSEEN, len(prompt) - 1)
-    same = next((at for at in range(most) if row[at] != prompt[at]), most)
-    return same // SHARED_BLOCK * SHARED_BLOCK  # may be negative
+        The row's last two tokens are not relied on. A draft model has not seen the last one when
+        a round ends, nor the one before it where all of its draft was kept; and a row that is
+        finished is fed its last one again, with too little attended to, while others go on. Nor is
+        the last of the prompt: something has to be run.
+        """
+        most = min(len(row) - _UNSEEN, len(prompt) - 1)
+        same = next((at for at in range(most) if row[at] != prompt[at]), most)
+        return same // self.block * self.block  # may be negative
 
 
-def _text(request_state: RequestState) -> tuple[int, ...]:
-    return (*request_state.generation.prompt_token_ids, *request_state.generation.token_ids)
+def _text(request_state: RequestState, *, so_far: bool = True) -> tuple[int, ...]:
+    """The prompt and the answer; the latter `so_far`, or only if it is finished."""
+    one = request_state.generation
+    has_answer = so_far or request_state.is_finished
+    return (*one.prompt_token_ids, *(one.token_ids if has_answer else ()))
 
 
 class Seated(NamedTuple):

@@ -60,6 +60,7 @@ _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "FLY_JAX_API_KEY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EXIT_FAILED = 1
+_SHARED_BLOCK = 64  # so that nobody can guess a prompt token by token
 
 
 @flag_group("Server")
@@ -71,11 +72,13 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     served_model_name: str | None = parameter(
         None, "name of the model; that of --target if not given"
     )
-    api_key: str | None = parameter(
-        None,
-        f"key that requests have to bring; if not given, that of the environment variable {_KEY}, "
-        "where other users of this machine do not see it; else none",
+    api_key: tuple[str, ...] = parameter(
+        (),
+        "key that requests have to bring, of several any one; if neither this nor --api_keys_file "
+        f"is given, that of the environment variable {_KEY}, where other users of this machine do "
+        "not see it; else none",
     )
+    api_keys_file: str | None = parameter(None, "file of keys besides, one in each line")
     num_slots: int = parameter(8, "requests decoded at a time", low=1)
     max_length: int | None = parameter(
         None,
@@ -99,6 +102,11 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
         False,
         "with --num_speculative_tokens=auto, K is chosen for loosened and drawn requests too, so "
         "that what they give depends on what else is decoded",
+    )
+    prefix_sharing: bool = parameter(
+        True,
+        f"a prompt's beginning that a request with the same key brought is not run again, by "
+        f"{_SHARED_BLOCK} tokens",
     )
     max_queue: int = parameter(256, "requests that may wait for a slot", low=0)
     max_body: int = parameter(2 * 2**20, "bytes of a request's body", low=1)
@@ -169,7 +177,7 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
     """Runs in process 0: serves until it is told to stop."""
     from fly_jax.serving.http.run import ServerFailed, run
 
-    if service.limits.api_key is None and values.host not in _LOOPBACK:
+    if not service.limits.api_keys and values.host not in _LOOPBACK:
         say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
     gc.collect()
     gc.freeze()  # what is there stays: else a body's many small lists have it all looked through
@@ -222,6 +230,7 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
         audits=True,
         max_logprobs=values.max_logprobs,
         load_may_change_text=values.load_may_change_text,
+        shared_block=_SHARED_BLOCK if values.prefix_sharing else 0,
     )
     return pair, engine
 
@@ -229,11 +238,7 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
 def _limits(values: ServeFlags) -> ServerLimits:
     from fly_jax.serving.http.limits import ServerLimits
 
-    api_key = values.api_key if values.api_key is not None else os.environ.get(_KEY)
-    if api_key is not None and not api_key.strip():
-        raise FlyJaxError(
-            f"The API key of --api_key or {_KEY} is empty; give one, or leave it out for none."
-        )
+    api_keys = _api_keys(values)
     timeouts = {
         "request_timeout": values.request_timeout,
         "client_timeout": values.client_timeout,
@@ -250,8 +255,29 @@ def _limits(values: ServeFlags) -> ServerLimits:
         max_connections=values.max_connections,
         request_timeout=values.request_timeout,
         client_timeout=values.client_timeout,
-        api_key=api_key,
+        api_keys=api_keys,
     )
+
+
+def _api_keys(values: ServeFlags) -> tuple[str, ...]:
+    """The keys of the flags, or that of the environment."""
+    keys, path = list(values.api_key), values.api_keys_file
+    if path is not None:
+        try:
+            keys += [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeError) as error:
+            raise FlyJaxError(
+                f"--api_keys_file is {path}, which cannot be read ({error}); give a text file with "
+                "a key in each line."
+            ) from error
+    if not keys and path is None and _KEY in os.environ:
+        keys = [os.environ[_KEY]]
+    if not all(key.strip() for key in keys) or (path is not None and not keys):
+        raise FlyJaxError(
+            f"The API key of --api_key, --api_keys_file or {_KEY} is empty; give one, or leave it "
+            "out for none."
+        )
+    return tuple(keys)
 
 
 def _name(target: str | None) -> str:

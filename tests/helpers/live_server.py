@@ -186,20 +186,22 @@ def started(service: Service, listening: socket.socket) -> tuple[Any, asyncio.Ev
 
 
 @contextlib.contextmanager
-def live_server(folder: Path) -> Iterator[Live]:
-    """Writes the pair into a folder and serves it."""
+def live_server(
+    folder: Path, *, length: int = LENGTH, keys: tuple[str, ...] = (KEY,), **given: Any
+) -> Iterator[Live]:
+    """Writes the pair into a folder and serves it; the rest is for the engine."""
     target, draft = write_pair(folder)
     (target / "chat_template.jinja").write_text(TEMPLATE)
     pair = load_pair(target, draft, dtype="float32")
     builder = RequestBuilder.of(pair.config(**GIVEN))
     engine = Gated.of(
-        pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH,
-        rules=builder.kinds, prefill_chunk=32, audits=True, max_logprobs=4,
+        pair, builder.for_engine, num_slots=SLOTS, max_length=length,
+        rules=builder.kinds, prefill_chunk=32, audits=True, max_logprobs=4, **given,
     )  # fmt: skip
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()
     engine.gate.set()
-    limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_key=KEY)
+    limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_keys=keys)
     service = Service(NAME, AsyncEngine(engine), pair, builder, limits)
     listening = bound("127.0.0.1", 0)
     url = address(listening)

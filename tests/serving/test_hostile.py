@@ -13,11 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import serving, stuck_service, until
+from live_server import KEY, NAME, Live, live_server, serving, stuck_service, until
 
+from fly_jax.engine.request import Request, RequestState
+from fly_jax.engine.slots import Prefix, Slots
 from fly_jax.serving.http.service import Service
+from fly_jax.verification.rules import Exact
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+OTHER = "another secret"
 _SIZE = 2 * 2**20 - 100  # the server takes 2 MiB
 _SECONDS, _MEBIBYTES = 1.0, 200  # of seven seconds, and of up to two gibibytes
 
@@ -31,6 +35,13 @@ def service() -> Service:
 def url(service: Service) -> Iterator[str]:
     with serving(service) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("pair")
+    with live_server(folder, length=96, keys=(KEY, OTHER), shared_block=64) as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -174,3 +185,38 @@ def test_too_many_connections(service: Service, url: str) -> None:
         assert reply.startswith(b"HTTP/1.1 503")
         assert b"too many connections" in reply
     until(lambda: httpx.get(f"{url}/health").status_code == 200)
+
+
+def test_nobody_reads_a_prompt_by_guessing_its_tokens(live: Live) -> None:
+    """A block of 64 tokens is guessed as a whole, and with the same key, or not at all."""
+    secret = [3 + 7 * at % 50 for at in range(90)]
+
+    def cached(length: int, key: str = KEY, salt: str | None = None) -> int:
+        reply = live.client(key).completions.create(
+            model=NAME, prompt=[*secret[:length], 60], max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        return int(reply.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
+
+    guesses: list[tuple[tuple[Any, ...], int]] = [
+        ((12,), 0), ((40,), 0), ((63,), 0), ((80,), 64),
+        ((63, OTHER), 0), ((80, OTHER), 0), ((80, KEY, "mine"), 0), ((80, OTHER, "mine"), 0),
+    ]  # fmt: skip
+    for guess, number in guesses:
+        live.completion(secret, max_tokens=4)
+        assert cached(*guess) == number, guess
+    assert cached(80, OTHER, "mine") == 64, "of its own, by now"
+    assert cached(80, OTHER, "yours") == 0
+    assert live.post({"prompt": "a", "cache_salt": ""}).status_code == 400
+
+
+def test_an_answer_is_shared_when_it_is_finished() -> None:
+    slots, longer = Slots((2,), 16), Request(range(1, 60), cache_salt="a")
+    state = RequestState(Request(range(1, 21), cache_salt="a"), Exact())
+    slots.take(state, Prefix())
+    state.generation.token_ids += range(21, 60)
+    assert slots.shared(longer).length == 16
+    state.finished = 1.0
+    assert slots.shared(longer).length == 48
+    assert slots.shared(dataclasses.replace(longer, cache_salt="b")).length == 0
+    slots.block = 0
+    assert slots.shared(longer).length == 0

@@ -68,7 +68,8 @@ def _answers(service: Service) -> APIRouter:
 
     async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
         limits = service.limits
-        stream = await service.answer(request, style)
+        salt = limits.cache_salt(raw.headers.get("authorization", ""), request.cache_salt)
+        stream = await service.answer(request, style, salt)
         if request.stream:
             return EventStream(stream, limits.request_timeout, limits.client_timeout)
         return await in_one_piece(raw.receive, limits.request_timeout, stream)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
+import json
 import re
 import secrets
 from collections.abc import Callable, Coroutine
@@ -19,6 +21,7 @@ _T = TypeVar("_T")
 # A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
 NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_ARRIVAL = 60.0
+_SECRET = secrets.token_bytes(32)  # without which nobody can look for the key of a digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ServerLimits:
       request_timeout: seconds from a request's arrival to its last token.
       client_timeout: seconds in which a client must take what is sent.
       max_connections: that are open at a time.
-      api_key: what requests have to bring; None for nothing.
+      api_keys: of which requests have to bring one; none for nothing.
     """
 
     max_queue: int = 256
@@ -39,7 +42,12 @@ class ServerLimits:
     request_timeout: float = 600.0
     client_timeout: float = 30.0
     max_connections: int = 512
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+
+    def cache_salt(self, authorization: str, given: str | None) -> str:
+        """What requests must have in common to share prefixes: their key, and what they say."""
+        key = authorization if self.api_keys else ""
+        return hashlib.blake2b(json.dumps([key, given]).encode(), key=_SECRET).hexdigest()
 
     @property
     def arrival_timeout(self) -> float:
@@ -88,10 +96,12 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        key = self._limits().api_key
-        if key is not None and scope["path"].startswith("/v1"):
+        keys = self._limits().api_keys
+        if keys and scope["path"].startswith("/v1"):
             given = headers.get("authorization", "").encode("latin-1", "replace")
-            if not secrets.compare_digest(given, f"Bearer {key}".encode()):
+            # All are compared, so that the time does not tell which.
+            fits = [secrets.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+            if not any(fits):
                 return ApiError(
                     401,
                     "The API key is missing or wrong; send the server's as a bearer token.",

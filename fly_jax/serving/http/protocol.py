@@ -29,7 +29,7 @@ _MOST_TEXT_LOGPROBS, _MOST_CHAT_LOGPROBS = 5, 20  # as OpenAI has it
 _MOST_PROMPTS = 1024
 _MOST_TOKENS = 2**20  # longer than any context; the model's own is checked where it is known
 _MOST_MESSAGES = 2048  # as OpenAI has it; and parts of each
-_MOST_PATTERNS = 256
+_MOST_PATTERNS, _LONGEST_SALT = 256, 256
 _MOST_OTHERS = 64  # fields of an object beyond those that there are
 _LONGEST_NAME = 64  # of a field that may be a misspelt one
 _LONGEST_ERROR = 2000  # characters: an error quotes what was given
@@ -168,6 +168,7 @@ class _GenerationFields(_Fields):
       seed: of the draws; of the i-th answer it is seed + i.
       stop: texts before which an answer ends.
       ignore_eos: goes on to max_tokens, whatever ends of text come.
+      cache_salt: shares beginnings of prompts only with requests that give the same.
     """
 
     model: str | None = None
@@ -181,6 +182,7 @@ class _GenerationFields(_Fields):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=_LONGEST_SALT)] | None = None
     fly: Annotated[FlyFields, BeforeValidator(lambda given: {} if given is None else given)] = (
         Field(default_factory=FlyFields)
     )

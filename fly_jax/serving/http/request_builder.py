@@ -86,6 +86,7 @@ class RequestBuilder:
         prompts: Sequence[Sequence[int]],
         engine: Engine,
         protected: Callable[[tuple[str, ...]], tuple[int, ...]],
+        cache_salt: str = "",
     ) -> list[Request]:
         """The engine's requests for a client's: n for each prompt, given as token ids.
 
@@ -108,6 +109,7 @@ class RequestBuilder:
             request.num_logprobs,
             bool(request.ignore_eos),
             None if patterns == self.config.limits.protect else protected(patterns),
+            cache_salt,
         )
         return [
             dataclasses.replace(first, prompt=prompt, seed=(first.seed + index) % 2**32)

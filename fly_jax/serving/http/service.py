@@ -97,8 +97,12 @@ class Service:
                 code="model_not_found",
             )
 
-    async def answer(self, request: GenerationRequest, style: replies.Style) -> ResponseStream:
+    async def answer(
+        self, request: GenerationRequest, style: replies.Style, cache_salt: str = ""
+    ) -> ResponseStream:
         """Hands a request to the engine, to be answered in the style of its endpoint.
+
+        It shares prefixes with those of the same salt.
 
         Raises:
           ApiError: it is not taken.
@@ -107,7 +111,9 @@ class Service:
         self.check_model(request.model)
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
-            requests = self.builder.requests(request, ids, self.engine.engine, self._protected)
+            requests = self.builder.requests(
+                request, ids, self.engine.engine, self._protected, cache_salt
+            )
             stream = ResponseStream(self, request, style, await self._submitted(requests))
         self._open.add(stream)
         return stream

@@ -59,6 +59,7 @@ _Engine = TypeVar("_Engine", bound="Engine")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "FLY_JAX_API_KEY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _EXIT_FAILED = 1
 _SHARED_BLOCK = 64  # so that nobody can guess a prompt token by token
 
@@ -79,6 +80,12 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
         "not see it; else none",
     )
     api_keys_file: str | None = parameter(None, "file of keys besides, one in each line")
+    allowed_hosts: tuple[str, ...] = parameter(
+        (),
+        "name by which the server may be called, '*' for any; if not given, localhost, 127.0.0.1 "
+        "and [::1] where it listens there and demands no key, so that no page of another site can "
+        "ask it, else any",
+    )
     num_slots: int = parameter(8, "requests decoded at a time", low=1)
     max_length: int | None = parameter(
         None,
@@ -238,7 +245,9 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
 def _limits(values: ServeFlags) -> ServerLimits:
     from fly_jax.serving.http.limits import ServerLimits
 
-    api_keys = _api_keys(values)
+    api_keys, allowed_hosts = _api_keys(values), values.allowed_hosts
+    if not allowed_hosts and not api_keys and values.host in _LOOPBACK:
+        allowed_hosts = _LOOPBACK_NAMES
     timeouts = {
         "request_timeout": values.request_timeout,
         "client_timeout": values.client_timeout,
@@ -255,6 +264,7 @@ def _limits(values: ServeFlags) -> ServerLimits:
         max_connections=values.max_connections,
         request_timeout=values.request_timeout,
         client_timeout=values.client_timeout,
+        allowed_hosts=() if "*" in allowed_hosts else tuple(map(str.lower, allowed_hosts)),
         api_keys=api_keys,
     )
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,9 @@ from live_server import KEY, NAME, Live, live_server, serving, stuck_service, un
 
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import Prefix, Slots
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags
+from fly_jax.launch.serve import ServeFlags, _limits
 from fly_jax.serving.http.service import Service
 from fly_jax.verification.rules import Exact
 
@@ -220,3 +224,54 @@ def test_an_answer_is_shared_when_it_is_finished() -> None:
     assert slots.shared(dataclasses.replace(longer, cache_salt="b")).length == 0
     slots.block = 0
     assert slots.shared(longer).length == 0
+
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+def test_a_server_is_called_by_its_names_only(service: Service, url: str) -> None:
+    """A page whose name is made to lead to this machine is another site's to the browser."""
+    with limited(service, allowed_hosts=LOOPBACK):
+        for name in (*LOOPBACK, "LocalHost", "localhost:80", "[::1]:8000"):
+            reply = httpx.get(f"{url}/health", headers={"Host": name})
+            assert reply.status_code == 200, name
+        for name in ("evil.example", "localhost.evil.example:8000", "::1", "", "localhost:8000:1"):
+            for path in ("/", "/health", "/v1/models"):
+                reply = httpx.get(url + path, headers={"Host": name})
+                assert reply.status_code == 400, name
+                assert "--allowed_hosts" in reply.json()["error"]["message"]
+    assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ([], LOOPBACK),
+        (["--host=::1"], LOOPBACK),
+        (["--allowed_hosts=Box", "--allowed_hosts=localhost"], ("box", "localhost")),
+        (["--allowed_hosts=*"], ()),
+        (["--api_key=a", "--api_key=b"], ()),
+        (["--host=0.0.0.0"], ()),
+    ],
+)
+def test_the_names_if_nobody_says(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], names: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("FLY_JAX_API_KEY", raising=False)
+    values = Flags("serve", ServeFlags, ()).parse(arguments, "{flags}")
+    assert values is not None
+    assert _limits(values).allowed_hosts == names
+
+
+def test_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLY_JAX_API_KEY", "unused")
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n\n")
+    values = Flags("serve", ServeFlags, ()).parse(["--api_key=zero", f"--api_keys_file={path}"], "")
+    assert values is not None
+    assert _limits(values).api_keys == ("zero", "one", "two")
+    path.write_text("\n")
+    empty = Flags("serve", ServeFlags, ()).parse([f"--api_keys_file={path}"], "")
+    assert empty is not None
+    with pytest.raises(FlyJaxError, match="is empty"):
+        _limits(empty)

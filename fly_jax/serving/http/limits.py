@@ -34,6 +34,7 @@ class ServerLimits:
       request_timeout: seconds from a request's arrival to its last token.
       client_timeout: seconds in which a client must take what is sent.
       max_connections: that are open at a time.
+      allowed_hosts: names, without a port, by which the server may be called; none for any.
       api_keys: of which requests have to bring one; none for nothing.
     """
 
@@ -42,6 +43,7 @@ class ServerLimits:
     request_timeout: float = 600.0
     client_timeout: float = 30.0
     max_connections: int = 512
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
 
     def cache_salt(self, authorization: str, given: str | None) -> str:
@@ -95,8 +97,17 @@ class Guard:
         await self._app(scope, measured, telling)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
-        keys = self._limits().api_keys
+        headers, limits = Headers(scope=scope), self._limits()
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if limits.allowed_hosts and host not in limits.allowed_hosts:
+            return ApiError(
+                400,
+                f"The request is for the host {host!r} and this server answers for "
+                f"{', '.join(limits.allowed_hosts)}; call it by such a name, or start it with "
+                "--allowed_hosts.",
+                code="host_not_allowed",
+            )
+        keys = limits.api_keys
         if keys and scope["path"].startswith("/v1"):
             given = headers.get("authorization", "").encode("latin-1", "replace")
             # All are compared, so that the time does not tell which.
@@ -109,7 +120,7 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         length = headers.get("content-length", "0")
-        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > self._limits().max_body:
+        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > limits.max_body:
             return ApiError(413, self._too_large, code="body_too_large")
         return None
 

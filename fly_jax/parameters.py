@@ -15,6 +15,9 @@ from typing import Any
 from fly_jax.errors import FlyJaxError
 
 _KEY = "parameter"
+# A count of tokens, of rounds or of windows: beyond any context, and sums of it are no overflow.
+MOST_TOKENS = 2**20
+MOST_INT, MOST_FLOAT = 2**31 - 1, 3.4e38  # of the types that devices compute with
 _NOUNS: dict[type, str] = {
     int: "a whole number",
     float: "a number",
@@ -90,7 +93,8 @@ class Parameter:
 
     def _within(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))
+            and (self.kind is int or abs(value) <= MOST_FLOAT)
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
@@ -103,7 +107,7 @@ class Parameter:
         if self.choices:
             return " or ".join(f"'{choice}'" for choice in self.choices)
         bounds = [
-            f"{word} {bound:g}"
+            f"{word} {bound if isinstance(bound, int) else format(bound, 'g')}"
             for word, bound in (
                 ("above", self.above), ("of at least", self.low),
                 ("below", self.below), ("of at most", self.high),

@@ -14,7 +14,15 @@ from fly_jax.decoding.deferral import check_deferral
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of, values_of
+from fly_jax.parameters import (
+    MOST_INT,
+    MOST_TOKENS,
+    Parameter,
+    check_keys,
+    parameter,
+    parameters_of,
+    values_of,
+)
 from fly_jax.verification.evidence import Entropy, Needs
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Loose, Rule
 from fly_jax.verification.rules.loosened import LOSSLESS_RULES, combined, rule_names
@@ -44,15 +52,15 @@ class Drafting:
         15,
         "draft tokens of a round (K); auto chooses K for each round from what is accepted and what "
         "a round takes",
-        low=1, word="auto",
+        low=1, high=MOST_TOKENS, word="auto",
     )  # fmt: skip
     lossless_speculative_tokens: int | None = parameter(
-        None, "K of the rules exact and sampled", kind=int, low=1, flag=False
+        None, "K of the rules exact and sampled", kind=int, low=1, high=MOST_TOKENS, flag=False
     )
     level_speculative_tokens: int = parameter(
         4,  # a level below is asked often, and what it proposes after an error is lost
         "draft tokens that each draft model but the first proposes at a time",
-        low=1,
+        low=1, high=MOST_TOKENS,
     )  # fmt: skip
     boundary: Boundary = parameter(
         "reject",
@@ -79,7 +87,7 @@ class Limits:
         None, "csd: file of the command calibrate to begin with", kind=str
     )
     csd_min_count: int = parameter(
-        6, "csd: the memory knows what it has counted more often than this", low=0
+        6, "csd: the memory knows what it has counted more often than this", low=0, high=MOST_INT
     )
     csd_online: bool = parameter(True, "csd: the memory learns while decoding")
 

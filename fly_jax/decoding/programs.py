@@ -25,6 +25,7 @@ from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
 
 CAPACITY_STEP = 64
@@ -167,16 +168,7 @@ class Programs:
 
     def put_numbers(self, numbers: Any) -> Any:
         """Puts the numbers of a rule or a sampling, scalars or one per row, on the devices."""
-
-        def put(leaf: Any) -> Array:
-            value = np.asarray(leaf)
-            if value.dtype.kind in "iu":
-                value = value.astype(np.int32)
-            elif value.dtype.kind == "f":
-                value = value.astype(np.float32)
-            return self.put(value)
-
-        return jax.tree.map(put, numbers)
+        return jax.tree.map(lambda leaf: self.put(narrowed(leaf)), numbers)
 
     def put_protected(self, token_ids: Sequence[int], *rows: int) -> Bool[Array, "*rows vocab"]:
         """Puts a mask of tokens on the devices; ids beyond the vocabulary are left out."""

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.parameters import parameters_of
+from fly_jax.errors import FlyJaxError
+from fly_jax.parameters import MOST_FLOAT, MOST_INT, parameters_of
 
 Number: TypeAlias = float | np.ndarray | Float[Array, ""] | Float[Array, " rows"]
 Count: TypeAlias = int | np.ndarray | Int[Array, ""] | Int[Array, " rows"]
@@ -59,6 +60,29 @@ def data_tree(declaring: _Class) -> _Class:
 
     jax.tree_util.register_pytree_with_keys(declaring, flatten_with_keys, unflatten, flatten)
     return declaring
+
+
+def narrowed(numbers: Any) -> np.ndarray:
+    """Numbers in the types that arrays on a device have.
+
+    Raises:
+      FlyJaxError: one that has no place there, which would become another.
+    """
+    array = np.asarray(numbers)
+    if array.dtype == bool:
+        return array
+    narrow = np.float32 if array.dtype.kind == "f" else np.int32
+    fits = array.dtype.kind in "iuf"
+    if fits and array.size:
+        most = MOST_FLOAT if narrow is np.float32 else MOST_INT
+        large = np.abs(array[np.isfinite(array)].astype(np.float64))
+        fits = bool(large.max(initial=0) <= most)
+    if not fits:
+        raise FlyJaxError(
+            f"A rule or a sampling has the numbers {str(array)[:80]}; they must be whole numbers "
+            f"of at most {MOST_INT}, or others of at most {MOST_FLOAT:g}: correct them."
+        )
+    return array.astype(narrow)
 
 
 def column(number: Any) -> Any:

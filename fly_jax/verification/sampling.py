@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import check_parameters, parameter
+from fly_jax.parameters import MOST_INT, check_parameters, parameter
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
@@ -46,7 +46,7 @@ class Sampling:
 
     temperature: Number = parameter(1.0, "0 is greedy", low=0.0)
     top_k: Count | None = parameter(
-        None, "sample from so many most probable tokens; 0 for all", kind=int, low=0
+        None, "sample from so many most probable tokens; 0 for all", kind=int, low=0, high=MOST_INT
     )
     top_p: Number | None = parameter(
         None, "sample from the most probable tokens of this probability",

@@ -275,3 +275,32 @@ def test_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert empty is not None
     with pytest.raises(FlyJaxError, match="is empty"):
         _limits(empty)
+
+
+NUMBERS = (-1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400, 1e300)
+
+
+@pytest.mark.parametrize("given", NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["window_size", "entropy_top_k", "entropy_threshold", "margin_gap", "risk_budget"],
+)
+def test_numbers_of_a_rule_that_have_no_place(live: Live, name: str, given: float) -> None:
+    fits = name not in ("window_size", "entropy_top_k") and -1 < given <= 2**64
+    fly = {"rule": "fly | margin", name: given}
+    reply = live.post({"prompt": "a", "max_tokens": 1, "fly": fly})
+    assert reply.status_code == (200 if fits else 400), reply.text
+    assert fits or name in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", NUMBERS, ids=str)
+@pytest.mark.parametrize("name", ["max_tokens", "top_k", "n", "logprobs", "temperature", "seed"])
+def test_numbers_of_a_request_that_have_no_place(live: Live, name: str, given: float) -> None:
+    fits = {
+        "max_tokens": given == 2**31 - 1,
+        "top_k": given in (-1, 2**31 - 1),
+        "seed": -1 <= given <= 2**32,
+    }.get(name, False)
+    reply = live.post({"prompt": "a", "max_tokens": 1, "temperature": 0.5} | {name: given})
+    assert reply.status_code == (200 if fits else 400), reply.text
+    assert fits or name in reply.json()["error"]["message"]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import check_parameters, parameter
+from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
 from fly_jax.verification.sampling import Sampling
 
 Match = Literal["earliest", "latest"]
@@ -29,13 +29,15 @@ class Lookup(Drafter):
     max_ngram: int = parameter(
         4,
         "longest n-gram that the next tokens are looked up by in the text so far",
-        name="prompt_lookup_max", low=1,
+        name="prompt_lookup_max", low=1, high=MOST_TOKENS,
     )  # fmt: skip
-    min_ngram: int = parameter(1, "shortest such n-gram", name="prompt_lookup_min", low=1)
+    min_ngram: int = parameter(
+        1, "shortest such n-gram", name="prompt_lookup_min", low=1, high=MOST_TOKENS
+    )
     num_tokens: int = parameter(
         6,
         "tokens that the lookup proposes to a draft model at a time",
-        name="prompt_lookup_tokens", low=1,
+        name="prompt_lookup_tokens", low=1, high=MOST_TOKENS,
     )  # fmt: skip
     match: Match = parameter(
         "latest",

@@ -120,6 +120,22 @@ def _in_additional_config() -> Iterator[None]:
 
 
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
+    """The rule of one request: whatever fails in it is that request's fault, not the engine's.
+
+    See `_request_rule`.
+    """
+    try:
+        return _request_rule(config, override, temperature)
+    except FlyJaxError:
+        raise
+    except Exception as error:
+        raise FlyJaxError(
+            f"extra_args[{KEY!r}] is {str(override)[:200]}, of which no rule can be made "
+            f"({error}); correct it."
+        ) from error
+
+
+def _request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
     """The rule of one request.
 
     Args:

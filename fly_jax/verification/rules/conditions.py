@@ -278,7 +278,8 @@ class Window:
         if self.kind == "reference":
             followers = jnp.maximum(followers - 1, 0)
         num_draft = mismatch.shape[1]
-        last = jnp.minimum(jnp.arange(num_draft) + followers, num_draft - 1)
+        place = jnp.arange(num_draft)
+        last = place + jnp.minimum(followers, num_draft - 1 - place)  # however many followers
         # The count up to the last follower less that up to here.
         count = jnp.cumsum(mismatch, axis=1)
         last = jnp.broadcast_to(last, mismatch.shape)
@@ -286,7 +287,7 @@ class Window:
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
         """True where the whole window lies within the row's block."""
-        return jnp.arange(1, num_draft + 1) + column(self.size) <= end[:, None]
+        return column(self.size) <= end[:, None] - jnp.arange(1, num_draft + 1)
 
 
 @data_tree

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import parameter
+from fly_jax.parameters import MOST_TOKENS, parameter
 from fly_jax.verification.data import Count, Number, data_tree, log
 from fly_jax.verification.evidence import Entropy, EntropyMeasure
 from fly_jax.verification.rules.conditions import (
@@ -58,14 +58,15 @@ class Fly(Loose):
         0.3, "fly: least entropy of the target for a mismatch to be kept; 0 for no gate", low=0.0
     )
     window_size: Count = parameter(
-        6, "fly: draft tokens after a mismatch that must match for it to be kept", low=0
-    )
+        6, "fly: draft tokens after a mismatch that must match for it to be kept",
+        low=0, high=MOST_TOKENS,
+    )  # fmt: skip
     entropy: EntropyMeasure = parameter(
         "top_k", "fly: what the threshold is compared with",
         choices=get_args(EntropyMeasure), static=True,
     )  # fmt: skip
     entropy_top_k: int = parameter(
-        3, "fly: tokens that the entropy top_k looks at", low=1, static=True
+        3, "fly: tokens that the entropy top_k looks at", low=1, high=MOST_TOKENS, static=True
     )
     window: WindowKind = parameter(
         "paper",

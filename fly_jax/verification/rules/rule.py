@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import check_parameters, parameter
-from fly_jax.verification.data import STATIC, Count, Number, data_tree
+from fly_jax.verification.data import STATIC, Count, Number, data_tree, narrowed
 from fly_jax.verification.evidence import Needs, TargetEvidence
 from fly_jax.verification.rules.conditions import (
     Clause,
@@ -325,9 +325,7 @@ def _stacked(numbers: Sequence[Any]) -> np.ndarray:
             "per_row was given a rule with an array of numbers; give it one rule for each row, "
             "with one number for each parameter."
         )
-    stacked = np.stack(arrays)
-    narrow = {"f": np.float32, "i": np.int32, "b": np.bool_}
-    return stacked.astype(narrow[stacked.dtype.kind])
+    return narrowed(np.stack(arrays))
 
 
 def accept(

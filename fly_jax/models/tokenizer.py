@@ -348,7 +348,9 @@ class JsonVocabulary:
         """
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
-            return self._tokenizer.encode(text, add_special_tokens=adds_special).ids
+            # Of a batch, since for one text the library keeps all other threads waiting.
+            batch = self._tokenizer.encode_batch([text], add_special_tokens=adds_special)
+            return list(batch[0].ids)
 
     def _token_bytes(self, token_id: int, first: bool) -> bytes:
         """UTF-8 of one token, as it stands at the start of a text or within it."""

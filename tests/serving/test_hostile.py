@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import resource
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import KEY, NAME, Live, live_server, serving, stuck_service, until
+from live_server import HEADERS, KEY, NAME, Live, live_server, serving, stuck_service, until
 
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import Prefix, Slots
@@ -87,6 +88,25 @@ def unknown(before: str = "", after: str = "") -> bytes:
     ).encode()
 
 
+def attacked(url: str, path: str, body: bytes) -> tuple[httpx.Response, float]:
+    """The reply, and the most seconds that others waited meanwhile."""
+    waits, is_done = [0.0], threading.Event()
+
+    def others() -> None:
+        with httpx.Client() as client:
+            while not is_done.is_set():
+                begun = time.perf_counter()
+                client.get(f"{url}/health", timeout=60)
+                waits.append(time.perf_counter() - begun)
+
+    asking = threading.Thread(target=others)
+    asking.start()
+    reply = httpx.post(url + path, content=body, headers=HEADERS, timeout=60)
+    is_done.set()
+    asking.join()
+    return reply, max(waits)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
@@ -103,29 +123,22 @@ def unknown(before: str = "", after: str = "") -> bytes:
 )  # fmt: skip
 def test_a_body_of_many_small_things(url: str, path: str, body: bytes, words: str) -> None:
     """Neither others wait for it, nor does it take much memory."""
-    waits, is_done = [0.0], threading.Event()
-
-    def others() -> None:
-        with httpx.Client() as client:
-            while not is_done.is_set():
-                begun = time.perf_counter()
-                client.get(f"{url}/health", timeout=60)
-                waits.append(time.perf_counter() - begun)
-
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    asking = threading.Thread(target=others)
-    asking.start()
-    reply = httpx.post(
-        url + path, content=body, headers={"Content-Type": "application/json"}, timeout=60
-    )
-    is_done.set()
-    asking.join()
+    reply, wait = attacked(url, path, body)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert reply.status_code == 400
     assert words in reply.json()["error"]["message"]
     assert len(reply.content) < 4000, "errors quote little of what was given"
-    assert max(waits) < _SECONDS
+    assert wait < _SECONDS
     assert grown < _MEBIBYTES * 2**10
+
+
+def test_a_long_text_is_cut_into_tokens_while_others_are_answered(live: Live) -> None:
+    text = "Ada has 3 apples and eats 2. " * (_SIZE // 30)
+    with live.limited(max_body=_SIZE):
+        reply, wait = attacked(live.url, TEXT, json.dumps({"prompt": text}).encode())
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+    assert wait < _SECONDS
 
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

@@ -103,7 +103,7 @@ def test_how_many_alternatives_are_asked_for() -> None:
         ({"stop": [""]}, "stop.0: String should have at least 1 character."),
         ({"stop": ["a", 3]}, "stop: Input should be a valid string."),
         ({"prompt": 3, **dict.fromkeys(map(str, range(80)), 0)},
-         "The body: there are 81 fields; send at most 79."),
+         "The body: there are 81 fields; send at most 80."),
         ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17."),
         ({"prompt": 3}, "prompt: Input should be a valid string."),
         ({"fly": {"rule": 3}}, "fly.rule: Input should be a valid string."),

@@ -295,8 +295,7 @@ NUMBERS = (-1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400, 1e300)
 
 @pytest.mark.parametrize("given", NUMBERS, ids=str)
 @pytest.mark.parametrize(
-    "name",
-    ["window_size", "entropy_top_k", "entropy_threshold", "margin_gap", "risk_budget"],
+    "name", ["window_size", "entropy_top_k", "entropy_threshold", "margin_gap", "risk_budget"]
 )
 def test_numbers_of_a_rule_that_have_no_place(live: Live, name: str, given: float) -> None:
     fits = name not in ("window_size", "entropy_top_k") and -1 < given <= 2**64

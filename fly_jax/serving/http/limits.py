@@ -61,10 +61,7 @@ class Guard:
     """Turns away a wrong key and a body that is too large, before anything reads them."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        limits: Callable[[], ServerLimits],
-        on_refused: Callable[[int], None],
+        self, app: ASGIApp, limits: Callable[[], ServerLimits], on_refused: Callable[[int], None]
     ) -> None:
         """Stands before an application; `on_refused` gets the status of every error."""
         self._app, self._limits, self._on_refused = app, limits, on_refused

@@ -70,11 +70,11 @@ class Stuck(Engine):
         return []
 
 
-def stuck_service(**limits: Any) -> Service:
-    """A service over such an engine, which takes token ids only."""
+def stuck_service(tokenizer: Any = None, **limits: Any) -> Service:
+    """A service over such an engine, which without a tokenizer takes token ids only."""
     target, static = random_target(2), RoundStatic(0, audits=True)
     engine = Stuck(target, None, RoundSpec(Exact(), static), num_slots=1, max_length=60)
-    tokenizer = types.SimpleNamespace(chat_template=None)
+    tokenizer = tokenizer or types.SimpleNamespace(chat_template=None)
     pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
     builder = RequestBuilder.of(DecodingConfig().without_draft())
     return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits(**limits))

@@ -39,7 +39,8 @@ def test_the_known_case() -> None:
 
 def test_a_loss_and_its_gradients() -> None:
     """Over a long batch they are the means of those over its pieces."""
-    model = random_target(0, dataclasses.replace(CONFIG, num_layers=1, embed_size=16))
+    small = {"embed_size": 16, "ffw_size": 16, "num_heads": 1, "num_kv_heads": 1, "num_layers": 1}
+    model = random_target(0, dataclasses.replace(CONFIG, **small))
     size = CONFIG.vocab_size
     shape = (ROWS // 12, 13)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, size)

@@ -82,7 +82,7 @@ class Slots:
     def shared(self, request: Request) -> Prefix:
         """The longest beginning of a prompt that the caches of a slot hold, in whole blocks.
 
-        Slots of requests with another salt, and answers that are not finished, are nobody's else.
+        Not of a request with another salt, and of an answer only once it is finished.
         """
         if not self.block:
             return Prefix()

@@ -82,9 +82,8 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     api_keys_file: str | None = parameter(None, "file of keys besides, one in each line")
     allowed_hosts: tuple[str, ...] = parameter(
         (),
-        "name by which the server may be called, '*' for any; if not given, localhost, 127.0.0.1 "
-        "and [::1] where it listens there and demands no key, so that no page of another site can "
-        "ask it, else any",
+        "name by which the server may be called, '*' for any; if not given, any, but on loopback "
+        "without a key only localhost, 127.0.0.1 and [::1], which keeps out pages of other sites",
     )
     num_slots: int = parameter(8, "requests decoded at a time", low=1)
     max_length: int | None = parameter(
@@ -119,7 +118,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     max_body: int = parameter(2 * 2**20, "bytes of a request's body", low=1)
     max_connections: int = parameter(512, "connections that may be open at a time", low=1)
     request_timeout: float = parameter(
-        600.0, "seconds a request may take; 60 of them at most until all of it has arrived"
+        600.0, "seconds a request may take; it has to arrive within 60 of them"
     )
     client_timeout: float = parameter(30.0, "seconds in which a client has to take what it is sent")
     grace_period: float = parameter(
@@ -274,7 +273,8 @@ def _api_keys(values: ServeFlags) -> tuple[str, ...]:
     keys, path = list(values.api_key), values.api_keys_file
     if path is not None:
         try:
-            keys += [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+            lines = Path(path).read_text("utf-8-sig").splitlines()
+            keys += [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeError) as error:
             raise FlyJaxError(
                 f"--api_keys_file is {path}, which cannot be read ({error}); give a text file with "

@@ -88,10 +88,10 @@ def test_other_ways_are_named_before_any_tensor(named: str, copy_of: Callable[..
 
 
 WRONG: dict[str, tuple[str, object]] = {
-    "quant_method": ("is not described as expected", {"bits": 4}),
+    "quant_method": ("in a way that fly_jax does not read", {"bits": 4}),
     "group_size": ("is not described as expected", {"quant_method": "awq", "bits": 4}),
     "zero group": (
-        "a group of 0", {"quant_method": "awq", "bits": 4, "group_size": 0}
+        "a size of 0", {"quant_method": "awq", "bits": 4, "group_size": 0}
     ),
     "not a multiple": (
         "in groups of 48", {"quant_method": "awq", "bits": 4, "group_size": 48}

@@ -56,8 +56,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def limited(service: Service, **limits: Any) -> Iterator[None]:
     before = service.limits
     service.limits = dataclasses.replace(before, **limits)
-    yield
-    service.limits = before
+    try:
+        yield
+    finally:
+        service.limits = before
 
 
 def sent(url: str, *pieces: bytes, wait: float = 0.0) -> tuple[bytes, float]:
@@ -259,6 +261,23 @@ def test_a_server_is_called_by_its_names_only(service: Service, url: str) -> Non
     assert httpx.get(f"{url}/health", headers={"Host": "evil.example"}).status_code == 200
 
 
+def test_who_takes_nothing_is_cut_off(live: Live) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with limited(live.service, client_timeout=0.5), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((host, int(port)))
+        connection.sendall(asked * 400)  # some 10 MB of replies, which nobody reads
+        time.sleep(3)
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while data := connection.recv(2**20):
+                received += len(data)
+    whole = len(httpx.get(f"{live.url}/openapi.json").content)
+    assert 0 < received < 200 * whole
+
+
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -282,7 +301,7 @@ def test_the_names_if_nobody_says(
 def test_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLY_JAX_API_KEY", "unused")
     path = tmp_path / "keys"
-    path.write_text("one\ntwo\n\n")
+    path.write_text("\ufeffone\ntwo \n\n", "utf-8")
     values = Flags("serve", ServeFlags, ()).parse(["--api_key=zero", f"--api_keys_file={path}"], "")
     assert values is not None
     assert _limits(values).api_keys == ("zero", "one", "two")

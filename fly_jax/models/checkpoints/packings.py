@@ -264,7 +264,7 @@ def read_packing(fields: Mapping[str, Any], source: str) -> Packing | None:
         "compressed-tensors": _compressed_tensors,
     }
     try:
-        method = said["quant_method"]
+        method = said.get("quant_method")
         if method in ways:
             found = ways[method](said)
             if found is not None:
@@ -294,12 +294,16 @@ def _fbgemm(said: Mapping[str, Any]) -> Packing | None:
 
 
 def _awq(said: Mapping[str, Any]) -> Packing | None:
-    given = said["bits"], said.get("zero_point", True), str(said.get("version", "gemm")).lower()
+    given = (
+        _positive(said["bits"]),
+        said.get("zero_point", True),
+        str(said.get("version", "gemm")).lower(),
+    )
     return Awq(_positive(said["group_size"])) if given == (4, True, "gemm") else None
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing | None:
-    bits, group = said["bits"], said["group_size"]
+    bits, group = _positive(said["bits"]), said["group_size"]
     form = said.get("checkpoint_format", "gptq")
     if bits not in (2, 4, 8) or form not in ("gptq", "gptq_v2"):
         return None
@@ -313,7 +317,11 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
     if len(kinds) != 1 or said.get("sparsity_config") or said.get("transform_config"):
         return None
     form, weights = next(iter(kinds))[0], groups[0]["weights"]
-    bits, group, strategy = weights["num_bits"], weights.get("group_size"), weights["strategy"]
+    bits, group, strategy = (
+        _positive(weights["num_bits"]),
+        weights.get("group_size"),
+        weights["strategy"],
+    )
     is_symmetric = weights.get("symmetric", True)
     if form == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel"):
         group = _positive(group) if strategy == "group" else None
@@ -333,8 +341,8 @@ def _fixed(weights: Mapping[str, Any]) -> str:
 
 
 def _positive(size: Any) -> int:
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"a group of {size}")
+    if type(size) is not int or size < 1:
+        raise ValueError(f"a size of {size}")
     return size
 
 

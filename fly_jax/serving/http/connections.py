@@ -10,14 +10,15 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fly_jax.serving.http.limits import NO_RETRY, ServerLimits
-from fly_jax.serving.http.protocol import ApiError
+from fly_jax.serving.http.protocol import ApiError, unavailable
 
 
 class Connection(H11Protocol):
     """uvicorn's, which waits for ever for the rest of a header or a body.
 
     The deadline runs from the connection's beginning, and of each later request from its first
-    byte, until all of the request is there; uvicorn closes what is idle between two.
+    byte, until all of the request is there; uvicorn closes what is idle between two. A client who
+    takes nothing of what is written is cut off, which uvicorn would wait for.
     """
 
     def __init__(
@@ -31,19 +32,32 @@ class Connection(H11Protocol):
         super().__init__(*given, **named)
         self._limits, self._on_refused = limits, on_refused
         self._deadline: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes it, unless there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._limits().max_connections:
-            self._refuse(ApiError(503, "The server has too many connections; try again later."))
+            self._refuse(unavailable("The server has too many connections; try again later."))
         else:
             self._watch(is_arriving=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more is waited for."""
         self._watch(is_arriving=False)
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Waits for the client to take what is written, for so long."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(self._limits().client_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken something."""
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
 
     def handle_events(self) -> None:
         """After what has arrived, and when a reply has been sent."""

@@ -35,7 +35,7 @@ class ServerLimits:
       client_timeout: seconds in which a client must take what is sent.
       max_connections: that are open at a time.
       allowed_hosts: names, without a port, by which the server may be called; none for any.
-      api_keys: of which requests have to bring one; none for nothing.
+      api_keys: requests have to bring one of them; if there are none, no key is asked for.
     """
 
     max_queue: int = 256

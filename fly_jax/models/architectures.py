@@ -65,7 +65,6 @@ _SIZES = {
     "head_size": "head_dim",
     "max_context": "max_position_embeddings",
 }
-_MOST_LAYERS = 10_000  # several times those of any model; something is made for each
 _LLAMA3_SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -89,9 +88,6 @@ class LlamaConfig:
     Attributes:
       vocab_size: tokens that it takes; each has a row of the embedding, unless there is a
         `draft_vocab_size`.
-      embed_size: width of the residual stream.
-      ffw_size: width of the gated MLP.
-      num_kv_heads: divides `num_heads`.
       max_context: positions the model was trained for.
       tied_embeddings: the unembedding is the embedding (Llama 3.2).
       bos_token_id: token that begins a text, which the tokenizer may put before a prompt, if any.
@@ -152,6 +148,12 @@ class LlamaConfig:
             given = " and ".join(f"{name}={getattr(self, name)}" for name in names)
             raise FlyJaxError(f"The configuration has {given}; {needed}: correct config.json.")
 
+    def check_layers(self, num_tensors: int) -> None:
+        """Raises FlyJaxError where there cannot be a tensor for each layer."""
+        self._check(
+            self.num_layers <= num_tensors, f"there are {num_tensors} tensors", "num_layers"
+        )
+
     def with_vocabulary(self, size: int) -> LlamaConfig:
         """The same model without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
@@ -192,7 +194,6 @@ class Architecture:
     """A family of models: what it has beyond Llama, in the words of its `config.json`.
 
     Attributes:
-      name: its `model_type`.
       fields: of `LlamaConfig`, the same in all its models.
       read: the fields of `LlamaConfig` that differ from model to model, from the fields of a
         `config.json` and the number of layers. May raise as a wrong kind of field does.
@@ -393,7 +394,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or heads
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // heads
         sizes: Fields = {own: int(hf[theirs]) for own, theirs in _SIZES.items()}
-        if sizes["num_layers"] > _MOST_LAYERS:
+        if sizes["num_layers"] > 10_000:  # many times those of any model
             raise ValueError(f"num_hidden_layers={sizes['num_layers']}")
         rope = _rope_fields(hf, source)
         theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
@@ -462,7 +463,6 @@ _ROPE_FIELDS = {
     "llama3": set(_LLAMA3_SCALING.values()),
     "yarn": {*_YARN_SCALING.values(), "mscale", "mscale_all_dim", "finetuned"},
 }
-_ROPE_KINDS = {"rope_type", "type", "rope_theta"}
 
 
 def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
@@ -470,7 +470,7 @@ def _rope_fields(hf: Mapping[str, Any], source: str) -> Fields:
     old, new = (dict(hf.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
     rope = new or old
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    known = _ROPE_KINDS | _ROPE_FIELDS.get(kind, set(rope))
+    known = {"rope_type", "type", "rope_theta"} | _ROPE_FIELDS.get(kind, set(rope))
     odd = {"partial_rotary_factor": hf.get("partial_rotary_factor", 1)}
     odd |= {name: value for name, value in rope.items() if name not in known}
     if old and new and {*old.items()} - {*new.items()} - {("type", kind)}:

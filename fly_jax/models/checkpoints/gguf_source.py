@@ -36,7 +36,6 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.source import check_layers
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 
@@ -320,7 +319,7 @@ class GgufSource:
         # The file's own word: there a Mistral is a llama.
         has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         self.arranged = _unpaired if has_pairs else arranged
-        check_layers(self.config, len(file.tensors), str(file.path))
+        self.config.check_layers(len(file.tensors))
         # Qwen 3 has the names of all families.
         self._names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.num_layers)
         needed: set[str] = set()

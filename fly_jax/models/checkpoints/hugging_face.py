@@ -25,7 +25,7 @@ from orbax.checkpoint import v1 as ocp
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config, read_json
 from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
-from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored, check_layers
+from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
 from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"
@@ -125,12 +125,14 @@ class HuggingFaceSource:
         """
         self._stored = stored_tensors(folder)
         path = folder / "config.json"
-        self.packing = read_packing(read_json(path), str(path))
+        fields = read_json(path)
+        said = fields.get("quantization_config") or fields.get("compression_config")
+        self.packing = read_packing(said, str(path)) if said else None
         self.arranged: Arranging = arranged
         if self.packing is not None:
             self.arranged = Unpacking(self.packing)
         self.config = read_config(folder)
-        check_layers(self.config, len(self._stored), str(folder))
+        self.config.check_layers(len(self._stored))
         needed: dict[str, Part] = {}
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():

@@ -243,19 +243,16 @@ def _whole(size: int, of: int, name: str) -> int:
     return number
 
 
-def read_packing(fields: Mapping[str, Any], source: str) -> Packing | None:
-    """How the matrices of a checkpoint are stored; None where they are not quantised.
+def read_packing(said: Mapping[str, Any], source: str) -> Packing:
+    """How the matrices of a checkpoint are stored.
 
     Args:
-      fields: of `config.json`.
-      source: names it in errors.
+      said: the field `quantization_config`.
+      source: names the file in errors.
 
     Raises:
       FlyJaxError: in a way that fly_jax does not read, or one that is not described.
     """
-    said = fields.get("quantization_config") or fields.get("compression_config")
-    if not said:
-        return None
     ways = {
         "fp8": _fp8,
         "fbgemm_fp8": _fbgemm,

@@ -55,19 +55,6 @@ class Source(Protocol):
         ...
 
 
-def check_layers(config: LlamaConfig, num_tensors: int, source: str) -> None:
-    """Checks that there can be a tensor for each layer, before anything is made for one.
-
-    Raises:
-      FlyJaxError: there are fewer.
-    """
-    if config.num_layers > num_tensors:
-        raise FlyJaxError(
-            f"{source} has {num_tensors} tensors, and its configuration {config.num_layers} "
-            "layers; give weights and configuration of the same model."
-        )
-
-
 _EMBEDDED = Path(__file__).parents[1] / "embedded"
 # The target and the draft that come with the package.
 EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")

@@ -116,8 +116,10 @@ class Tokenizer:
         """The tokens of a conversation, up to where the assistant begins to speak.
 
         They are transformers', but for control tokens that are spelt out in a message: these are
-        text there, so that no message can end its own turn. Such a conversation is encoded part by
-        part between its own control tokens, where SentencePiece may put another space.
+        text there, so that no message can end its own turn by them. Not covered are marks that the
+        tokenizer's file does not call special, and those of plain text such as "[INST]". Such a
+        conversation is encoded part by part between its own control tokens, where SentencePiece
+        may put another space.
 
         Args:
           messages: such as `{"role": "user", "content": "Hello"}`, in order.

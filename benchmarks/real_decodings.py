@@ -16,7 +16,6 @@ _BASED_ON: Mapping[str, tuple[str | None, dict[str, Any]]] = {
     "lookup": ("ngram", {}),
     "self:int4": ("self:int4", {}),
     "drafter": (DRAFTER, {}),
-    "drafter over lookup": (DRAFTER, {"prompt_lookup_max": 4}),
 }
 _RULES: Mapping[str, dict[str, Any]] = {
     "exact": {"rule": "exact"},

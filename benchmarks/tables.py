@@ -129,8 +129,8 @@ def _in_three_lines(pair: dict[str, Any], rules: dict[str, Any], real: dict[str,
         f"{kept['retention']:.1%} of the answers (95% interval {kept['low']:.1%} to "
         f"{kept['high']:.1%}). On library text it is slower than tuned exact speculation "
         f"({library['fly']['speed_up']:.2f}x at K = 15).",
-        f"2. **On a real model on a CPU** (SmolLM2-135M-Instruct) no speculation gains on average: "
-        f"one token at a time decodes {plain:.1f} tokens/s, the fastest draft "
+        f"2. **On a real model on a CPU** (SmolLM2-135M-Instruct) speculation brings hardly "
+        f"anything on average: one token at a time decodes {plain:.1f} tokens/s, the fastest draft "
         f"{alone[fastest]['tokens_per_second']:.1f} ({fastest}), Hugging Face {theirs:.1f}.",
         "3. **On accelerators** nothing larger than the embedded pair has been measured. The "
         "published 2.81x on a 70B and 5.07x on a 405B target are FLy's authors' and have not been "

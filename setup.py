@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 _NOTEBOOK = ["ipykernel>=6.29", "nbclient>=0.10", "nbformat>=5.10"]
+_BENCH = ["httpx>=0.27", "matplotlib>=3.9"]
 _SERVE = ["fastapi>=0.115", "prometheus-client>=0.20", "uvicorn>=0.30"]
 
 setup(
@@ -55,11 +56,12 @@ setup(
         "vllm": [],  # the entry point below is always there: docs/integrations.md
         "notebooks": _NOTEBOOK,
         "serve": _SERVE,
+        "bench": _BENCH,
         "test": [
             *_NOTEBOOK,
             *_SERVE,
+            *_BENCH,
             "beartype>=0.22",  # with it tests check the shapes that annotations name
-            "httpx>=0.27",
             "hypothesis>=6.100",
             # The planner's tests compile for TPUs; libtpu is made for this platform alone.
             'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',

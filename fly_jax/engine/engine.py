@@ -266,12 +266,20 @@ class Engine:
           FlyJaxError: see `submit`.
         """
         requests = self.requests(prompts, max_new_tokens, seed=seed)
+        return [one.generation for one in self.answer(requests)]
+
+    def answer(self, requests: Sequence[Request]) -> list[RequestState]:
+        """Decodes requests to their end, and returns what became of each.
+
+        Raises:
+          FlyJaxError: see `submit`.
+        """
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
         handed_in = [self.submit(request) for request in requests]
         for _ in self.run(()):
             pass
-        return [one.generation for one in handed_in]
+        return handed_in
 
     def submit(self, request: Request) -> RequestState:
         """Hands in a request.

@@ -154,6 +154,19 @@ class RequestState:
         return self.finished is not None
 
     @property
+    def first_token_seconds(self) -> float | None:
+        """From when it was handed in to its first token; None before."""
+        return None if self.first_token is None else self.first_token - self.submitted
+
+    @property
+    def inter_token_seconds(self) -> float | None:
+        """From a token to the next one, in the mean; None before the end, or without two tokens."""
+        later = len(self.generation.token_ids) - 1
+        if self.first_token is None or self.finished is None or later < 1:
+            return None
+        return (self.finished - self.first_token) / later
+
+    @property
     def is_settled(self) -> bool:
         """Its tokens are the target's own greedy ones, whatever is drafted."""
         return isinstance(self.rule, Exact) and self.request.sampling is None

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig, Depth, Drafting
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.registry import NGRAM
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation
+from fly_jax.engine.request import RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_summary import aligned
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Fly
 
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
-_TURNS = 4
+_GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleResult:
-    """The figures of one rule on all prompts.
+    """The figures of one rule on all prompts, in all turns.
 
     Attributes:
       num_tokens: settled.
@@ -32,24 +38,41 @@ class RuleResult:
       num_accepted_tokens: those it kept, rescued ones included.
       num_rescued_tokens: mismatches kept.
       num_checked: prompts whose continuation can be checked.
+      speeds: tokens per second of each turn.
+      first_token_seconds: the median prompt's, from when it was handed in.
+      inter_token_seconds: from a token to the next one, the median prompt's.
+      accepted_by_position: of the drafts, the share in which the token at each position was kept.
+      draft_share: of a round's seconds; None where it was not measured, or no model drafts.
+      by_category: tokens per second and mean accepted tokens of each category of prompts.
       texts: every prompt's continuation.
     """
 
     name: str
-    num_tokens: int
-    seconds: float
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_rescued_tokens: int
-    num_checked: int
-    num_correct: int
-    texts: tuple[str, ...]
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_rescued_tokens: int = 0
+    num_checked: int = 0
+    num_correct: int = 0
+    speeds: tuple[float, ...] = ()
+    first_token_seconds: float | None = None
+    inter_token_seconds: float | None = None
+    accepted_by_position: tuple[float, ...] = ()
+    draft_share: float | None = None
+    by_category: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    texts: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
         """All tokens over all seconds."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation of the turns' tokens per second; None for a single turn."""
+        return statistics.stdev(self.speeds) if len(self.speeds) > 1 else None
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -83,7 +106,7 @@ class Comparison:
         base, accuracy = self.results[0].accuracy, result.accuracy
         return accuracy / base if base and accuracy is not None else None
 
-    def to_dict(self) -> dict[str, dict[str, float | int | None]]:
+    def to_dict(self) -> dict[str, dict[str, Any]]:
         """Every figure, by rule."""
         figures = {}
         for result in self.results:
@@ -91,6 +114,7 @@ class Comparison:
             del counted["texts"]
             figures[counted.pop("name")] = counted | {
                 "tokens_per_second": result.tokens_per_second,
+                "deviation": result.deviation,
                 "speed_up": self.speed_up(result),
                 "mean_accepted_tokens": result.mean_accepted_tokens,
                 "rescued_per_100_tokens": result.rescued_per_100_tokens,
@@ -99,25 +123,36 @@ class Comparison:
         return figures
 
     def table(self) -> str:
-        """An aligned text table with a line for every rule."""
-        cells = [self._cells(result) for result in self.results]
-        lines = aligned([tuple(cells[0]), *(tuple(row.values()) for row in cells)])
+        """An aligned text table with a line for every rule; what nobody has is left out."""
+        rows = [self._cells(result) for result in self.results]
+        shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+        lines = aligned([shown, *([row[name] for name in shown] for row in rows)])
         lines.insert(1, "-" * len(lines[0]))
         return "\n".join(lines)
 
     def _cells(self, result: RuleResult) -> dict[str, str]:
-        retention = self.retention(result)
+        several = "" if result.deviation is None else f" ± {result.deviation:.1f}"
+        drafts = result.accepted_by_position
+        positions = sorted({1, 2, 4, 8, len(drafts)} & set(range(1, len(drafts) + 1)))
         checked = f"{result.num_correct}/{result.num_checked}"
         return {
             "rule": result.name,
-            "tokens/s": f"{result.tokens_per_second:.1f}",
+            "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
+            "first token": _shown(result.first_token_seconds, "{:.2f} s"),
+            "per token": _shown(result.inter_token_seconds, "{:.4f} s"),
             "mean accepted": f"{result.mean_accepted_tokens:.2f}",
+            "kept at": " ".join(f"{at}:{drafts[at - 1]:.0%}" for at in positions) or "-",
+            "draft": _shown(result.draft_share, "{:.0%}"),
             "rescued": str(result.num_rescued_tokens),
             "per 100 tokens": f"{result.rescued_per_100_tokens:.1f}",
             "correct": checked if result.num_checked else "-",
-            "retention": "-" if retention is None else f"{retention:.1%}",
+            "retention": _shown(self.retention(result), "{:.1%}"),
         }
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def three_rules(
@@ -142,6 +177,9 @@ def compare(
     max_new_tokens: int = 128,
     batch_size: int = 1,
     seed: int = 0,
+    turns: int = 1,
+    draft_share: bool = False,
+    categories: Sequence[str] = (),
     check: Callable[[int, str], bool | None] | None = None,
     memory: CorrectionMemory | None = None,
 ) -> Comparison:
@@ -153,6 +191,10 @@ def compare(
     Args:
       pair: from `load_pair`, with a draft model.
       configs: the rules by name, the baseline first; `three_rules` if not given.
+      turns: how often all of it is decoded.
+      draft_share: measures rounds of the same K with a lookup in the draft models' place as well,
+        which take what the draft models' own rounds take without them.
+      categories: of each prompt, for figures of each category where prompts are decoded alone.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
       memory: what every rule that uses one begins with; it is copied.
@@ -166,8 +208,9 @@ def compare(
     ids: Sequence[Sequence[int]] = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
-    engines = {
-        name: Engine.of(
+
+    def measured(pair: Pair, config: DecodingConfig) -> _Measured:
+        engine = Engine.of(
             pair,
             config,
             prompts=ids,
@@ -176,45 +219,130 @@ def compare(
             memory=memory.copy() if memory is not None and config.to_rule().uses_memory else None,
             with_texts=False,
         )
-        for name, config in configs.items()
-    }
-    for engine in engines.values():
         engine.warm_up_for(engine.requests(ids, max_new_tokens))
         engine.forget()
-    generations: dict[str, list[Generation]] = {name: [] for name in engines}
-    seconds = dict.fromkeys(engines, 0.0)
-    size = batch_size if batch_size == 1 else _TURNS * batch_size
-    for first in range(0, len(ids), size):
-        some = ids[first : first + size]
-        for name, engine in engines.items():
-            start, prefilled = time.perf_counter(), engine.prefill_seconds
-            generations[name] += engine.generate(some, max_new_tokens, seed=seed + first)
-            taken = time.perf_counter() - start
-            seconds[name] += taken - (engine.prefill_seconds - prefilled)
-            engine.forget()
-    return Comparison(
-        tuple(_result(pair, name, generations[name], seconds[name], check) for name in engines)
-    )
+        return _Measured(engine)
+
+    by_name = {name: measured(pair, config) for name, config in configs.items()}
+    without_models: dict[int, _Measured] = {}
+    if draft_share and pair.drafts:
+        looking_up = dataclasses.replace(pair, drafts=(), drafter=NGRAM)
+        without_models = {
+            one.fixed_depth: measured(looking_up, configs[name])
+            for name, one in by_name.items()
+            if one.fixed_depth
+        }
+    size = batch_size if batch_size == 1 else _GROUPS * batch_size
+    groups = [ids[first : first + size] for first in range(0, len(ids), size)]
+    with tqdm(total=turns * len(groups) * len(by_name), disable=None, leave=False) as bar:
+        for turn, (index, group) in itertools.product(range(turns), enumerate(groups)):
+            for name, one in by_name.items():
+                bar.set_description(name)
+                one.decode(group, max_new_tokens, seed + index * size, turn)
+                bar.update()
+            for one in without_models.values() if turn == 0 else ():
+                one.decode(group, max_new_tokens, seed + index * size, turn)
+    results = []
+    for name, one in by_name.items():
+        result = one.result(name, pair, categories if batch_size == 1 else (), check)
+        beside = without_models.get(one.fixed_depth)
+        if beside is not None:
+            share = 1 - beside.seconds_of_a_round / one.seconds_of_a_round
+            result = dataclasses.replace(result, draft_share=max(share, 0.0))
+        results.append(result)
+    return Comparison(tuple(results))
 
 
-def _result(
-    pair: Pair,
-    name: str,
-    generations: list[Generation],
-    seconds: float,
-    check: Callable[[int, str], bool | None] | None,
-) -> RuleResult:
-    texts = tuple(pair.tokenizer.decode(one.token_ids, continues=True) for one in generations)
-    verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
-    return RuleResult(
-        name=name,
-        num_tokens=sum(len(one.token_ids) for one in generations),
-        seconds=seconds,
-        num_rounds=sum(one.num_rounds for one in generations),
-        num_draft_tokens=sum(one.num_draft_tokens for one in generations),
-        num_accepted_tokens=sum(one.num_accepted_tokens for one in generations),
-        num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
-        num_checked=sum(verdict is not None for verdict in verdicts),
-        num_correct=sum(verdict is True for verdict in verdicts),
-        texts=texts,
-    )
+@dataclasses.dataclass
+class _Measured:
+    """What one rule has decoded so far.
+
+    Attributes:
+      done: the requests, a list for each turn.
+      seconds: of each group of prompts, a list for each turn.
+    """
+
+    engine: Engine
+    done: list[list[RequestState]] = dataclasses.field(default_factory=list)
+    seconds: list[list[float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def fixed_depth(self) -> int:
+        """K; 0 where nothing is drafted, or K is chosen while decoding."""
+        static = self.engine.spec.static
+        return 0 if static.depths else static.num_speculative_tokens
+
+    def decode(self, group: Sequence[Sequence[int]], limit: int, seed: int, turn: int) -> None:
+        """Decodes a group of prompts, without what the engine held before."""
+        engine = self.engine
+        start, prefilled = time.perf_counter(), engine.prefill_seconds
+        done = engine.answer(engine.requests(group, limit, seed=seed))
+        taken = time.perf_counter() - start - (engine.prefill_seconds - prefilled)
+        engine.forget()
+        if turn == len(self.done):
+            self.done.append([])
+            self.seconds.append([])
+        self.done[turn] += done
+        self.seconds[turn].append(taken)
+
+    @property
+    def seconds_of_a_round(self) -> float:
+        """The mean, where all slots run in the same rounds."""
+        seconds = sum(map(sum, self.seconds))
+        return seconds / sum(one.generation.num_rounds for turn in self.done for one in turn)
+
+    def result(
+        self,
+        name: str,
+        pair: Pair,
+        categories: Sequence[str],
+        check: Callable[[int, str], bool | None] | None,
+    ) -> RuleResult:
+        """The figures; the texts are those of the first turn."""
+        all_done = [one.generation for turn in self.done for one in turn]
+        texts = tuple(
+            pair.tokenizer.decode(one.generation.token_ids, continues=True) for one in self.done[0]
+        )
+        verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
+        kept = [depth for one in all_done for depth in one.kept]
+        delays = [one.inter_token_seconds for turn in self.done for one in turn]
+        firsts = [one.first_token_seconds for turn in self.done for one in turn]
+        return RuleResult(
+            name=name,
+            num_tokens=sum(len(one.token_ids) for one in all_done),
+            seconds=sum(map(sum, self.seconds)),
+            num_rounds=sum(one.num_rounds for one in all_done),
+            num_draft_tokens=sum(one.num_draft_tokens for one in all_done),
+            num_accepted_tokens=sum(one.num_accepted_tokens for one in all_done),
+            num_rescued_tokens=sum(one.num_rescued_tokens for one in all_done),
+            num_checked=sum(verdict is not None for verdict in verdicts),
+            num_correct=sum(verdict is True for verdict in verdicts),
+            speeds=tuple(
+                sum(len(one.generation.token_ids) for one in turn) / sum(seconds)
+                for turn, seconds in zip(self.done, self.seconds, strict=True)
+            ),
+            first_token_seconds=_median(firsts),
+            inter_token_seconds=_median(delays),
+            accepted_by_position=tuple(
+                sum(depth > at for depth in kept) / len(kept) for at in range(max(kept, default=0))
+            ),
+            by_category={
+                category: self._of([at for at, one in enumerate(categories) if one == category])
+                for category in dict.fromkeys(categories)
+            },
+            texts=texts,
+        )
+
+    def _of(self, indices: Sequence[int]) -> dict[str, float]:
+        """The figures of some prompts, where each is a group of its own."""
+        some = [turn[at].generation for turn in self.done for at in indices]
+        tokens = sum(len(one.token_ids) for one in some)
+        return {
+            "tokens_per_second": tokens / sum(turn[at] for turn in self.seconds for at in indices),
+            "mean_accepted_tokens": tokens / sum(one.num_rounds for one in some),
+        }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -57,6 +57,7 @@ class Prompt:
       text: the prompt; of a conversation its last message.
       source: where it comes from, as an error names it.
       is_question: what follows is an answer, not more of the same text.
+      category: of a set of prompts, where the file says so.
     """
 
     text: str
@@ -64,6 +65,7 @@ class Prompt:
     problem: Problem | None = None
     messages: tuple[Mapping[str, str], ...] = ()
     is_question: bool = False
+    category: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +303,7 @@ def prompts_from_flags(values: PromptFlags, texts: Sequence[str]) -> list[Prompt
 
 
 def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
-    """The prompts of a file: an object with `prompt` or `messages` on each line, or plain text.
+    """The prompts of a file: an object with `prompt`, `messages` or `turns` a line, or plain text.
 
     A file has JSON lines if its name ends in .jsonl or .json, or its first line begins with "{".
     Lines of nothing but white space are passed over.
@@ -363,12 +365,16 @@ def _prompt_of(text: str, source: str) -> Prompt:
         ) from error
     if isinstance(value, dict) and value.get("messages") is not None:
         return _conversation(value["messages"], source)
-    if not (isinstance(value, dict) and isinstance(value.get("prompt"), str)):
+    text = None
+    if isinstance(value, dict):
+        turns = value.get("turns")  # of Spec-Bench and MT-bench, of which the first is asked
+        text = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
+    if not isinstance(text, str):
         raise FlyJaxError(
-            f"{source} is not a JSON object with a text named prompt, or with messages; "
+            f"{source} is not a JSON object with a text named prompt, or with messages or turns; "
             'write such as {"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
         )
-    return Prompt(value["prompt"], source)
+    return Prompt(text, source, category=str(value.get("category", "")))
 
 
 def _conversation(messages: object, source: str) -> Prompt:

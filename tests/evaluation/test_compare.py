@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from tiny_pair import write_pair
 
@@ -14,16 +12,11 @@ from fly_jax.verification.rules import Exact, Fly
 PROMPTS = ["Ada has 3 apples", "Boris", "Vera's 12"]
 
 
-def result(name: str, **values: int | float) -> RuleResult:
-    fields = {field.name: 0 for field in dataclasses.fields(RuleResult)}
-    return RuleResult(**(fields | {"name": name, "texts": ()} | values))
-
-
 COMPARISON = Comparison(
     (
-        result("autoregressive", num_tokens=200, seconds=4.0, num_rounds=200, num_checked=10,
+        RuleResult("autoregressive", num_tokens=200, seconds=4.0, num_rounds=200, num_checked=10,
                num_correct=8),
-        result("fly", num_tokens=300, seconds=2.0, num_rounds=50, num_rescued_tokens=6,
+        RuleResult("fly", num_tokens=300, seconds=2.0, num_rounds=50, num_rescued_tokens=6,
                num_checked=10, num_correct=6),
     )
 )  # fmt: skip
@@ -40,9 +33,11 @@ def test_figures() -> None:
 
 
 def test_nothing_to_check() -> None:
-    unchecked = Comparison((result("a"), result("b")))
+    unchecked = Comparison((RuleResult("a"), RuleResult("b")))
     assert unchecked.retention(unchecked.results[1]) is None
-    hopeless = Comparison((result("a", num_checked=3), result("b", num_checked=3, num_correct=1)))
+    hopeless = Comparison(
+        (RuleResult("a", num_checked=3), RuleResult("b", num_checked=3, num_correct=1))
+    )
     assert hopeless.retention(hopeless.results[1]) is None
     assert "0/3" in hopeless.table()
 

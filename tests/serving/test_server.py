@@ -33,12 +33,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from random_pairs import logits_after
 from smoke import Smoke
 
+from fly_jax.launch.__main__ import main
 from fly_jax.serving.http.app import EventStream
 from fly_jax.serving.http.protocol import CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
 from fly_jax.verification.rules import Why
 
 CHAT = "/v1/chat/completions"
+BENCH = ["bench", "serve", "--num_prompts=3", "--max_new_tokens=8"]
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -404,3 +406,49 @@ def test_the_examples_of_the_page_run(live: Live, capsys: pytest.CaptureFixture[
     exec(compile(block, "serving.md", "exec"), names)
     names["client"].close()
     assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_bench_serve(
+    live: Live, chat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\nBoris\n")
+    extra = '--extra_body={"fly": {"rule": "exact"}}'
+    given = [
+        f"--url={live.url}",
+        f"--api_key={KEY}",
+        "--concurrency=1,2",
+        extra,
+        f"--prompts_file={prompts}",
+    ]
+    assert main([*BENCH, *given, "--json", *(["--chat"] if chat else [])]) == 0
+    one, two = json.loads(capsys.readouterr().out)["measured"]
+    assert (one["concurrency"], two["concurrency"]) == (1, 2)
+    for found in (one, two):
+        assert found["requests"] == 3
+        assert found["mean_acceptance_length"] >= 1
+        assert found["median_ttft_ms"] <= found["p99_ttft_ms"] <= found["p99_e2el_ms"]
+        assert found["output_throughput"] >= found["request_throughput"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--url=http://127.0.0.1:9"], ["127.0.0.1:9", "start the server"]),
+        (["--extra_body=[]"], ["--extra_body", "JSON object"]),
+        (["--concurrency=1,x"], ["--concurrency", "1,4,16"]),
+    ],
+)
+def test_bench_serve_refuses(
+    given: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*BENCH, *given]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
+    assert said.count("\n") == 1
+
+
+def test_bench_serve_with_a_wrong_key(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BENCH, f"--url={live.url}", "--api_key=wrong"]) == 2
+    assert "401" in capsys.readouterr().err

@@ -117,8 +117,8 @@ class ServerMetrics:
             self._prompt.inc(len(state.request.prompt))
             self._reused.inc(state.num_reused)
             self._queued.observe(state.seated - state.submitted)
-        if state.first_token is not None:
-            self._first.observe(state.first_token - state.submitted)
+        if state.first_token_seconds is not None:
+            self._first.observe(state.first_token_seconds)
         if state.finished is not None and one.finish_reason != "cancelled":
             self._whole.observe(state.finished - state.submitted)
 

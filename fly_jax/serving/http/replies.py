@@ -139,8 +139,8 @@ class RequestMetrics(BaseModel):
             firsts.append(one.first_token - one.submitted)
             decodes.append(one.finished - one.first_token)
             ends.append(one.finished)
-            rest = len(one.generation.token_ids) - 1
-            per_token += [decodes[-1] / rest] if rest > 0 else []
+            delay = one.inter_token_seconds
+            per_token += [] if delay is None else [delay]
         seconds = max(ends) - min(one.submitted for one in states)
         number = sum(len(one.generation.token_ids) for one in states)
         return cls(

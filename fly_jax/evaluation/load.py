@@ -1,0 +1,162 @@
+"""Load on a server with OpenAI's API: what clients at a time see, by vLLM's names."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit_summary import aligned
+
+_STATISTICS = ("mean", "median", "p99")
+_TIMES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclasses.dataclass
+class Reply:
+    """A streamed answer as a client saw it; times are in seconds.
+
+    Attributes:
+      text: of the answer.
+      ttft: from asking to the first text.
+      itl: between one piece of text and the next.
+      e2el: from asking to the end.
+      num_tokens: of the answer; pieces of text where the server does not say.
+      metrics: the server's own of this request, from ours and from vLLM.
+    """
+
+    text: str = ""
+    ttft: float = 0.0
+    itl: list[float] = dataclasses.field(default_factory=list)
+    e2el: float = 0.0
+    num_tokens: int = 0
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds of a token after the first; None for a single token."""
+        return (self.e2el - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Reply:
+    """Streams an answer to its end.
+
+    Raises:
+      FlyJaxError: the server refuses, breaks off, or says what is no stream of OpenAI's.
+    """
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    reply, begin = Reply(), time.perf_counter()
+    last = begin
+    try:
+        async with client.stream("POST", path, json=asked) as response:
+            if response.status_code != 200:
+                said = (await response.aread()).decode(errors="replace")[:400]
+                raise FlyJaxError(f"{client.base_url} refuses ({response.status_code}): {said}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}")
+                text = "".join(map(_text, chunk["choices"]))
+                if text:
+                    now = time.perf_counter()
+                    if reply.text:
+                        reply.itl.append(now - last)
+                    else:
+                        reply.ttft = now - begin
+                    reply.text, last = reply.text + text, now
+                    reply.num_tokens += 1
+                reply.metrics = chunk.get("metrics") or reply.metrics
+                if chunk.get("usage"):
+                    reply.num_tokens = chunk["usage"]["completion_tokens"]
+    except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
+        raise FlyJaxError(
+            f"{client.base_url}{path} gave no stream of an answer ({error!r}); give the address of "
+            "a server with OpenAI's API."
+        ) from error
+    reply.e2el = time.perf_counter() - begin
+    return reply
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """What a chunk adds, from either endpoint."""
+    return choice.get("text") or choice.get("delta", {}).get("content") or ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A number of clients, and what all of them saw.
+
+    Attributes:
+      seconds: from the first request to the end of the last.
+    """
+
+    concurrency: int
+    seconds: float
+    replies: tuple[Reply, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Throughput, and each time's statistics in milliseconds by vLLM's names."""
+        found: dict[str, Any] = {
+            "concurrency": self.concurrency,
+            "requests": len(self.replies),
+            "request_throughput": len(self.replies) / self.seconds,
+            "output_throughput": sum(one.num_tokens for one in self.replies) / self.seconds,
+        }
+        for name in _TIMES:
+            values = sorted(self._all(name))
+            if values:
+                at = min(len(values) - 1, int(0.99 * len(values)))
+                of = (statistics.fmean(values), statistics.median(values), values[at])
+                for kind, value in zip(_STATISTICS, of, strict=True):
+                    found[f"{kind}_{name}_ms"] = 1e3 * value
+        steps = [one.metrics.get("speculative_decoding") or {} for one in self.replies]
+        rounds = sum(one.get("num_spec_steps", 0) for one in steps)
+        if rounds:
+            accepted = sum(one.get("num_accepted_draft_tokens", 0) for one in steps)
+            found["mean_acceptance_length"] = 1 + accepted / rounds
+        return found
+
+    def _all(self, name: str) -> list[float]:
+        if name == "itl":
+            return [gap for one in self.replies for gap in one.itl]
+        values = (getattr(one, name) for one in self.replies)
+        return [value for value in values if value is not None]
+
+
+async def load(
+    client: httpx.AsyncClient, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
+) -> Load:
+    """Has so many clients ask for the answers one after another; see `ask`."""
+    left, replies = iter(bodies), list[Reply]()
+    with tqdm(total=len(bodies), desc=f"{concurrency} clients", disable=None, leave=False) as bar:
+
+        async def one() -> None:
+            for body in left:
+                replies.append(await ask(client, path, body))
+                bar.update()
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(concurrency)))
+    return Load(concurrency, time.perf_counter() - begin, tuple(replies))
+
+
+def table(loads: Sequence[Load]) -> str:
+    """A line for every number of clients; times are medians and 99th percentiles, in ms."""
+    rows = [["clients", "requests/s", "tokens/s", *(f"{name} p50/p99" for name in _TIMES)]]
+    for one in loads:
+        found = one.to_dict()
+        cells = [f"{found[f'median_{n}_ms']:.0f}/{found[f'p99_{n}_ms']:.0f}"
+                 if f"median_{n}_ms" in found else "-" for n in _TIMES]  # fmt: skip
+        rates = [f"{found[f'{kind}_throughput']:.1f}" for kind in ("request", "output")]
+        rows.append([str(one.concurrency), *rates, *cells])
+    return "\n".join(aligned(rows))

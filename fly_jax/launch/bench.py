@@ -1,0 +1,231 @@
+"""The command bench: several decodings of the same prompts, in turns, with what each round took."""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import (
+    BatchFlags,
+    DecodingFlags,
+    Flags,
+    ProcessFlags,
+    SeedFlags,
+    flag_group,
+)
+from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say
+from fly_jax.parameters import parameter
+from fly_jax.sharding.processes import broadcast, process_id
+
+if TYPE_CHECKING:
+    from fly_jax.evaluation.compare import Comparison
+
+_HELP = """\
+python -m fly_jax.launch bench [flags]
+python -m fly_jax.launch bench serve --url http://localhost:8000 [flags]
+
+Decodes the same prompts with several rules and K, in turns, and prints the speed of each, what its
+rounds settled, and what of a round the draft took. Everything is compiled before. The second form
+measures a server, ours or any other with OpenAI's API.
+
+Examples:
+  python -m fly_jax.launch bench
+  python -m fly_jax.launch bench --decode autoregressive --decode exact:2,4,8 --decode fly:15
+  python -m fly_jax.launch bench --target target.gguf --draft draft.gguf --turns 3 \\
+    --prompts_file question.jsonl --picture speed.svg --json > speed.json
+
+{flags}
+"""
+
+# K of exact decoding where nothing else is asked for: the fastest of them is tuned exact decoding.
+_EXACT_DEPTHS = (2, 4, 8, 15)
+_PICTURE_INCHES = (8.0, 0.4)  # width, and height of a bar
+
+
+@flag_group("Bench")
+class BenchFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
+    """Those of the command."""
+
+    decode: tuple[str, ...] = parameter(
+        (),
+        "a rule, with its K behind a colon, or several of them: exact:2,4,8; if not given, one "
+        f"token at a time, exact decoding with K of {', '.join(map(str, _EXACT_DEPTHS))}, and the "
+        "chosen rule",
+    )
+    turns: int = parameter(3, "measurements of each decoding", low=1)
+    draft_share: bool = parameter(
+        True, "measure what of a round the draft models take, by rounds without them; "
+        "--nodraft_share saves their compiling",
+    )  # fmt: skip
+    each: int | None = parameter(
+        None, "most prompts of each category of the file; all if not given", kind=int, low=1
+    )
+    picture: str | None = parameter(
+        None, "file for the speeds as bars, such as speed.svg; needs the extra fly_jax[bench]"
+    )
+    json: bool = parameter(False, "all figures as one JSON object on standard output")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command."""
+    if arguments and arguments[0] == "serve":
+        from fly_jax.launch import bench_serve
+
+        bench_serve.main(arguments[1:])
+        return
+    values = Flags("bench", BenchFlags).parse(arguments, _HELP)
+    if values is None:
+        return
+    with distributed_session(values):
+        _run(values)
+
+
+def _run(values: BenchFlags) -> None:
+    if values.picture is not None:
+        check_picture(Path(values.picture))
+    config = values.to_config(is_embedded=values.is_embedded)
+    configs = decodings(values.decode, config, proposes=values.has_draft or config.to_lookup())
+    longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
+    inputs = open_inputs(values, longest)
+    categories = [prompt.category for prompt in inputs.prompts]
+    kept = broadcast(_first_of_each(categories, values.each))
+    pair = load_models(values, inputs)
+
+    from fly_jax.evaluation.compare import compare
+    from fly_jax.evaluation.machine import describe
+
+    say(f"{len(kept)} prompts, {values.batch_size} at a time, {values.turns} turns")
+    found = compare(
+        pair,
+        [inputs.ids[index] for index in kept],
+        configs,
+        max_new_tokens=values.max_new_tokens,
+        batch_size=values.batch_size,
+        seed=values.seed,
+        turns=values.turns,
+        draft_share=values.draft_share,
+        categories=[categories[index] for index in kept],
+    )
+    if process_id() != 0:
+        return
+    result = {
+        "machine": describe(),
+        "target": values.target or "embedded",
+        "draft": list(values.draft),
+        "dtype": values.dtype,
+        "prompts": len(kept),
+        "max_new_tokens": values.max_new_tokens,
+        "batch_size": values.batch_size,
+        "turns": values.turns,
+        "decodings": found.to_dict(),
+    }
+    print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
+    if values.json:
+        print(json.dumps(result), flush=True)
+    if values.picture is not None:
+        draw(found, Path(values.picture))
+
+
+def decodings(
+    given: Sequence[str], config: DecodingConfig, *, proposes: object
+) -> dict[str, DecodingConfig]:
+    """The configs of a bench by their names, all checked; the first is what others are held to.
+
+    Args:
+      given: such as "fly:8,15"; none for one token at a time, exact decoding, and the config's own.
+      config: has all that is not given.
+      proposes: whether anything does.
+
+    Raises:
+      FlyJaxError: no such rule, a K of which no round can be made, or nothing proposes.
+    """
+    found = []
+    for text in given:
+        rule, _, depths = text.partition(":")
+        for depth in depths.split(",") if depths else [None]:
+            found.append(config.replace(rule=rule.strip(), **_depth(text, depth)))
+    if not given and proposes:
+        plain, lossless, *loosened = config.side_by_side()
+        exact = [lossless.replace(num_speculative_tokens=k) for k in _EXACT_DEPTHS]
+        found = [plain, *exact, *loosened]
+    elif not given:
+        found = [config.without_draft()]
+    for one in found:
+        one.to_rule(), one.to_lookup()
+        if one.num_speculative_tokens and not proposes:
+            raise FlyJaxError(
+                f"bench was asked for the rule {one.rule}, and nothing proposes; give --draft, "
+                "which may be ngram, or --decode autoregressive."
+            )
+    return {_name(one): one for one in found}
+
+
+def _depth(text: str, given: str | None) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if given.strip() != "auto" and not given.strip().isdigit():
+        raise FlyJaxError(
+            f"--decode {text} has K {given!r}; give whole numbers or auto, as in exact:2,4,auto."
+        )
+    depth = given.strip()
+    return {"num_speculative_tokens": depth if depth == "auto" else int(depth)}
+
+
+def _name(config: DecodingConfig) -> str:
+    depth = config.num_speculative_tokens
+    return f"{config.rule}, K = {depth}" if depth else config.rule
+
+
+def _first_of_each(categories: Sequence[str], number: int | None) -> list[int]:
+    """Indices of so many of each category."""
+    seen: collections.Counter[str] = collections.Counter()
+    kept = []
+    for index, category in enumerate(categories):
+        seen[category] += 1
+        if number is None or seen[category] <= number:
+            kept.append(index)
+    return kept
+
+
+def check_picture(path: Path) -> None:
+    """Raises FlyJaxError where no picture can be drawn into a file."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise FlyJaxError(
+            "--picture was given, and matplotlib is not installed; pip install 'fly_jax[bench]', "
+            "or leave it out."
+        ) from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds or not path.parent.is_dir():
+        raise FlyJaxError(
+            f"--picture is {path}; give a file in a folder that is there, whose name ends in "
+            ".svg, .png or .pdf."
+        )
+
+
+def draw(found: Comparison, path: Path) -> None:
+    """Draws the speeds as bars, with the turns' deviation and the speed-up over the first."""
+    from matplotlib.figure import Figure
+
+    width, height = _PICTURE_INCHES
+    results = found.results[::-1]
+    figure = Figure(figsize=(width, 1 + height * len(results)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(
+        [one.name for one in results],
+        [one.tokens_per_second for one in results],
+        xerr=[one.deviation or 0.0 for one in results],
+        color=["#888888" if one is found.results[0] else "#3b6fb6" for one in results],
+    )
+    axes.bar_label(bars, [f"{found.speed_up(one):.2f}x" for one in results], padding=4)
+    axes.set_xlabel("tokens per second")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

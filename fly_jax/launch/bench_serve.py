@@ -1,0 +1,130 @@
+"""The command bench serve: what clients of any server with OpenAI's API see."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, flag_group
+from fly_jax.launch.inputs import built_in_prompts, read_prompts
+from fly_jax.parameters import parameter
+
+_HELP = """\
+python -m fly_jax.launch bench serve [flags]
+
+Asks a server with OpenAI's API, ours or any other, by several clients at a time, and prints what
+they see: time to first token (ttft), time per output token (tpot), time between two pieces of text
+(itl) and time to the end (e2el).
+
+Examples:
+  python -m fly_jax.launch bench serve --url http://localhost:8000
+  python -m fly_jax.launch bench serve --url http://localhost:8000 --chat \\
+    --prompts_file question.jsonl --concurrency 1,16
+
+{flags}
+"""
+
+
+@flag_group("Bench")
+class BenchServeFlags:
+    """Those of the command."""
+
+    url: str = parameter("http://localhost:8000", "address of the server")
+    model: str | None = parameter(
+        None, "name of the model that is asked; the server's first if not given"
+    )
+    api_key: str | None = parameter(
+        None, "key of the server; if not given, that of the environment variable OPENAI_API_KEY"
+    )
+    chat: bool = parameter(False, "ask /v1/chat/completions, not /v1/completions")
+    prompts_file: str | None = parameter(
+        None, "as for generate; prompts that are built in if not given"
+    )
+    num_prompts: int = parameter(48, "requests for each number of clients", low=1)
+    max_new_tokens: int = parameter(128, "most tokens of an answer", low=1)
+    concurrency: str = parameter(
+        "1,4,16", "clients at a time, one measurement after another, separated by commas"
+    )
+    extra_body: str = parameter(
+        "{}", 'JSON object whose fields every request gets, such as {"fly": {"rule": "exact"}}'
+    )
+    json: bool = parameter(False, "all figures as one JSON object on standard output")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command."""
+    values = Flags("bench serve", BenchServeFlags).parse(arguments, _HELP)
+    if values is None:
+        return
+    try:
+        import httpx as httpx
+    except ImportError as error:
+        raise FlyJaxError(
+            "bench serve needs httpx, which is not installed; pip install 'fly_jax[bench]'."
+        ) from error
+    extra, clients = _extra(values.extra_body), _numbers(values.concurrency)
+    asyncio.run(_run(values, clients, extra))
+
+
+async def _run(values: BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
+    import httpx
+
+    from fly_jax.evaluation.load import ask, load, table
+    from fly_jax.evaluation.machine import describe
+
+    given = values.prompts_file
+    prompts = built_in_prompts() if given is None else read_prompts(given, skip_bad=False)
+    key = values.api_key or os.environ.get("OPENAI_API_KEY")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    path = "/v1/chat/completions" if values.chat else "/v1/completions"
+    async with httpx.AsyncClient(base_url=values.url, headers=headers, timeout=None) as client:
+        model = values.model or await _first_model(client)
+        bodies = []
+        for prompt in itertools.islice(itertools.cycle(prompts), values.num_prompts):
+            messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+            asked = {"messages": messages} if values.chat else {"prompt": prompt.text}
+            bodies.append({"model": model, "max_tokens": values.max_new_tokens, **asked, **extra})
+        await ask(client, path, bodies[0])  # what a server compiles first is no measurement
+        found = [await load(client, path, bodies, number) for number in clients]
+    print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
+    if values.json:
+        measured = [one.to_dict() for one in found]
+        print(json.dumps({"machine": describe(), "model": model, "measured": measured}))
+
+
+async def _first_model(client: Any) -> str:
+    import httpx
+
+    try:
+        reply = await client.get("/v1/models")
+        return str(reply.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
+        raise FlyJaxError(
+            f"{client.base_url} does not say which models it has ({error}); start the server, or "
+            "correct --url, or give --model."
+        ) from error
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [one.strip() for one in text.split(",")]
+    if not all(one.isdigit() and int(one) for one in numbers):
+        raise FlyJaxError(f"--concurrency is {text!r}; give numbers of clients, such as 1,4,16.")
+    return [int(one) for one in numbers]
+
+
+def _extra(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise FlyJaxError(
+            f'--extra_body is {text!r}; give a JSON object, such as {{"temperature": 0}}.'
+        )
+    return found

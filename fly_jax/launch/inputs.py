@@ -365,16 +365,16 @@ def _prompt_of(text: str, source: str) -> Prompt:
         ) from error
     if isinstance(value, dict) and value.get("messages") is not None:
         return _conversation(value["messages"], source)
-    text = None
+    asked = None
     if isinstance(value, dict):
         turns = value.get("turns")  # of Spec-Bench and MT-bench, of which the first is asked
-        text = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
-    if not isinstance(text, str):
+        asked = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
+    if not isinstance(asked, str):
         raise FlyJaxError(
             f"{source} is not a JSON object with a text named prompt, or with messages or turns; "
             'write such as {"prompt": "Once upon a time"}, or give --skip_bad_prompts.'
         )
-    return Prompt(text, source, category=str(value.get("category", "")))
+    return Prompt(asked, source, category=str(value.get("category", "")))
 
 
 def _conversation(messages: object, source: str) -> Prompt:

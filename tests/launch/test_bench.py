@@ -55,8 +55,9 @@ def test_decodings_side_by_side(models: list[str], questions: str, capsys: Captu
     assert "±" in captured.err
 
 
-def test_target_alone(models: list[str], capsys: Captured) -> None:
-    assert main(["bench", models[0], "--dtype=float32", *SIZES, "--turns=1"]) == 0
+def test_target_alone(models: list[str], questions: str, capsys: Captured) -> None:
+    given = [f"--prompts_file={questions}", "--turns=1"]
+    assert main(["bench", models[0], "--dtype=float32", *SIZES, *given]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     assert lines[-1].startswith("autoregressive")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from live_server import Stuck, started, stuck_service, until
+from live_server import Stuck, serving, started, stuck_service, until
 
+from fly_jax.serving.http.connections import Connection
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Service
 
@@ -44,6 +47,21 @@ def test_a_failure_ends_the_server(
     with pytest.raises(ServerFailed, match="the chip is gone"):
         ended.result(30)
     listening.close()
+
+
+def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a reply of two, and a token after another, waits 40 ms for the client's TCP."""
+    found, take = list[int](), Connection.connection_made
+
+    def noted(self: Connection, transport: Any) -> None:
+        accepted = transport.get_extra_info("socket")
+        found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        take(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", noted)
+    with serving(service) as url:
+        httpx.get(f"{url}/health")
+    assert found == [1]
 
 
 def test_a_second_signal_ends_it_at_once(service: Service) -> None:

@@ -40,11 +40,12 @@ def bound(host: str, port: int) -> socket.socket:
       FlyJaxError: it is taken, or not this machine's.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with contextlib.ExitStack() as unless_bound:
-            found = unless_bound.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named.
+            found = unless_bound.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
             unless_bound.pop_all()

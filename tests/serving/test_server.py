@@ -224,9 +224,9 @@ def test_draws(live: Live) -> None:
     ("path", "body", "status", "code", "words"),
     [
         ("", b'{"prompt": "a', 400, None, "The body is not valid JSON"),
-        ("", b'{"prompt": "\xff"}', 400, None, ""),
+        ("", b'{"prompt": "\xff"}', 400, None, "send it in UTF-8"),
         ("", b'{"prompt": "\\ud800"}', 400, None, "prompt"),
-        ("", b"[" * 9000, 400, None, ""),
+        ("", b"[" * 9000, 400, None, "fewer levels"),
         ("", {}, 400, None, "prompt: Field required"),
         ("", {"prompt": []}, 400, None, "prompt"),
         ("", {"prompt": [[]]}, 400, None, "is empty"),
@@ -248,8 +248,8 @@ def test_draws(live: Live) -> None:
         (CHAT, {"messages": []}, 400, None, "messages"),
         (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, None, "No tools."),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, 400, None, ""),
-        ("/v1/nowhere", {}, 404, None, "Not Found"),
-        ("/v1/models", {}, 405, None, "Method Not Allowed"),
+        ("/v1/nowhere", {}, 404, None, "/openapi.json"),
+        ("/v1/models", {}, 405, None, "not take that method"),
         ("", {"prompt": "a" * 30_000}, 413, "body_too_large", "more than 20000 bytes"),
     ],
 )  # fmt: skip

@@ -59,6 +59,12 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+# For what the framework says in a word or two.
+_SENTENCES = {
+    400: "The body cannot be read as JSON; send it in UTF-8, and with fewer levels of lists.",
+    404: "There is nothing at this path; /openapi.json names the paths that there are.",
+    405: "This path does not take that method; /openapi.json names those that it takes.",
+}
 # So much like a field that there is, one was meant to be that.
 _ALIKE = 0.9
 
@@ -376,7 +382,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return of_validation(error.errors())
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        said = _SENTENCES.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, said, headers=error.headers)
     if isinstance(error, FlyJaxError):
         return invalid(str(error))
     message = "The server has failed in a way that it should not; its log says how."

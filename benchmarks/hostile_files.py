@@ -21,7 +21,12 @@ from pathlib import Path
 
 import jax
 from absl import flags
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+import gguf_files
+from attacks import altered
 from machine import run, write
+from tokenizer_makers import fill
 from tqdm import tqdm
 
 from fly_jax.decoding.config import load_config
@@ -35,34 +40,6 @@ _NUMBER = flags.DEFINE_integer("number", 10_000, "files", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "of the alterations")
 _TESTS = Path(__file__).parents[1] / "tests"
 _MOST_SECONDS, _MOST_BYTES = 5.0, 200 * 2**20
-_NUMBERS = (b"-1", b"0", b"1e999", b"99999999999999999999", b"4294967296", b"null", b"[]", b'"x"')
-
-
-def _altered(content: bytes, chance: random.Random) -> bytes:
-    """The content with one to three faults."""
-    for _ in range(chance.randint(1, 3)):
-        # Mostly near the beginning, where what describes the rest is.
-        size = len(content)
-        at = chance.randrange(min(size, 4096) if chance.random() < 0.7 else size) if size else 0
-        kind = chance.randrange(6)
-        if kind == 0:
-            content = content[:at]
-        elif kind == 1:
-            content = content[:at] + bytes([chance.randrange(256)]) + content[at + 1 :]
-        elif kind == 2:
-            content = content[:at] + chance.randbytes(8) + content[at + 8 :]
-        elif kind == 3:
-            end = min(at + chance.randrange(1, 64), size)
-            content = content[:end] + content[at:end] * chance.randint(1, 50) + content[end:]
-        elif kind == 4:
-            value = chance.choice((2**31, 2**32 - 1, 2**63, 2**64 - 1, 400_000))
-            content = content[:at] + value.to_bytes(8, "little") + content[at + 8 :]
-        else:
-            digits = [i for i, byte in enumerate(content[:20_000]) if chr(byte).isdigit()]
-            if digits:
-                at = chance.choice(digits)
-                content = content[:at] + chance.choice(_NUMBERS) + content[at + 1 :]
-    return content
 
 
 def _open_model(path: Path) -> None:
@@ -75,10 +52,6 @@ def _open_prompts(path: Path) -> None:
 
 def _kinds(folder: Path) -> dict[str, tuple[Path, Path, Callable[[Path], object]]]:
     """By name: a file that is altered, what is then opened, and how."""
-    sys.path.insert(0, str(_TESTS / "helpers"))
-    import gguf_files
-    from tokenizer_makers import fill
-
     model = folder / "model"
     shutil.copytree(_TESTS / "fixtures" / "golden" / "llama31", model)
     fill(model, "llama3")
@@ -124,7 +97,7 @@ def main() -> None:
         for number in tqdm(range(_NUMBER.value), desc="Files", unit=""):
             name = list(kinds)[number % len(kinds)]
             path, opened, way = kinds[name]
-            content = _altered(originals[name], chance)
+            content = altered(originals[name], chance)
             path.write_bytes(content)
             begin = time.perf_counter()
             try:

@@ -15,6 +15,20 @@ from typing import Any
 
 import httpx
 import pytest
+from attacks import (
+    BODY,
+    FOREIGN_HOSTS,
+    HALVES,
+    HEALTH,
+    MANY_THINGS,
+    NUMBERS,
+    REQUEST_NUMBERS,
+    RULE_NUMBERS,
+    SIZE,
+    TEXT,
+    Attack,
+    sent,
+)
 from live_server import HEADERS, KEY, NAME, Live, live_server, serving, stuck_service, until
 
 import fly_jax
@@ -27,10 +41,8 @@ from fly_jax.models.tokenizer import load_tokenizer
 from fly_jax.serving.http.service import Service
 from fly_jax.verification.rules import Exact
 
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 OTHER = "another secret"
 _EMBEDDED = Path(fly_jax.__file__).parent / "models" / "embedded" / "target"
-_SIZE = 2 * 2**20 - 100  # the server takes 2 MiB
 _SECONDS, _MEBIBYTES = 1.0, 200  # of seven seconds, and of up to two gibibytes
 
 
@@ -62,37 +74,6 @@ def limited(service: Service, **limits: Any) -> Iterator[None]:
         service.limits = before
 
 
-def sent(url: str, *pieces: bytes, wait: float = 0.0) -> tuple[bytes, float]:
-    """What comes back until the connection is closed, and after how many seconds that is.
-
-    The pieces are sent with a wait before each; at most ten seconds are waited for.
-    """
-    host, port = url.removeprefix("http://").split(":")
-    begun, found = time.perf_counter(), b""
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        with contextlib.suppress(OSError):  # it may be closed by then
-            for piece in pieces:
-                time.sleep(wait)
-                connection.sendall(piece)
-        with contextlib.suppress(ConnectionResetError):
-            while more := connection.recv(65536):
-                found += more
-    return found, time.perf_counter() - begun
-
-
-def many(item: str, before: str, after: str) -> bytes:
-    """A body that is full of one thing."""
-    number = (_SIZE - len(before) - len(after)) // (len(item) + 1)
-    return (before + ",".join([item] * number) + after).encode()
-
-
-def unknown(before: str = "", after: str = "") -> bytes:
-    """A body with 200,000 keys that mean nothing."""
-    return (
-        before + "{" + ",".join(f'"{one:x}":0' for one in range(200_000)) + "}" + after
-    ).encode()
-
-
 def attacked(url: str, path: str, body: bytes) -> tuple[httpx.Response, float]:
     """The reply, and the most seconds that others waited meanwhile."""
     waits, is_done = [0.0], threading.Event()
@@ -112,60 +93,28 @@ def attacked(url: str, path: str, body: bytes) -> tuple[httpx.Response, float]:
     return reply, max(waits)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (CHAT, many("{}", '{"messages":[', "]}"), "messages.0.role: Field required"),
-        (CHAT, many("{}", '{"messages":[{"role":"a","content":[', "]}]}"), "type: Field required"),
-        (CHAT, many('{"role":"a","content":""}', '{"messages":[', "]}"), "at most 2048 items"),
-        (TEXT, many("0.5", '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
-        (TEXT, many('""', '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
-        (TEXT, many("0", '{"prompt":"a","fly":{"protect":[', "]}}"), "fly.protect.0: Input should"),
-        (TEXT, unknown(), "there are 200000 fields; send at most"),
-        (TEXT, unknown('{"prompt":"a","fly":', "}"), "fly: there are 200000 fields; send at most"),
-        (TEXT, unknown('{"prompt":"a","logit_bias":', "}"), "logit_bias is"),
-    ],
-)  # fmt: skip
-def test_a_body_of_many_small_things(url: str, path: str, body: bytes, words: str) -> None:
+@pytest.mark.parametrize("attack", MANY_THINGS)
+def test_a_body_of_many_small_things(url: str, attack: Attack) -> None:
     """Neither others wait for it, nor does it take much memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    reply, wait = attacked(url, path, body)
+    reply, wait = attacked(url, attack.path, attack.body)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert reply.status_code == 400
-    assert words in reply.json()["error"]["message"]
+    assert attack.words in reply.json()["error"]["message"]
     assert len(reply.content) < 4000, "errors quote little of what was given"
     assert wait < _SECONDS
     assert grown < _MEBIBYTES * 2**10
 
 
 def test_a_long_text_is_cut_into_tokens_while_others_are_answered() -> None:
-    text = "Ada has 3 apples and eats 2. " * (_SIZE // 30)
+    text = "Ada has 3 apples and eats 2. " * (SIZE // 30)
     with serving(stuck_service(load_tokenizer(_EMBEDDED))) as url:
         reply, wait = attacked(url, TEXT, json.dumps({"prompt": text}).encode())
     assert reply.json()["error"]["code"] == "context_length_exceeded"
     assert wait < _SECONDS
 
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
-    b"Content-Type: application/json\r\n\r\n"
-)
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        (b"",),
-        (HEALTH,),
-        (HEALTH, *[b"X-A: b\r\n"] * 30),
-        (BODY + b'{"prompt"',),
-        (BODY, *[b" "] * 30),
-        (BODY.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked"), *[b"1\r\n \r\n"] * 30),
-        (HEALTH + b"\r\n" + HEALTH,),
-    ],
-    ids=["nothing", "header", "drops", "body", "drops_of_body", "chunks", "second_request"],
-)  # fmt: skip
+@pytest.mark.parametrize("pieces", HALVES.values(), ids=HALVES)
 def test_a_request_that_does_not_arrive_is_given_up(
     service: Service, url: str, pieces: tuple[bytes, ...]
 ) -> None:
@@ -253,7 +202,7 @@ def test_a_server_is_called_by_its_names_only(service: Service, url: str) -> Non
         for name in (*LOOPBACK, "LocalHost", "localhost:80", "[::1]:8000"):
             reply = httpx.get(f"{url}/health", headers={"Host": name})
             assert reply.status_code == 200, name
-        for name in ("evil.example", "localhost.evil.example:8000", "::1", "", "localhost:8000:1"):
+        for name in FOREIGN_HOSTS:
             for path in ("/", "/health", "/v1/models"):
                 reply = httpx.get(url + path, headers={"Host": name})
                 assert reply.status_code == 400, name
@@ -312,13 +261,8 @@ def test_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         _limits(empty)
 
 
-NUMBERS = (-1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400, 1e300)
-
-
 @pytest.mark.parametrize("given", NUMBERS, ids=str)
-@pytest.mark.parametrize(
-    "name", ["window_size", "entropy_top_k", "entropy_threshold", "margin_gap", "risk_budget"]
-)
+@pytest.mark.parametrize("name", RULE_NUMBERS)
 def test_numbers_of_a_rule_that_have_no_place(live: Live, name: str, given: float) -> None:
     fits = name not in ("window_size", "entropy_top_k") and -1 < given <= 2**64
     fly = {"rule": "fly | margin", name: given}
@@ -328,7 +272,7 @@ def test_numbers_of_a_rule_that_have_no_place(live: Live, name: str, given: floa
 
 
 @pytest.mark.parametrize("given", NUMBERS, ids=str)
-@pytest.mark.parametrize("name", ["max_tokens", "top_k", "n", "logprobs", "temperature", "seed"])
+@pytest.mark.parametrize("name", REQUEST_NUMBERS)
 def test_numbers_of_a_request_that_have_no_place(live: Live, name: str, given: float) -> None:
     fits = {
         "max_tokens": given == 2**31 - 1,

@@ -1,0 +1,220 @@
+"""What careless and hostile clients send, and whether a reply to it is in order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+NUMBERS = (-1, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 10**400, 1e300)
+RULE_NUMBERS = ("window_size", "entropy_top_k", "entropy_threshold", "margin_gap", "risk_budget")
+REQUEST_NUMBERS = ("max_tokens", "top_k", "n", "logprobs", "temperature", "seed")
+FOREIGN_HOSTS = ("evil.example", "localhost.evil.example:8000", "::1", "", "localhost:8000:1")
+
+SIZE = 2 * 2**20 - 100  # the server takes 2 MiB
+
+
+class Attack(NamedTuple):
+    """A request, and words of the refusal that it has to get; "" where it may be taken."""
+
+    path: str
+    body: bytes
+    words: str = ""
+    headers: dict[str, str] = JSON
+
+
+def many(item: str, before: str, after: str) -> bytes:
+    """A body that is full of one thing."""
+    number = (SIZE - len(before) - len(after)) // (len(item) + 1)
+    return (before + ",".join([item] * number) + after).encode()
+
+
+def unknown(before: str = "", after: str = "") -> bytes:
+    """A body with 200,000 keys that mean nothing."""
+    return (
+        before + "{" + ",".join(f'"{one:x}":0' for one in range(200_000)) + "}" + after
+    ).encode()
+
+
+MANY_THINGS = [
+    Attack(*one)
+    for one in (
+        (CHAT, many("{}", '{"messages":[', "]}"), "messages.0.role: Field required"),
+        (CHAT, many("{}", '{"messages":[{"role":"a","content":[', "]}]}"), "type: Field required"),
+        (CHAT, many('{"role":"a","content":""}', '{"messages":[', "]}"), "at most 2048 items"),
+        (TEXT, many("0.5", '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
+        (TEXT, many('""', '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
+        (TEXT, many("0", '{"prompt":"a","fly":{"protect":[', "]}}"), "fly.protect.0: Input should"),
+        (TEXT, unknown(), "there are 200000 fields; send at most"),
+        (TEXT, unknown('{"prompt":"a","fly":', "}"), "fly: there are 200000 fields; send at most"),
+        (TEXT, unknown('{"prompt":"a","logit_bias":', "}"), "logit_bias is"),
+    )
+]  # fmt: skip
+
+
+def _asking(**fields: Any) -> bytes:
+    return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
+
+
+RULES = [  # of 139 to 256 characters, which multiplied out have up to 2^40 alternatives
+    Attack(TEXT, _asking(fly={"rule": rule}), "rule is")
+    for rule in ("&".join(["(fly|fly)"] * 14), "&".join(["(fly|margin)"] * 19), "(" * 256,
+                 "&".join(["(a|b)"] * 42), "fly|" * 63, "!" * 256)
+]  # fmt: skip
+LARGE_NUMBERS = [
+    Attack(TEXT, _asking(fly={"rule": "fly | margin", name: number}))
+    for name in RULE_NUMBERS
+    for number in NUMBERS
+] + [
+    Attack(TEXT, _asking(**{"temperature": 0.5, name: number}))
+    for name in REQUEST_NUMBERS
+    for number in NUMBERS
+]
+
+FOREIGN = [
+    Attack(path, _asking(), "--allowed_hosts", JSON | {"Host": name})
+    for name in FOREIGN_HOSTS
+    for path in (TEXT, CHAT, "/health")
+]
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
+    b"Content-Type: application/json\r\n\r\n"
+)
+HALVES: dict[str, tuple[bytes, ...]] = {
+    "nothing": (b"",),
+    "header": (HEALTH,),
+    "drops": (HEALTH, *[b"X-A: b\r\n"] * 30),
+    "body": (BODY + b'{"prompt"',),
+    "drops_of_body": (BODY, *[b" "] * 30),
+    "chunks": (
+        BODY.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked"),
+        *[b"1\r\n \r\n"] * 30,
+    ),
+    "second_request": (HEALTH + b"\r\n" + HEALTH,),
+}
+
+
+def sent(url: str, *pieces: bytes, wait: float = 0.0, most: float = 10.0) -> tuple[bytes, float]:
+    """What comes back until the connection is closed, and after how many seconds that is.
+
+    The pieces are sent with a wait before each; at most so many seconds are waited for.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    begun, found = time.perf_counter(), b""
+    with socket.create_connection((host, int(port)), timeout=most) as connection:
+        with contextlib.suppress(OSError):  # it may be closed by then
+            for piece in pieces:
+                time.sleep(wait)
+                connection.sendall(piece)
+        with contextlib.suppress(ConnectionResetError):
+            while more := connection.recv(65536):
+                found += more
+    return found, time.perf_counter() - begun
+
+
+def fault(status: int, content: bytes) -> str | None:
+    """What is wrong with a reply, which is a success or a refusal in one sentence."""
+    if 200 <= status < 300 and b'"server_error"' not in content:
+        return None
+    try:
+        message = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = ""
+    is_sentence = message.endswith((".", "…")) and len(message.splitlines()) == 1
+    return None if 400 <= status < 500 and is_sentence else f"HTTP {status}: {content[:500]!r}"
+
+
+_DIGITS = (b"-1", b"0", b"1e999", b"99999999999999999999", b"4294967296", b"null", b"[]", b'"x"')
+
+
+def altered(content: bytes, chance: random.Random) -> bytes:
+    """The content with one to three faults."""
+    for _ in range(chance.randint(1, 3)):
+        # Mostly near the beginning, where what describes the rest is.
+        size = len(content)
+        at = chance.randrange(min(size, 4096) if chance.random() < 0.7 else size) if size else 0
+        kind = chance.randrange(6)
+        if kind == 0:
+            content = content[:at]
+        elif kind == 1:
+            content = content[:at] + bytes([chance.randrange(256)]) + content[at + 1 :]
+        elif kind == 2:
+            content = content[:at] + chance.randbytes(8) + content[at + 8 :]
+        elif kind == 3:
+            end = min(at + chance.randrange(1, 64), size)
+            content = content[:end] + content[at:end] * chance.randint(1, 50) + content[end:]
+        elif kind == 4:
+            value = chance.choice((2**31, 2**32 - 1, 2**63, 2**64 - 1, 400_000))
+            content = content[:at] + value.to_bytes(8, "little") + content[at + 8 :]
+        else:
+            digits = [i for i, byte in enumerate(content[:20_000]) if chr(byte).isdigit()]
+            if digits:
+                at = chance.choice(digits)
+                content = content[:at] + chance.choice(_DIGITS) + content[at + 1 :]
+    return content
+
+
+_COMMON = {
+    "model": None, "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "n": 2, "seed": 1,
+    "stop": ["\n\n", "x"], "stream": False, "stream_options": {"include_usage": True},
+    "ignore_eos": False, "cache_salt": "a", "user": "b", "frequency_penalty": 0,
+    "fly": {"rule": "fly | margin", "margin_gap": 1.0, "window_size": 4, "entropy_threshold": 0.3,
+            "risk_budget": 2.0, "protect": ["\\d"], "audit": True, "stream_why": True},
+}  # fmt: skip
+_PROMPTS = ("Ada has 3 apples.", [5, 6, 7, 8], ["Ada", "Boris"], [[5, 6], [7]])
+_PARTS = [{"type": "text", "text": "and eats 2."}]
+_MESSAGES = [{"role": "user", "content": "Ada has 3 apples"}, {"role": "user", "content": _PARTS}]
+_DEEP = "a value many levels deep"
+_VALUES = (
+    *NUMBERS, 0, 2, 0.5, True, None, math.nan, math.inf, "", "x", "\ud800", "\0", "\u202e\ufeff",
+    "é" * 300, "fly & " * 40, "(" * 200, [], {}, [[]], [None], [0] * 300, ["a", 1], {"": {}}, _DEEP,
+)  # fmt: skip
+_NAMES = ("", "prompt", "messages", "max_token", "rule", "echo", "\ud800", "é" * 99, "n\nn", "fly")
+_TYPES = ("text/plain", "application/json; charset=utf-16", "multipart/form-data", "", "a/b+json")
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container within a value, with each of its keys."""
+    for key in range(len(value)) if isinstance(value, list) else list(value):
+        yield value, key
+        if isinstance(value[key], (list, dict)):
+            yield from _places(value[key])
+
+
+def random_request(chance: random.Random) -> Attack:
+    """A valid request to which something may have happened, be it to values, keys or bytes."""
+    if chance.random() < 0.5:
+        path, body = CHAT, {"messages": _MESSAGES, "logprobs": True, "top_logprobs": 1}
+    else:
+        path, body = TEXT, {"prompt": chance.choice(_PROMPTS), "logprobs": 1}
+    optional = {key: value for key, value in _COMMON.items() if chance.random() < 0.4}
+    body = copy.deepcopy({"max_tokens": 2, "stream": chance.random() < 0.2} | body | optional)
+    for _ in range(chance.randrange(3)):
+        holder, key = chance.choice(list(_places(body)))
+        kind = chance.randrange(6)
+        if kind == 0:
+            del holder[key]
+        elif kind == 1 and isinstance(holder, dict):
+            holder[chance.choice(_NAMES)] = holder.pop(key)
+        else:
+            holder[key] = copy.deepcopy(chance.choice(_VALUES))
+    text = json.dumps(body)
+    levels = chance.choice((3, 300, 300_000))
+    text = text.replace(f'"{_DEEP}"', "[" * levels + "]" * levels)
+    if chance.random() < 0.1:  # the second of two equal keys counts
+        text = text[:-1] + f', "{chance.choice(list(_COMMON))}": {chance.choice(NUMBERS)}}}'
+    content = text.encode(chance.choice(("utf-8",) * 8 + ("utf-8-sig", "utf-16")))
+    if chance.random() < 0.25:
+        content = altered(content, chance) if chance.random() < 0.9 else chance.randbytes(200)
+    kind = "application/json" if chance.random() < 0.9 else chance.choice(_TYPES)
+    return Attack(path, content, headers={"Content-Type": kind})

@@ -1,11 +1,11 @@
 """Many clients of every kind at once, for long: nothing may be lost, leak, grow or compile.
 
-    python benchmarks/soak.py --num_requests 2000
+    python benchmarks/soak.py --num_requests 2000 --hostile 4
 
 They ask for mixed lengths, rules, temperatures and stops, some as a stream; some leave in the
-middle, some break the connection off, some read slowly. Greedy exact answers are compared with the
-library's own. At the end all slots are free, and memory and compiled programs are as after the
-first tenth.
+middle, some break the connection off, some read slowly. Others send attacks and random bodies
+beside them. Greedy exact answers are compared with the library's own. At the end all slots are
+free, and memory and compiled programs are as after the first tenth.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ import asyncio
 import collections
 import dataclasses
 import random
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import httpx
 from absl import flags
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+import attacks
 from machine import run, write
-from served import Server, ask, server, work_off
+from served import Server, ask, conversing, server, work_off
 from texts import library_beginnings, word_problems
 
 from fly_jax import generate, load_pair
@@ -29,8 +34,10 @@ from fly_jax.decoding.pair import Pair
 _REQUESTS = flags.DEFINE_integer("num_requests", 2000, "in all", lower_bound=10)
 _CLIENTS = flags.DEFINE_integer("clients", 64, "at a time", lower_bound=1)
 _SLOTS = flags.DEFINE_integer("num_slots", 8, "of the server", lower_bound=1)
+_HOSTILE = flags.DEFINE_integer("hostile", 0, "clients besides, who attack", lower_bound=0)
 _LIMITS = (1, 8, 24, 64, 128)
 _RULES = ("exact", "fly", "margin", "fly | margin", None)
+_ATTACKS = (*attacks.RULES, *attacks.MANY_THINGS, *attacks.LARGE_NUMBERS, *attacks.FOREIGN)
 _MOST_GROWTH = 48 * 2**20  # what an allocator keeps for the next burst
 
 
@@ -45,6 +52,8 @@ class Soak:
     exact: dict[tuple[int, int], set[str]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(set)
     )
+    attacked: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    faults: list[str] = dataclasses.field(default_factory=list)
     memory: list[int] = dataclasses.field(default_factory=list)
     compiled: list[float] = dataclasses.field(default_factory=list)
 
@@ -102,11 +111,33 @@ class Soak:
             else:
                 self.outcomes["cut off"] += 1
 
+    async def attack(self, at: Server) -> None:
+        """One attack after the other, until it is cancelled."""
+        host, port = at.url.removeprefix("http://").split(":")
+        async with httpx.AsyncClient(base_url=at.url, timeout=600) as session:
+            while True:
+                kind = self.chance.choices(("random", "attack", "half a request"), (8, 2, 1))[0]
+                if kind == "half a request":
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.write(self.chance.choice([*attacks.HALVES.values()])[0])
+                    await asyncio.sleep(1)
+                    writer.close()
+                    self.attacked[kind] += 1
+                    continue
+                is_random = kind == "random"
+                asked = (
+                    attacks.random_request(self.chance)
+                    if is_random
+                    else self.chance.choice(_ATTACKS)
+                )
+                reply = await session.post(asked.path, content=asked.body, headers=asked.headers)
+                self.attacked[f"{kind}, HTTP {reply.status_code}"] += 1
+                if said := attacks.fault(reply.status_code, reply.content):
+                    self.faults.append(f"{asked.path} {asked.body[:1000]!r}: {said}")
+
     def watch(self, at: Server) -> None:
         """Notes the server's memory and programs."""
-        status = Path(f"/proc/{at.pid}/status").read_text()
-        resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-        self.memory.append(int(resident.split()[1]) * 1024)
+        self.memory.append(at.resident())
         self.compiled.append(at.metric("compilations"))
 
     def num_unlike(self) -> int:
@@ -128,7 +159,13 @@ async def _run(soak: Soak, at: Server, number: int) -> None:
         except (httpx.HTTPError, RuntimeError) as error:
             soak.outcomes[f"{type(error).__name__}: {error}"] += 1
 
+    hostile = [asyncio.create_task(soak.attack(at)) for _ in range(_HOSTILE.value)]
     await work_off(at, _CLIENTS.value, range(number), one)
+    for attacking in hostile:
+        attacking.cancel()
+    for ended in await asyncio.gather(*hostile, return_exceptions=True):
+        if not isinstance(ended, asyncio.CancelledError):
+            soak.faults.append(f"{type(ended).__name__}: {ended}")
     for _ in range(200):
         if at.metric("num_requests_running") + at.metric("num_requests_waiting") == 0:
             return
@@ -143,11 +180,15 @@ def main() -> None:
         *library_beginnings(pair, "held_out", 12),
     ]
     soak = Soak(pair, prompts, random.Random(0))
-    with server(f"--num_slots={_SLOTS.value}", "--max_length=512") as at:
+    sizes = (f"--num_slots={_SLOTS.value}", "--max_length=512")
+    with tempfile.TemporaryDirectory() as folder, server(*conversing(folder), *sizes) as at:
+        begun = len(at.log.read_text())
         for _ in range(10):
             asyncio.run(_run(soak, at, -(-_REQUESTS.value // 10)))
             soak.watch(at)
             print(f"{sum(soak.outcomes.values())} requests, {soak.memory[-1] / 2**20:.0f} MiB")
+        if log := at.log.read_text()[begun:]:
+            soak.faults.append(f"The log says: {log}")
     good = sum(soak.outcomes[kind] for kind in ("stream", "whole", "left", "read slowly"))
     growth, requests = soak.memory[-1] - soak.memory[0], sum(soak.outcomes.values())
     result = {
@@ -155,13 +196,16 @@ def main() -> None:
         "clients": _CLIENTS.value,
         "slots": _SLOTS.value,
         "outcomes": dict(soak.outcomes),
+        "hostile_clients": _HOSTILE.value,
+        "attacks": dict(soak.attacked),
+        "faults": soak.faults,
         "exact_answers": sum(map(len, soak.exact.values())),
         "unlike": soak.num_unlike(),
         "resident_bytes": soak.memory,
         "programs_compiled": soak.compiled[-1] - soak.compiled[0],
     }
     print(result, write("soak", result), sep="\n")
-    failed = requests > good or result["unlike"] or result["programs_compiled"]
+    failed = requests > good or soak.faults or result["unlike"] or result["programs_compiled"]
     if failed or growth > _MOST_GROWTH:
         raise SystemExit("The server has not come through.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, default_config
-from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked
+from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked, separates_layers
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
+from fly_jax.models.checkpoints.kept import Say, weights_folder
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
@@ -255,6 +256,8 @@ def load_pair(
     mesh: str | MeshSpec | Mesh = "1x1",
     dtype: Dtype | None = None,
     workload: Workload | None = None,
+    weights_cache: str | Path | None = "off",
+    say: Say = warnings.warn,
 ) -> Pair:
     """Loads a target and its draft model straight into a mesh.
 
@@ -275,6 +278,10 @@ def load_pair(
         for the rest; those of a folder converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
+      weights_cache: folder that keeps what was converted for one device, to be mapped when it is
+        loaded again; "off" for none. None takes the environment variable FLY_JAX_WEIGHTS_CACHE,
+        else a folder of the user's own.
+      say: gets a sentence where such a file is damaged, or cannot be kept.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, two vocabularies, or a mesh that does
@@ -318,14 +325,26 @@ def load_pair(
         layouts = choose_layouts(devices, config, draft_config, wanted, chip, own)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
-    load = functools.partial(load_llama, dtype=width, int8=int8, vocab_size=vocab_size)
-    loaded = load(opened.target, layout=target_layout)
-    drafts = [load(one, layout=draft_layout) for one in opened.drafts]
+    folder = weights_folder(weights_cache)
+
+    def load(one: Checkpoint, layout: Layout | None) -> Llama:
+        return load_llama(
+            one,
+            layout=layout,
+            dtype=width,
+            int8=int8,
+            vocab_size=vocab_size,
+            unstacked=jax.default_backend() == "cpu" and separates_layers(one.config, layout),
+            weights_folder=folder,
+            say=say,
+        )
+
+    loaded = load(opened.target, target_layout)
+    drafts = [load(one, draft_layout) for one in opened.drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, widens=lies_on_cpu(loaded))]
-    # Once for all decoders, which would hold a model each.
-    for one in filter(runs_unstacked, (loaded, *drafts)):
-        one.unstack(owner=loaded if own is not None and one is not loaded else None)
+        for one in filter(runs_unstacked, drafts):
+            one.unstack(owner=loaded)
     return Pair(
         target=loaded,
         drafts=tuple(drafts),

@@ -247,6 +247,11 @@ class ModelFlags:
         "folder that keeps compiled programs for the next start, or off; if not given, that of the "
         "environment variable FLY_JAX_COMPILATION_CACHE, else one of the user's own",
     )
+    weights_cache: str | None = parameter(
+        None,
+        "folder that keeps converted weights for the next start, or off; if not given, that of the "
+        "environment variable FLY_JAX_WEIGHTS_CACHE, else one of the user's own",
+    )
 
     @property
     def has_draft(self) -> bool:

@@ -157,7 +157,15 @@ def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
     models, mesh = inputs.models, inputs.mesh
-    return load_opened(inputs.config, models, mesh, dtype=values.dtype, rows=rows, longest=longest)
+    return load_opened(
+        inputs.config,
+        models,
+        mesh,
+        dtype=values.dtype,
+        weights_cache=values.weights_cache,
+        rows=rows,
+        longest=longest,
+    )
 
 
 def load_opened(
@@ -168,6 +176,7 @@ def load_opened(
     dtype: Dtype | None,
     rows: int,
     longest: int,
+    weights_cache: str | None = "off",
 ) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie.
 
@@ -175,6 +184,7 @@ def load_opened(
       dtype: of the weights; None for what suits them.
       rows: decoded together.
       longest: tokens of a row, at most.
+      weights_cache: see `load_pair`.
     """
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
@@ -190,7 +200,14 @@ def load_opened(
         num_speculative_tokens=config.drafting.max_speculative_tokens,
     )
     with waiting("Reading the weights"):
-        pair = load_pair(models, mesh=devices, dtype=dtype, workload=workload)
+        pair = load_pair(
+            models,
+            mesh=devices,
+            dtype=dtype,
+            workload=workload,
+            weights_cache=weights_cache,
+            say=say,
+        )
     if models.self_draft is not None and devices.devices.flat[0].platform == "cpu":
         say(
             f"On a CPU a pass of {models.self_draft} takes as long as the target's: it shows what "
@@ -420,6 +437,7 @@ _OF_ONE_PROCESS = (
     "process_id",
     "coordinator_timeout",
     "compilation_cache",
+    "weights_cache",
 )
 
 

@@ -224,7 +224,13 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
     pair = load_opened(
-        builder.config, models, mesh, dtype=values.dtype, rows=values.num_slots, longest=length
+        builder.config,
+        models,
+        mesh,
+        dtype=values.dtype,
+        weights_cache=values.weights_cache,
+        rows=values.num_slots,
+        longest=length,
     )
     engine = kind.of(
         pair,

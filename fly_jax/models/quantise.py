@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, Int8
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
@@ -73,6 +73,19 @@ def quantised(
     if matrices.group is None:
         scale = scale.reshape([spec.shape[index] for index in _outputs(spec)])
     return {name: array.qvalue, scale_name(name): scale}
+
+
+def quantised_rows(
+    block: Float32[np.ndarray, "outputs inputs"],
+) -> tuple[Int8[np.ndarray, "outputs inputs"], Float32[np.ndarray, " outputs"]]:
+    """Rows of a matrix as int8, with their scales: `quantised` on the host, but for its rounding.
+
+    XLA divides in another order, so one integer in a thousand is the next one.
+    """
+    scale = np.abs(block).max(axis=1) / np.float32(127.5)  # -128 and 127 are both used
+    scale[scale < np.sqrt(np.finfo(np.float32).tiny)] = 1
+    rounded = np.rint(block / scale[:, None])
+    return np.clip(rounded, -128, 127).astype(np.int8), scale
 
 
 def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> Llama:

@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.sharding.kept_files import forget_oldest, kept_folder, make_folder
 
 _GOOGLE = "0x1ae0"  # as a vendor of PCI devices, TPUs among them
 AXES = ("data", "x", "y")
@@ -164,7 +165,6 @@ def describe(mesh: Mesh) -> str:
     return f"{spec.num_devices} {noun} ({device.device_kind}) as mesh {spec}{over}"
 
 
-OFF = ("off", "none")
 VARIABLE = "FLY_JAX_COMPILATION_CACHE"
 _LEAST_SECONDS_OF_JAX = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 # What was not read for longest goes when the programs take more than this.
@@ -189,29 +189,24 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
     Raises:
       FlyJaxError: the folder cannot be written.
     """
-    wanted = str(folder or os.environ.get(VARIABLE) or "")
-    if wanted.lower() in OFF:
+    kept = kept_folder(folder, VARIABLE, "xla")
+    if kept is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if not wanted and given:
+    if given and not (folder or os.environ.get(VARIABLE)):
         path = Path(given)
     else:
-        path = (Path(wanted).expanduser() if wanted else _user_folder()) / _kind()
-        _make(path)
+        path = kept / _kind()
+        make_folder(path, "Compiled programs", "compilation_cache")
         jax.config.update("jax_compilation_cache_dir", str(path))
-        _forget_oldest(path)
+        # Once for each command: JAX's own limit looks at every file before each program that it
+        # keeps (a tenth of a second a program where a thousand lie there).
+        forget_oldest(path, _MOST_BYTES)
     if _LEAST_SECONDS_OF_JAX not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-def _user_folder() -> Path:
-    """In the user's folder for what can be made again."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if os.path.isabs(given) else Path("~/.cache").expanduser()
-    return base / "fly_jax" / "xla"
 
 
 def _kind() -> str:
@@ -225,34 +220,3 @@ def _kind() -> str:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     text = f"{platform.machine()} {platform.processor()} {features}"
     return f"jax-{jax.__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise FlyJaxError(
-            f"Compiled programs cannot be kept in {path} ({reason}); give --compilation_cache "
-            "another folder, or off."
-        )
-
-
-def _forget_oldest(path: Path) -> None:
-    """Removes programs until the others are few enough.
-
-    Once for each command: JAX's own limit looks at every file before each program that it keeps
-    (a tenth of a second a program where a thousand lie there).
-    """
-    found = []
-    for file in path.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another command removed it
-            stat = file.stat()
-            found.append((stat.st_atime, stat.st_size, file))
-    kept = 0
-    for _, size, file in sorted(found, reverse=True):
-        kept += size
-        if kept > _MOST_BYTES:
-            file.unlink(missing_ok=True)

@@ -10,7 +10,9 @@ from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
+from fly_jax.sharding.rules import Layout
 
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 32
@@ -83,8 +85,12 @@ def for_backend(model: Llama) -> Llama:
 
 def runs_unstacked(model: Llama) -> bool:
     """Whether programs take one array per layer where this model lies."""
-    few_layers = model.config.num_layers <= _MOST_UNSTACKED_LAYERS
-    return few_layers and model.layout is None and lies_on_cpu(model)
+    return lies_on_cpu(model) and separates_layers(model.config, model.layout)
+
+
+def separates_layers(config: LlamaConfig, layout: Layout | None) -> bool:
+    """Whether programs take one array per layer of such a model on a CPU."""
+    return layout is None and config.num_layers <= _MOST_UNSTACKED_LAYERS
 
 
 def lies_on_cpu(model: Llama) -> bool:

@@ -24,12 +24,12 @@ from fly_jax.models.architectures import (
     GGUF_ARCHITECTURES,
     Group,
     LlamaConfig,
-    ParameterSpec,
     RopeScaling,
     config_of,
     groups,
 )
 from fly_jax.models.attention import inverse_frequencies
+from fly_jax.models.checkpoints.blocks import on_all_cores, row_blocks
 from fly_jax.models.checkpoints.hugging_face import (
     arranged,
     row_sharding,
@@ -76,10 +76,24 @@ class GgufFile:
         """Of a tensor, rows first, as Hugging Face has it."""
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
-    def rows(self, name: str, rows: slice) -> np.ndarray:
-        """Some rows of a tensor, or a part of a vector, in float32."""
-        tensor = self.tensors[name]
-        return gguf.dequantize(np.asarray(tensor.data[rows]), tensor.tensor_type)
+    def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Some rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
+        one = self.tensors[name]
+        begin, stored = int(one.data_offset), one.data
+        data = np.asarray(np.memmap(self.path, stored.dtype, "r", begin, stored.shape))
+        return _widened(data[rows], one.tensor_type)
+
+
+def _widened(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Stored numbers in float32.
+
+    All blocks at once: `gguf.dequantize` takes sixteen rows at a time, and twice as long.
+    """
+    blocks = getattr(gguf.quants, kind.name, None)
+    if blocks is None:  # plain numbers
+        return gguf.dequantize(data, kind)
+    found = blocks.dequantize_blocks(data.reshape(-1, blocks.type_size))
+    return found.reshape(*data.shape[:-1], -1)
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -291,21 +305,11 @@ def _ends(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-def _unpaired(name: str, stored: Array, spec: ParameterSpec) -> Array:
-    """A tensor of a family in which a head's rotary pairs lie side by side.
-
-    Hugging Face has their two halves one after the other.
-    """
-    if name in ("query", "key"):
-        pairs = stored.reshape(-1, spec.shape[-1] // 2, 2, stored.shape[1])
-        stored = pairs.swapaxes(1, 2).reshape(stored.shape)
-    return arranged(name, stored, spec)
-
-
 class GgufSource:
     """A GGUF file of a model; each process reads only the rows that its devices take."""
 
     int8 = False
+    arranged = staticmethod(arranged)
 
     def __init__(self, file: GgufFile) -> None:
         """Checks the file without reading a weight.
@@ -317,8 +321,7 @@ class GgufSource:
         self.file = file
         self.config = gguf_config(file)
         # The file's own word: there a Mistral is a llama.
-        has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
-        self.arranged = _unpaired if has_pairs else arranged
+        self._has_pairs = GGUF_ARCHITECTURES[file.needed("general.architecture")].gguf_pairs
         self.config.check_layers(len(file.tensors))
         # Qwen 3 has the names of all families.
         self._names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.num_layers)
@@ -355,9 +358,35 @@ class GgufSource:
             found[name] = jax.make_array_from_callback(
                 shape,
                 row_sharding(layout, spec, shape[0]),
-                functools.partial(_part, self.file, tensor),
+                functools.partial(self._part, group, name, shape),
             )
         return found
+
+    def _part(
+        self, group: Group, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """The part of a tensor that one device takes."""
+        begin, end, _ = index[0].indices(shape[0])
+        part = np.empty((end - begin, *shape[1:]), np.float32)
+
+        def fill(rows: slice) -> None:
+            some = slice(begin + rows.start, begin + rows.stop)
+            part[rows] = self.read_rows(group, name, some)
+
+        on_all_cores(fill, row_blocks(part.shape))
+        return part[(slice(None), *index[1:])]
+
+    def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
+        """Some rows of a parameter's tensor in float32, in the order that Hugging Face has.
+
+        Some families have a head's rotary pairs side by side, and Hugging Face their two halves one
+        after the other.
+        """
+        tensor = self._tensor(group, name)
+        if not self._has_pairs or name not in ("query", "key"):
+            return self.file.rows(tensor, rows)
+        pairs = np.arange(self.file.shape(tensor)[0]).reshape(-1, self.config.head_size // 2, 2)
+        return self.file.rows(tensor, pairs.swapaxes(1, 2).ravel()[rows])
 
     def _tensor(self, group: Group, name: str) -> str:
         """The name in GGUF files of a tensor of Hugging Face."""
@@ -368,11 +397,6 @@ class GgufSource:
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
         return f"The tensor {self._tensor(group, name)} in {self.file.path}"
-
-
-def _part(file: GgufFile, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
-    """The part of a tensor that one device takes."""
-    return file.rows(tensor, index[0])[(slice(None), *index[1:])]
 
 
 _LLAMA_3 = (

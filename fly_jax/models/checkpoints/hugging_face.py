@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
@@ -183,6 +184,13 @@ class HuggingFaceSource:
             for name, tensors in names.items()
         }
 
+    def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
+        """Some rows of a parameter's tensor, in the type that it is stored in.
+
+        Nothing of it stays in memory when they are dropped.
+        """
+        return self._stored[tensor_name(group, name)].mapped()[rows]
+
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
         tensor = next(iter(self._tensors(group, name, group.specs(self.config)[name]).values()))
@@ -267,12 +275,19 @@ class StoredTensor:
     begin: int
     end: int
 
+    def mapped(self) -> np.ndarray:
+        """Its numbers, read as they are looked at."""
+        return self._bytes().view(_STORED[self.dtype]).reshape(self.shape)
+
     def is_zero(self) -> bool:
         """Whether each number of it is zero."""
+        return self.begin == self.end or not self._bytes().any()
+
+    def _bytes(self) -> np.ndarray:
         with self.file.open("rb") as stream:
             header = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            stream.seek(_LENGTH_BYTES + header + self.begin)
-            return not any(stream.read(self.end - self.begin))
+        begin = _LENGTH_BYTES + header + self.begin
+        return np.asarray(np.memmap(self.file, np.uint8, "r", begin, (self.end - self.begin,)))
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

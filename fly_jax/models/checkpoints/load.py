@@ -9,8 +9,10 @@ import functools
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,8 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.source import Arranging, Source, Stored, is_gguf
+from fly_jax.models.checkpoints.kept import Kept, Say, has_rows
+from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint
 from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.models.quantise import quantised
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -147,11 +150,15 @@ def load_llama(
     dtype: DTypeLike = jnp.float32,
     int8: bool = False,
     vocab_size: int | None = None,
+    unstacked: bool = False,
+    weights_folder: Path | None = None,
+    say: Say = warnings.warn,
 ) -> Llama:
     """Loads weights straight into their place.
 
     Beyond its devices' parts of the model, a process needs memory for its parts of one group: a
-    layer, or the embedding, a few times over.
+    layer, or the embedding, a few times over. Of a model that is `unstacked` on a CPU it needs next
+    to none: the arrays are the bytes that were converted, in a mapped file or in memory.
 
     Args:
       checkpoint: the folder of a Hugging Face checkpoint with safetensors, or of what `convert`
@@ -160,6 +167,9 @@ def load_llama(
       dtype: of the parameters, whatever the stored type; int8 matrices stay int8.
       int8: the matrices become int8 as they are read.
       vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
+      unstacked: the model is `Llama.unstacked`, on one device.
+      weights_folder: where weights are kept that were converted for one device; None for nowhere.
+      say: gets a sentence where such a file is damaged, or cannot be kept.
 
     Raises:
       FlyJaxError: what `open_weights` raises, a weight is NaN or infinite, or a drafter's
@@ -169,6 +179,13 @@ def load_llama(
     config = source.config
     if vocab_size not in (None, config.vocab_size):
         config = config.with_vocabulary(vocab_size)
+    wanted = layout is None and (unstacked or weights_folder is not None)
+    if wanted and has_rows(source):
+        path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
+        width = np.dtype(dtype)
+        source = Kept(source, path, width, int8=int8, folder=weights_folder, say=say)
+        if unstacked and not int8:
+            return _unstacked(source, config)
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
@@ -184,7 +201,26 @@ def load_llama(
                 stacks = _insert(stacks or _empty_stacks(config, parts, layout), parts, group.layer)
             del parts  # before the next are read,
             jax.block_until_ready(stacks)  # which would pile up if this did not wait
-    return Llama(config, outer | stacks, layout)
+    model = Llama(config, outer | stacks, layout)
+    if unstacked:
+        model.unstack()
+    return model
+
+
+def _unstacked(source: Kept, config: LlamaConfig) -> Llama:
+    """`Llama.unstacked` of tensors as they lie, one array per layer."""
+    parameters: dict[str, Any] = {}
+    for group in groups(config):
+        for name, spec in group.specs(config, int8=source.int8).items():
+            # Outputs come first, and tokens are outputs.
+            sizes = dict(zip(spec.axes, spec.shape, strict=True))
+            axes = sorted(spec.axes, key=spec.inputs.__contains__)
+            tensor = source.tensor(group, name)[: sizes.get("vocab")]
+            part = jax.device_put(tensor.reshape([sizes[axis] for axis in axes]), jax.devices()[0])
+            if name == "token_rows":
+                _check_rows(part, config, source.describe(group, name))
+            parameters[name] = part if group.layer is None else (*parameters.get(name, ()), part)
+    return Llama(config, parameters)
 
 
 def _check_rows(rows: Int[Array, " vocab"], config: LlamaConfig, where: str) -> None:
@@ -342,7 +378,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
-    if _begin(output, Record(config_fields(checkpoint.config), _fingerprint(source), dtype)):
+    if _begin(output, Record(config_fields(checkpoint.config), fingerprint(source), dtype)):
         open_weights(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
@@ -423,14 +459,6 @@ def _left(output: Path, config: LlamaConfig) -> list[Group]:
             if path not in known:
                 shutil.rmtree(path)
     return [group for path, group in known.items() if not path.is_dir()]
-
-
-def _fingerprint(source: Path) -> dict[str, list[int]]:
-    """Size and time of change of each file of the source that bears on the weights."""
-    files = [*source.glob("*.safetensors"), *source.glob("co*.json")]
-    files += [source] if is_gguf(source) else []
-    stats = {str(file.resolve()): file.stat() for file in sorted(files)}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:

@@ -158,6 +158,14 @@ def _download(repository: str, revision: str | None) -> Path:
     return Path(folder)
 
 
+def fingerprint(source: Path) -> dict[str, list[int]]:
+    """Size and time of change of each file of a checkpoint that bears on its weights."""
+    files = [*source.glob("*.safetensors"), *source.glob("co*.json")]
+    files += [source] if is_gguf(source) else []
+    stats = {str(file.resolve()): file.stat() for file in sorted(files)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
 _SAMPLE_BYTES = 2**16
 
 

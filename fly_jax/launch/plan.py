@@ -132,7 +132,8 @@ def _rounds(values: _PlanFlags) -> RoundSpec:
 
 def _config(name: str) -> LlamaConfig:
     from fly_jax.models.architectures import read_config
-    from fly_jax.models.checkpoints.gguf_source import gguf_config, open_gguf
+    from fly_jax.models.checkpoints.gguf_file import open_gguf
+    from fly_jax.models.checkpoints.gguf_source import gguf_config
     from fly_jax.models.checkpoints.source import is_gguf
     from fly_jax.models.presets import preset
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import config_of
-from fly_jax.models.checkpoints.gguf_source import open_gguf
+from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.load import open_weights
 
 FIELDS = json.loads((GOLDEN / "llama2" / "config.json").read_text())

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import mmap
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gguf
 import jax
 import numpy as np
 import sentencepiece
 import tokenizers
-from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
 from jaxtyping import Array
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -30,6 +28,7 @@ from fly_jax.models.architectures import (
 )
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.blocks import on_all_cores, row_blocks
+from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import (
     arranged,
     row_sharding,
@@ -38,150 +37,6 @@ from fly_jax.models.checkpoints.hugging_face import (
 )
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
-
-# The types that are read: plain ones, and those that models are quantised to most often.
-TYPES = (
-    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class GgufFile:
-    """A file that has been opened: its header was read, and its tensors are mapped into memory."""
-
-    path: Path
-    tensors: dict[str, gguf.ReaderTensor]
-    fields: dict[str, gguf.ReaderField]
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a text, or a list of them."""
-        field = self.fields.get(key)
-        return default if field is None else field.contents()
-
-    def needed(self, key: str) -> Any:
-        """A value that the file must have.
-
-        Raises:
-          FlyJaxError: it lacks it.
-        """
-        value = self.value(key)
-        if value is None:
-            raise FlyJaxError(
-                f"{self.path} lacks the key {key}; a GGUF file needs it: download the file again, "
-                "or convert the model anew."
-            )
-        return value
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, rows first, as Hugging Face has it."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
-
-    def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Some rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
-        one = self.tensors[name]
-        begin, stored = int(one.data_offset), one.data
-        data = np.asarray(np.memmap(self.path, stored.dtype, "r", begin, stored.shape))
-        return _widened(data[rows], one.tensor_type)
-
-
-def _widened(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Stored numbers in float32.
-
-    All blocks at once: `gguf.dequantize` takes sixteen rows at a time, and twice as long.
-    """
-    blocks = getattr(gguf.quants, kind.name, None)
-    if blocks is None:  # plain numbers
-        return gguf.dequantize(data, kind)
-    found = blocks.dequantize_blocks(data.reshape(-1, blocks.type_size))
-    return found.reshape(*data.shape[:-1], -1)
-
-
-def open_gguf(path: Path) -> GgufFile:
-    """Reads the header.
-
-    Raises:
-      FlyJaxError: the file is missing, cut off, of an unknown version, or has tensors of a type
-        that is not read.
-    """
-    head = b""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-        _check_claims(path)
-        reader = gguf.GGUFReader(path)
-    except OSError as error:
-        raise FlyJaxError(
-            f"{path} cannot be read ({error.strerror or error}); correct the path."
-        ) from error
-    except Exception as error:  # the library raises whatever a broken header leads to
-        raise FlyJaxError(_unreadable(path, head)) from error
-    for tensor in reader.tensors:
-        if tensor.tensor_type.name not in TYPES:
-            raise FlyJaxError(
-                f"The tensor {tensor.name} in {path} is stored as {tensor.tensor_type.name}; "
-                f"fly_jax reads {', '.join(TYPES)}: give a file of one of these."
-            )
-    return GgufFile(path, {one.name: one for one in reader.tensors}, dict(reader.fields))
-
-
-# Bytes of a value of the metadata, by GGUF's number of its type; texts and lists have a length.
-_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_TEXT, _LIST, _LENGTH_BYTES = 8, 9, 8
-
-
-def _check_claims(path: Path) -> None:
-    """Raises ValueError for a header that claims more than the file holds, before it is believed.
-
-    The library makes what is claimed: a list of millions of a file of a hundred bytes.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        # Of the two byte orders it is the one in which the version is small.
-        order: Literal["little", "big"] = "little" if data[4:6] != b"\0\0" else "big"
-        at = 8
-
-        def taken(number: int) -> int:
-            nonlocal at
-            at += number
-            if at > len(data):
-                raise ValueError(f"{number} bytes were claimed at byte {at - number}")
-            return at - number
-
-        def number(size: int = _LENGTH_BYTES) -> int:
-            begin = taken(size)
-            return int.from_bytes(data[begin : begin + size], order)
-
-        def skip(kind: int, count: int = 1) -> None:
-            if kind != _TEXT:
-                taken(_VALUE_BYTES[kind] * count)
-                return
-            if count * _LENGTH_BYTES > len(data) - at:
-                raise ValueError(f"{count} texts were claimed at byte {at}")
-            for _ in range(count):
-                taken(number())
-
-        num_tensors, num_values = number(), number()
-        for _ in range(num_values):
-            skip(_TEXT)
-            kind = number(4)
-            skip(number(4), number()) if kind == _LIST else skip(kind)
-        for _ in range(num_tensors):
-            skip(_TEXT)
-            taken(_LENGTH_BYTES * number(4) + 4 + _LENGTH_BYTES)  # sizes, type, place
-
-
-def _unreadable(path: Path, head: bytes) -> str:
-    """The fault of a file that begins so and that the library cannot read."""
-    if head[:4] != b"GGUF":
-        return f"{path} is no GGUF file; correct the path, or download the file again."
-    version = int.from_bytes(head[4:], "little")
-    if version not in READER_SUPPORTED_VERSIONS:
-        return (
-            f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
-            f"{' and '.join(map(str, READER_SUPPORTED_VERSIONS))}; convert the model anew, or "
-            "upgrade gguf."
-        )
-    return f"{path} is cut off or damaged; download the file again."
-
 
 _ROPE_FACTORS = "rope_freqs.weight"
 # Llama 3.1 and later state their frequency scaling as factors; these made all that are known.
@@ -335,10 +190,10 @@ class GgufSource:
                         f"{file.path} lacks the tensor {tensor}; its metadata asks for it: "
                         "download the file again, or convert the model anew."
                     )
-                if file.shape(tensor) != shape:
+                if file.tensors[tensor].shape != shape:
                     raise FlyJaxError(
                         f"The tensor {tensor} in {file.path} has shape "
-                        f"{list(file.shape(tensor))}; the metadata asks for {list(shape)}: "
+                        f"{list(file.tensors[tensor].shape)}; the metadata asks for {list(shape)}: "
                         "download the file again, or convert the model anew."
                     )
 
@@ -354,7 +209,7 @@ class GgufSource:
         found: dict[str, Array] = {}
         for name, spec in group.specs(self.config).items():
             tensor = self._tensor(group, name)
-            shape = self.file.shape(tensor)
+            shape = self.file.tensors[tensor].shape
             found[name] = jax.make_array_from_callback(
                 shape,
                 row_sharding(layout, spec, shape[0]),
@@ -385,7 +240,9 @@ class GgufSource:
         tensor = self._tensor(group, name)
         if not self._has_pairs or name not in ("query", "key"):
             return self.file.rows(tensor, rows)
-        pairs = np.arange(self.file.shape(tensor)[0]).reshape(-1, self.config.head_size // 2, 2)
+        pairs = np.arange(self.file.tensors[tensor].shape[0]).reshape(
+            -1, self.config.head_size // 2, 2
+        )
         return self.file.rows(tensor, pairs.swapaxes(1, 2).ravel()[rows])
 
     def _tensor(self, group: Group, name: str) -> str:

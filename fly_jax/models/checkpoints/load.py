@@ -43,12 +43,8 @@ from fly_jax.models.checkpoints.converted import (
     stored_files,
     write_group,
 )
-from fly_jax.models.checkpoints.gguf_source import (
-    GgufSource,
-    gguf_tokenizer,
-    open_gguf,
-    write_tokenizer,
-)
+from fly_jax.models.checkpoints.gguf_file import open_gguf
+from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, write_tokenizer
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
     is_transposed,

@@ -1,0 +1,216 @@
+"""GGUF files: the header, read at once and never beyond what the file holds, and tensors by rows.
+
+The header is "GGUF", a version, the numbers of tensors and of values of the metadata, the values
+(name, type, value), and the tensors (name, sizes, type, place behind the header).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.gguf_reader import READER_SUPPORTED_VERSIONS
+
+from fly_jax.errors import FlyJaxError
+
+# The types that are read: plain ones, and those that models are quantised to most often.
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K",
+)  # fmt: skip
+_MAGIC = b"GGUF"
+_PLAIN = {"F32": "f4", "F16": "f2"}
+# NumPy's types of a value of the metadata, by GGUF's number; texts and lists have a length.
+_VALUES = {
+    0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "?", 10: "u8", 11: "i8",
+    12: "f8",
+}  # fmt: skip
+_TEXT, _LIST, _LENGTH_BYTES = 8, 9, 8
+_MOST_SIZES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+      shape: rows first, as Hugging Face has it.
+      begin: place of its first byte in the file.
+      stored: type and shape of what lies there; blocks of numbers are bytes.
+    """
+
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    begin: int
+    stored: tuple[np.dtype, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """A file whose header was read."""
+
+    path: Path
+    tensors: dict[str, GgufTensor]
+    values: dict[str, Any]
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata: a number, a text, or a list of them."""
+        return self.values.get(key, default)
+
+    def needed(self, key: str) -> Any:
+        """A value that the file must have.
+
+        Raises:
+          FlyJaxError: it lacks it.
+        """
+        value = self.value(key)
+        if value is None:
+            raise FlyJaxError(
+                f"{self.path} lacks the key {key}; a GGUF file needs it: download the file again, "
+                "or convert the model anew."
+            )
+        return value
+
+    def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
+        """Some rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
+        one = self.tensors[name]
+        dtype, shape = one.stored
+        data = np.asarray(np.memmap(self.path, dtype, "r", one.begin, shape))[rows]
+        blocks = getattr(gguf.quants, one.kind.name, None)
+        if blocks is None:
+            return data.astype(np.float32)
+        # All at once: `gguf.dequantize` takes sixteen rows at a time, and twice as long.
+        found = blocks.dequantize_blocks(data.reshape(-1, blocks.type_size))
+        return found.reshape(*data.shape[:-1], -1)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Reads the header.
+
+    Raises:
+      FlyJaxError: the file is missing, cut off, of an unknown version, or has tensors of a type
+        that is not read.
+    """
+    head = b""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                found = _Header(data).read(path)
+    except OSError as error:
+        raise FlyJaxError(
+            f"{path} cannot be read ({error.strerror or error}); correct the path."
+        ) from error
+    except (ValueError, KeyError, struct.error) as error:
+        raise FlyJaxError(_unreadable(path, head)) from error
+    for name, tensor in found.tensors.items():
+        if tensor.kind.name not in TYPES:
+            raise FlyJaxError(
+                f"The tensor {name} in {path} is stored as {tensor.kind.name}; fly_jax reads "
+                f"{', '.join(TYPES)}: give a file of one of these."
+            )
+    return found
+
+
+class _Header:
+    """Reads one thing behind the other; raises ValueError for one that the file does not hold."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        if data[:4] != _MAGIC:
+            raise ValueError("It has another beginning.")
+        # Of the two byte orders it is the one in which the version is small.
+        self._order = "<" if data[4:6] != b"\0\0" else ">"
+        self._data, self._at = data, len(_MAGIC)
+        self._length = struct.Struct(f"{self._order}Q")
+
+    def read(self, path: Path) -> GgufFile:
+        """The whole header."""
+        if self._number(4) not in READER_SUPPORTED_VERSIONS:
+            raise ValueError("It has another version.")
+        num_tensors, num_values = self._number(), self._number()
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key, kind = self._texts(1)[0], self._number(4)
+            if key in values:
+                raise ValueError(f"It has {key} twice.")
+            values[key] = self._value(kind)
+        claims: dict[str, tuple[tuple[int, ...], gguf.GGMLQuantizationType, int]] = {}
+        for _ in range(num_tensors):
+            name, number = self._texts(1)[0], self._number(4)
+            if name in claims or number > _MOST_SIZES:
+                raise ValueError(f"It has {name} twice, or with {number} axes.")
+            shape = tuple(self._number() for _ in range(number))[::-1]
+            claims[name] = (shape, gguf.GGMLQuantizationType(self._number(4)), self._number())
+        unit = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if type(unit) is not int or unit < 1 or unit & (unit - 1):
+            raise ValueError(f"Its tensors begin at multiples of {unit}.")
+        begin = -(-self._at // unit) * unit
+        tensors = {name: self._tensor(*claim, begin) for name, claim in claims.items()}
+        return GgufFile(path, tensors, values)
+
+    def _tensor(
+        self, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType, place: int, begin: int
+    ) -> GgufTensor:
+        if kind.name in _PLAIN:
+            stored = np.dtype(self._order + _PLAIN[kind.name]), shape
+        else:
+            stored = np.dtype(np.uint8), gguf.quant_shape_to_byte_shape(shape, kind)
+        dtype, sizes = stored
+        if begin + place + math.prod(sizes) * dtype.itemsize > len(self._data):
+            raise ValueError("It ends before its tensors do.")
+        return GgufTensor(shape, kind, begin + place, stored)
+
+    def _taken(self, number: int) -> int:
+        """Where so many bytes begin, which have been read then."""
+        begin, self._at = self._at, self._at + number
+        if self._at > len(self._data):
+            raise ValueError(f"{number} bytes were claimed at byte {begin}.")
+        return begin
+
+    def _number(self, size: int = _LENGTH_BYTES) -> int:
+        kind = "Q" if size == _LENGTH_BYTES else "I"
+        return struct.unpack_from(self._order + kind, self._data, self._taken(size))[0]
+
+    def _value(self, kind: int) -> Any:
+        if kind == _LIST:
+            return self._list(self._number(4), self._number())
+        return self._list(kind, 1)[0]
+
+    def _list(self, kind: int, count: int) -> list[Any]:
+        if kind == _TEXT:
+            return self._texts(count)
+        dtype = np.dtype(self._order + _VALUES[kind])
+        begin = self._taken(count * dtype.itemsize)
+        return np.frombuffer(self._data, dtype, count, begin).tolist() if count else []
+
+    def _texts(self, count: int) -> list[str]:
+        if count * _LENGTH_BYTES > len(self._data) - self._at:
+            raise ValueError(f"{count} texts were claimed at byte {self._at}.")
+        data, at, found = self._data, self._at, list[str]()
+        for _ in range(count):  # of hundreds of thousands
+            (length,) = self._length.unpack_from(data, at)
+            at += _LENGTH_BYTES + length
+            if at > len(data):
+                raise ValueError(f"{length} bytes were claimed before byte {at}.")
+            found.append(data[at - length : at].decode())
+        self._at = at
+        return found
+
+
+def _unreadable(path: Path, head: bytes) -> str:
+    """The fault of a file that begins so and that the library cannot read."""
+    if head[:4] != b"GGUF":
+        return f"{path} is no GGUF file; correct the path, or download the file again."
+    version = int.from_bytes(head[4:], "little")
+    if version not in READER_SUPPORTED_VERSIONS:
+        return (
+            f"{path} is a GGUF file of version {version}, and the installed gguf package reads "
+            f"{' and '.join(map(str, READER_SUPPORTED_VERSIONS))}; convert the model anew, or "
+            "upgrade gguf."
+        )
+    return f"{path} is cut off or damaged; download the file again."

@@ -21,6 +21,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["FLY_JAX_COMPILATION_CACHE"] = str(
     Path(__file__).parents[1] / ".pytest_cache/d/programs"
 )
+os.environ["FLY_JAX_WEIGHTS_CACHE"] = "off"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax

@@ -85,7 +85,7 @@ def for_backend(model: Llama) -> Llama:
 
 def runs_unstacked(model: Llama) -> bool:
     """Whether programs take one array per layer where this model lies."""
-    return lies_on_cpu(model) and separates_layers(model.config, model.layout)
+    return separates_layers(model.config, model.layout) and lies_on_cpu(model)
 
 
 def separates_layers(config: LlamaConfig, layout: Layout | None) -> bool:

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import sentencepiece
 import tokenizers
@@ -27,6 +27,9 @@ from fly_jax.models.architectures import LlamaConfig, read_config, read_json
 
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+# Halves of surrogate pairs, which no text has: within a mark that a message spells out they keep it
+# from being one. The first is taken out again; at the second the text is cut.
+_WITHIN, _CUT = "\ud800", "\ud801"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +118,12 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the assistant begins to speak.
 
-        They are transformers', but for control tokens that are spelt out in a message: these are
-        text there, so that no message can end its own turn by them. Not covered are marks that the
-        tokenizer's file does not call special, and those of plain text such as "[INST]". Such a
-        conversation is encoded part by part between its own control tokens, where SentencePiece
-        may put another space.
+        They are transformers', but for tokens that are spelt out in a message, so that none can
+        end its own turn by them: controls are text there, and so is whatever else the tokenizer's
+        file adds to the vocabulary, but in messages of the assistant, whose marks (such as
+        "<think>") templates look for. Such a conversation is encoded part by part between its own
+        controls, where SentencePiece may put another space. Marks of a template that are no tokens,
+        as "[INST]" of Llama 2, are the same text whoever writes them.
 
         Args:
           messages: such as `{"role": "user", "content": "Hello"}`, in order.
@@ -132,28 +136,35 @@ class Tokenizer:
                 "This tokenizer has no chat template, so it cannot take a conversation; give a "
                 "plain prompt, or the checkpoint of an instruct model."
             )
-        controls = {name: index for name, index in self.vocabulary.controls.items() if name}
-        spelt = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))))
+        vocabulary, controls = self.vocabulary, self.vocabulary.controls
         said = "".join(value for message in messages for value in message.values())
-        if not controls or not spelt.search(said):
-            text = _render(self.chat_template, self.special_tokens, messages)
-            return self.vocabulary.encode(text, parse_controls=True)
-        # A character that nobody wrote keeps the controls in messages from being controls.
-        mark = next(one for one in map(chr, range(0xE000, 0xF8FF)) if one not in said)
+        # Single characters and spaces are text, whatever a file calls them.
+        ours, added = (
+            [name for name in names if len(name.strip()) > 1 and name in said]
+            for names in (controls, vocabulary.added)
+        )
         hidden = [
             {
-                key: spelt.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", value)
+                key: _hidden(value, ours, () if message.get("role") == "assistant" else added)
                 for key, value in message.items()
             }
             for message in messages
         ]
         text = _render(self.chat_template, self.special_tokens, hidden)
+        if not (_WITHIN in text or _CUT in text):
+            return vocabulary.encode(text, parse_controls=True)
         ids: list[int] = []
-        for part in re.split(f"({spelt.pattern})", text):
-            if part in controls:
-                ids.append(controls[part])
-            else:
-                ids += self.vocabulary.encode(part.replace(mark, ""))
+        parts = _split(text, controls)
+        for index, part in enumerate(parts):
+            if index % 2:
+                ids.append(controls[part].id)
+                continue
+            if index and controls[parts[index - 1]].rstrip:
+                part = part.lstrip()
+            if index + 1 < len(parts) and controls[parts[index + 1]].lstrip:
+                part = part.rstrip()
+            for piece in part.replace(_WITHIN, "").split(_CUT):
+                ids += vocabulary.encode(piece)
         return ids
 
 
@@ -300,7 +311,7 @@ def _render(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # a template is a program, and fails as it likes
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).replace(_WITHIN, "").replace(_CUT, "").split())
         if type(error) is jinja2.TemplateError:  # what its raise_exception raises
             raise FlyJaxError(
                 f"The chat template refuses these messages ({said}); give an alternation of user "
@@ -313,13 +324,37 @@ def _render(
     return str(text)
 
 
+def _hidden(text: str, controls: Iterable[str], added: Iterable[str]) -> str:
+    """The text with something within whatever it spells out of these names."""
+    for names, within in ((added, _CUT), (controls, _WITHIN)):
+        for name in names:
+            while name in text:  # again where it overlaps itself
+                text = text.replace(name, f"{name[0]}{within}{name[1:]}")
+    return text
+
+
+def _split(text: str, names: Iterable[str]) -> list[str]:
+    """The text, cut where it spells out one of the names; these are every second part."""
+    found = sorted((name for name in names if name and name in text), key=len, reverse=True)
+    return re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+
+
+class Control(NamedTuple):
+    """A control token, and whether the spaces before it and behind it go with it."""
+
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
 class JsonVocabulary:
     """The tokens of a `tokenizer.json`, by the tokenizers library (transformers starts slowly).
 
     Attributes:
       names: every token as the file spells it, by id; '' for an id without a token.
       control_ids: tokens that are no text.
-      controls: the ids of those that are parsed, by how they are spelt.
+      controls: those that are parsed, by how they are spelt.
+      added: how others are spelt that are one token wherever they stand.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -329,8 +364,12 @@ class JsonVocabulary:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         added = self._tokenizer.get_added_tokens_decoder()
-        self.controls = {one.content: index for index, one in added.items() if one.special}
-        self.control_ids = frozenset(self.controls.values())
+        self.control_ids = frozenset(index for index, one in added.items() if one.special)
+        self.controls = {
+            added[index].content: Control(index, added[index].lstrip, added[index].rstrip)
+            for index in self.control_ids
+        }
+        self.added = tuple(one.content for one in added.values() if not one.special)
         self._added = frozenset(added)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         spelt = {index: name for name, index in ids.items()}
@@ -389,9 +428,12 @@ class SentencePieceVocabulary:
     """The tokens of a SentencePiece model, as `JsonVocabulary` has those of its file."""
 
     def __init__(
-        self, model: sentencepiece.SentencePieceProcessor, bos_token_id: int | None
+        self,
+        model: sentencepiece.SentencePieceProcessor,
+        bos_token_id: int | None,
+        added: Iterable[str] = (),
     ) -> None:
-        """Takes the library's model, and the token that begins a prompt, if any."""
+        """Takes the library's model, the token that begins a prompt, if any, and added pieces."""
         self._model, self._bos = model, bos_token_id
         self.names = tuple(model.id_to_piece(index) for index in range(model.get_piece_size()))
         self.control_ids = frozenset(
@@ -399,7 +441,8 @@ class SentencePieceVocabulary:
             for index in range(len(self.names))
             if model.is_control(index) or model.is_unknown(index) or model.is_unused(index)
         )
-        self.controls = {self.names[index]: index for index in sorted(self.control_ids)}
+        self.controls = {self.names[index]: Control(index) for index in sorted(self.control_ids)}
+        self.added = tuple(name.replace(_SPACE, " ") for name in added)
         # Most models put a space in front of a text, and so strip one from its start.
         spaced = [index for index, name in enumerate(self.names) if name.startswith(_SPACE)]
         self._strips_space = bool(spaced) and not model.decode(spaced[:1]).startswith(" ")
@@ -408,11 +451,9 @@ class SentencePieceVocabulary:
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
         """The tokens of a text."""
-        controls = self.controls if parse_controls else {}
-        parts = re.split(f"({'|'.join(map(re.escape, controls))})", text) if controls else [text]
         ids = [self._bos] if adds_special and self._bos is not None else []
-        for part in filter(None, parts):
-            ids += [controls[part]] if part in controls else self._model.encode(part)
+        for index, part in enumerate(_split(text, self.controls if parse_controls else ())):
+            ids += [self.controls[part].id] if index % 2 else self._model.encode(part)
         return ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:

@@ -88,7 +88,7 @@ def fill(folder: Path, kind: str, **settings: Any) -> Path:
     if kind == "sentencepiece":
         write_sentencepiece(folder / "tokenizer.model")
     else:
-        make = {"llama2": llama2_json, "llama3": llama3_json}[kind]
+        make = {"llama2": llama2_json, "llama3": llama3_json, "marked": marked_json}[kind]
         make().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(SETTINGS | settings))
     return folder
@@ -123,6 +123,27 @@ def byte_level(
 def llama3_json() -> tokenizers.Tokenizer:
     """A byte-level one."""
     return byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False), post_processor=BEGIN)
+
+
+MARKS = ("<|user|>", "<|assistant|>", "<think>", "</think>")
+MARKED_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "<|assistant|>{{ message.content.split('</think>')[-1] }}<|eot|>"
+    "{% elif message.role == 'user' %}<|user|> {{ message.content }} <|end|>"
+    "{% else %}{{ raise_exception('No ' + message.role) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+
+
+def marked_json() -> tokenizers.Tokenizer:
+    """One whose turns begin with tokens that are not special, and end with one that takes spaces.
+
+    As some have, it has a letter among what is added.
+    """
+    made = llama3_json()
+    made.add_tokens([AddedToken(one, normalized=False) for one in (*MARKS, "€")])
+    made.add_special_tokens([AddedToken("<|end|>", lstrip=True, rstrip=True, normalized=False)])
+    return made
 
 
 def taking_whole_tokens(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

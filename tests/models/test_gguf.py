@@ -177,6 +177,25 @@ def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(tmp_path: Path, si
     assert found.encode("the")[0] == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_message_has_no_pieces_that_are_user_defined(tmp_path: Path, sized: Sized) -> None:
+    size, whole = sentence_piece_writer(tmp_path)
+
+    def put(writer: gguf.GGUFWriter) -> None:
+        whole(writer)
+        (fields,) = writer.kv_data
+        names, kinds = (fields[f"tokenizer.ggml.{one}"].value for one in ("tokens", "token_type"))
+        names[-1], kinds[-1] = "<|user|>", gguf.TokenType.USER_DEFINED
+        writer.add_chat_template("<|user|>{{ messages[0].content }}")
+
+    found = open_checkpoint(sized(size, put)).tokenizer
+    assert found.encode("x<|user|>")[-1] == size - 1
+    assert found.decode(found.encode("x<|user|>")) == "x<|user|>"
+    for content, number in (("x", 1), ("x<|user|>", 1), ("<|user|><|user|>", 1)):
+        ids = found.apply_chat_template([{"role": "user", "content": content}])
+        assert ids.count(size - 1) == number
+
+
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -> None:
     path = write(tmp_path / "model.gguf", tensors)
     whole = path.read_bytes()

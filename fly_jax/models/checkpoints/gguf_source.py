@@ -326,7 +326,9 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
     if kind == "gpt2":
         vocabulary = JsonVocabulary(_byte_level(file))
     elif kind == "llama":
-        vocabulary = SentencePieceVocabulary(_sentence_piece(file), _begin(file))
+        names, kinds = (file.needed(f"tokenizer.ggml.{one}") for one in ("tokens", "token_type"))
+        added = [name for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED]
+        vocabulary = SentencePieceVocabulary(_sentence_piece(file), _begin(file), added)
     else:
         raise FlyJaxError(
             f"{file.path} has a tokenizer of kind '{kind}'; fly_jax knows gpt2 and llama: give the "

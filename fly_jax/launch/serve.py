@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib.util
+import ipaddress
 import math
 import os
 import signal
@@ -58,7 +58,6 @@ _Engine = TypeVar("_Engine", bound="Engine")
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "FLY_JAX_API_KEY"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _EXIT_FAILED = 1
 _SHARED_BLOCK = 64  # so that nobody can guess a prompt token by token
@@ -83,7 +82,8 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     allowed_hosts: tuple[str, ...] = parameter(
         (),
         "name by which the server may be called, '*' for any; if not given, any, but on loopback "
-        "without a key only localhost, 127.0.0.1 and [::1], which keeps out pages of other sites",
+        "without a key only localhost, 127.0.0.1, [::1] and --host, which keeps out pages of other "
+        "sites",
     )
     num_slots: int = parameter(8, "requests decoded at a time", low=1)
     max_length: int | None = parameter(
@@ -171,8 +171,8 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
         return
     with contextlib.ExitStack() as stack:
         with joint_errors():
-            limits = _limits(values)
             listening = stack.enter_context(contextlib.closing(bound(values.host, values.port)))
+            limits = _limits(values, listening.getsockname()[0])
         pair, engine = _made(values, builder, LeadingEngine)
         stack.callback(engine.end)
         name = values.served_model_name or _name(values.target)
@@ -183,10 +183,8 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
     """Runs in process 0: serves until it is told to stop."""
     from fly_jax.serving.http.run import ServerFailed, run
 
-    if not service.limits.api_keys and values.host not in _LOOPBACK:
+    if not service.limits.api_keys and not _is_loopback(listening.getsockname()[0]):
         say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
-    gc.collect()
-    gc.freeze()  # what is there stays: else a body's many small lists have it all looked through
     say("Compiling, which is quick where programs were kept from an earlier start.")
     with tqdm(unit="program", desc="Warming up", leave=False, disable=None) as bar:
 
@@ -247,12 +245,19 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     return pair, engine
 
 
-def _limits(values: ServeFlags) -> ServerLimits:
+def _is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    return bool((getattr(found, "ipv4_mapped", None) or found).is_loopback)
+
+
+def _limits(values: ServeFlags, address: str) -> ServerLimits:
+    """The limits of a server that listens at this numeric address."""
     from fly_jax.serving.http.limits import ServerLimits
 
     api_keys, allowed_hosts = _api_keys(values), values.allowed_hosts
-    if not allowed_hosts and not api_keys and values.host in _LOOPBACK:
-        allowed_hosts = _LOOPBACK_NAMES
+    if not allowed_hosts and not api_keys and _is_loopback(address):
+        given = (f"[{one}]" if ":" in one else one for one in (values.host, address))
+        allowed_hosts = tuple(dict.fromkeys((*_LOOPBACK_NAMES, *given)))
     timeouts = {
         "request_timeout": values.request_timeout,
         "client_timeout": values.client_timeout,
@@ -293,7 +298,7 @@ def _api_keys(values: ServeFlags) -> tuple[str, ...]:
             f"The API key of --api_key, --api_keys_file or {_KEY} is empty; give one, or leave it "
             "out for none."
         )
-    return tuple(keys)
+    return tuple(key.strip() for key in keys)
 
 
 def _name(target: str | None) -> str:

@@ -25,6 +25,10 @@ _UNREAD = "A request was stopped, since its tokens were not read as they came; r
 _DRAINED = "The engine takes no more requests: it is about to stop."
 
 
+class EngineStopped(FlyJaxError):
+    """The engine takes no more requests, whatever is in them."""
+
+
 class TokenStream(AsyncIterator[Settled]):
     """The tokens of one request, as they settle.
 
@@ -139,7 +143,8 @@ class AsyncEngine:
             is cancelled, and its reader told so.
 
         Raises:
-          FlyJaxError: as `Engine.submit`; or the engine has stopped, or is being drained.
+          FlyJaxError: as `Engine.submit`.
+          EngineStopped: it has stopped, or is being drained.
         """
         if self._refusal is not None:
             raise self._refused()
@@ -203,9 +208,9 @@ class AsyncEngine:
                 self._commands.put(run)
         return done
 
-    def _refused(self) -> FlyJaxError:
+    def _refused(self) -> EngineStopped:
         """Made anew for everyone it is told, since it collects where it was raised."""
-        error = FlyJaxError(self._refusal or _STOPPED)
+        error = EngineStopped(self._refusal or _STOPPED)
         error.__cause__ = self._failure
         return error
 

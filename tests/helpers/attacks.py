@@ -52,6 +52,7 @@ MANY_THINGS = [
         (CHAT, many('{"role":"a","content":""}', '{"messages":[', "]}"), "at most 2048 items"),
         (TEXT, many("0.5", '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
         (TEXT, many('""', '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
+        (TEXT, many("[]", '{"prompt":[', "]}"), "at most 1024 items"),
         (TEXT, many("0", '{"prompt":"a","fly":{"protect":[', "]}}"), "fly.protect.0: Input should"),
         (TEXT, unknown(), "there are 200000 fields; send at most"),
         (TEXT, unknown('{"prompt":"a","fly":', "}"), "fly: there are 200000 fields; send at most"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -15,6 +17,8 @@ import uvicorn
 from live_server import Stuck, serving, started, stuck_service, until
 
 from fly_jax.serving.http.connections import Connection
+from fly_jax.serving.http.protocol import ApiError, CompletionRequest
+from fly_jax.serving.http.replies import TextStyle
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Service
 
@@ -66,7 +70,7 @@ def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: pytest.Mon
 
 def test_a_second_signal_ends_it_at_once(service: Service) -> None:
     listening = bound("127.0.0.1", 0)
-    url, said, seen = address(listening), list[str](), list[str]()
+    url, said, seen, frozen = address(listening), list[str](), list[str](), list[int]()
 
     def client() -> None:
         until(lambda: service.state == "ready")
@@ -75,6 +79,7 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
             assert service.num_open == 1
+            frozen.append(gc.get_freeze_count())
             os.kill(os.getpid(), signal.SIGTERM)
             seen.extend(line[6:] for line in reply.iter_lines() if line)
 
@@ -86,4 +91,15 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
     assert "stopped before it was done" in json.loads(error)["error"]["message"]
     assert end == "[DONE]"
     assert any("1 under way may go on for 3600 s" in line for line in said)
+    assert frozen[0] > 10_000
+    assert gc.get_freeze_count() == 0
     listening.close()
+
+
+def test_an_engine_that_has_stopped_takes_nothing(service: Service) -> None:
+    """As when a prompt's tokens are there only then."""
+    service.state = "ready"
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(service.answer(CompletionRequest(prompt=[1]), TextStyle()))
+    assert caught.value.status == 503
+    assert service.num_open == 0

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,7 @@ from smoke import Smoke
 
 from fly_jax.launch.__main__ import main
 from fly_jax.serving.http.app import EventStream
+from fly_jax.serving.http.limits import Client
 from fly_jax.serving.http.protocol import CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
 from fly_jax.verification.rules import Why
@@ -275,11 +277,35 @@ def test_a_body_whose_length_is_not_said(live: Live) -> None:
     assert "--max_body" in reply.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_json"),
+    [
+        (None, False), ("", False), ("text/plain", False), ("application/jsonp", False),
+        ("multipart/form-data; boundary=application/json", False),
+        ("Application/JSON; charset=utf-8", True), ("application/vnd.a-b+json", True),
+    ],
+)  # fmt: skip
+def test_only_json_is_taken(live: Live, kind: str | None, is_json: bool) -> None:
+    """Else a page of any site could have its reader's browser ask."""
+    headers = {"Authorization": HEADERS["Authorization"]} | (
+        {} if kind is None else {"Content-Type": kind}
+    )
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    reply = httpx.post(f"{live.url}/v1/completions", content=body, headers=headers, timeout=60)
+    assert reply.status_code == (200 if is_json else 415)
+    assert is_json or "application/json" in reply.json()["error"]["message"]
+
+
 def test_the_key(live: Live) -> None:
     with pytest.raises(openai.AuthenticationError, match="API key is missing or wrong"):
         live.client("another").models.list()
     for path in ("/health", "/metrics", "/version"):
         assert httpx.get(live.url + path).status_code == 200
+    for given, status in (("bearer  " + KEY, 200), ("BEARER " + KEY, 200), ("Basic " + KEY, 401)):
+        reply = httpx.get(f"{live.url}/v1/models", headers={"Authorization": given})
+        assert reply.status_code == status, given
+    salt = live.service.limits.cache_salt
+    assert salt(f"bearer  {KEY}", "a") == salt(f"Bearer {KEY}", "a") != salt("Bearer other", "a")
     (model,) = live.client().models.list()
     assert model.id == NAME
     assert live.client().models.retrieve(NAME).model_extra["max_model_len"] == LENGTH  # type: ignore[index]
@@ -326,6 +352,34 @@ def test_a_request_that_takes_too_long(live: Live) -> None:
         assert end == "[DONE]"
 
 
+def test_a_prompt_whose_tokens_take_too_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, encoded = threading.Event(), live.service._encoded
+    monkeypatch.setattr(live.service, "_encoded", lambda one: go_on.wait(30) and encoded(one))
+    with live.limited(request_timeout=0.2):
+        for streams in (False, True):
+            assert live.post({"prompt": PROMPT, "stream": streams}).status_code == 408
+            assert live.service.num_open == 0
+    with live.held(), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.post, {"prompt": PROMPT}, timeout=30)
+        until(lambda: live.service.num_open == 1)
+        asyncio.run_coroutine_threadsafe(live.service.drain(0.1), live.loop).result(30)
+        go_on.set()
+        assert asked.result().status_code == 503
+    live.service.state = "ready"
+
+
+def test_all_of_a_request_is_handed_in_or_none(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, calls = live.service.engine.submit, itertools.count()
+
+    async def only_one(*given: Any, **named: Any) -> Any:
+        return await (asyncio.sleep(3600) if next(calls) else submit(*given, **named))
+
+    monkeypatch.setattr(live.service.engine, "submit", only_one)
+    with live.held(), live.limited(request_timeout=0.5):
+        assert live.post({"prompt": PROMPT, "n": 3}).status_code == 408
+        until(lambda: not live.engine.waiting)
+
+
 def test_who_does_not_read_is_given_up(live: Live) -> None:
     async def stuck(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -335,7 +389,7 @@ def test_who_does_not_read_is_given_up(live: Live) -> None:
         asked = CompletionRequest(prompt=PROMPT, max_tokens=80, stream=True)
         stream = await live.service.answer(asked, TextStyle())
         never: Any = lambda: asyncio.sleep(3600)  # noqa: E731
-        await EventStream(stream, 600, 0.1)({}, never, stuck)
+        await EventStream(stream, Client(never, 600), 0.1)({}, never, stuck)
 
     asyncio.run_coroutine_threadsafe(run(), live.loop).result(30)
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
-from fly_jax.serving.http.limits import ClientGone, Guard, unless_gone
+from fly_jax.serving.http.limits import Client, ClientGone, Guard
 from fly_jax.serving.http.protocol import (
     ApiError,
     ChatRequest,
@@ -34,7 +34,7 @@ from fly_jax.serving.http.service import ResponseStream, Service
 
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 429, 503)
+    status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 415, 429, 503)
 }
 
 
@@ -69,10 +69,16 @@ def _answers(service: Service) -> APIRouter:
     async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
         limits = service.limits
         salt = limits.cache_salt(raw.headers.get("authorization", ""), request.cache_salt)
-        stream = await service.answer(request, style, salt)
-        if request.stream:
-            return EventStream(stream, limits.request_timeout, limits.client_timeout)
-        return await in_one_piece(raw.receive, limits.request_timeout, stream)
+        client = Client(raw.receive, limits.request_timeout)
+        try:
+            stream = await client.waits_for(service.answer(request, style, salt))
+            if request.stream:
+                return EventStream(stream, client, limits.client_timeout)
+            async with stream:
+                reply = await client.waits_for(stream.whole())
+        except ClientGone:
+            return Response(status_code=_CLIENT_LEFT)
+        return JSONResponse(reply.model_dump(exclude_unset=True))
 
     @router.post("/v1/completions", response_model=Completion)
     async def completions(raw: Request, request: Annotated[CompletionRequest, Body()]) -> Response:
@@ -168,26 +174,16 @@ def page() -> str:
     return text.replace("/*PALETTE*/", PALETTE).replace('"KINDS"', json.dumps(kinds))
 
 
-async def in_one_piece(receive: Receive, seconds: float, stream: ResponseStream) -> Response:
-    """The whole reply, as JSON."""
-    async with stream:
-        try:
-            reply = await unless_gone(receive, seconds, stream.whole())
-        except ClientGone:
-            return Response(status_code=_CLIENT_LEFT)
-    return JSONResponse(reply.model_dump(exclude_unset=True))
-
-
 class EventStream(Response):
     """The reply as server-sent events."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: ResponseStream, seconds: float, client_seconds: float) -> None:
-        """Sends nothing yet; all has to be sent in `seconds`, and each piece be taken in others."""
+    def __init__(self, stream: ResponseStream, client: Client, client_seconds: float) -> None:
+        """Sends nothing yet; each piece has to be taken in so many seconds."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._stream, self._seconds, self._client_seconds = stream, seconds, client_seconds
+        self._stream, self._client, self._client_seconds = stream, client, client_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events; whatever ends that ends the decoding."""
@@ -197,7 +193,7 @@ class EventStream(Response):
                     send, type="http.response.start", status=200, headers=self.raw_headers
                 )
                 try:
-                    await unless_gone(receive, self._seconds, self._events(send))
+                    await self._client.waits_for(self._events(send))
                 except ApiError as error:
                     await self._event(send, error.body.model_dump_json())
                 await self._event(send, "[DONE]")

@@ -21,6 +21,7 @@ _T = TypeVar("_T")
 # A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
 NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_ARRIVAL = 60.0
+_JSON = r"\s*application/(json|[\w.+-]+\+json)\s*(;|$)"
 _SECRET = secrets.token_bytes(32)  # without which nobody can look for the key of a digest
 
 
@@ -48,7 +49,7 @@ class ServerLimits:
 
     def cache_salt(self, authorization: str, given: str | None) -> str:
         """What requests must have in common to share prefixes: their key, and what they say."""
-        key = authorization if self.api_keys else ""
+        key = _bearer_key(authorization) if self.api_keys else ""
         return hashlib.blake2b(json.dumps([key, given]).encode(), key=_SECRET).hexdigest()
 
     @property
@@ -57,8 +58,14 @@ class ServerLimits:
         return min(self.request_timeout, _LONGEST_ARRIVAL)
 
 
+def _bearer_key(authorization: str) -> str:
+    """The key in the header; the name of its scheme is in either case (RFC 9110)."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 class Guard:
-    """Turns away a wrong key and a body that is too large, before anything reads them."""
+    """Turns away what has a wrong host, key, type or size, before anything reads it."""
 
     def __init__(
         self, app: ASGIApp, limits: Callable[[], ServerLimits], on_refused: Callable[[int], None]
@@ -71,10 +78,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        size = 0
+        size, is_whole, has_left = 0, False, False
 
         async def telling(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
+            is_error = message["type"] == "http.response.start" and message["status"] >= 400
+            if is_error and not has_left:  # who has left, or was told to, gets nothing more
                 self._on_refused(message["status"])
             await send(message)
 
@@ -84,8 +92,12 @@ class Guard:
             return
 
         async def measured() -> Message:
-            nonlocal size
+            nonlocal size, is_whole, has_left
             message = await receive()
+            if message["type"] == "http.request":
+                is_whole = not message.get("more_body", False)
+            else:
+                has_left = not is_whole
             size += len(message.get("body", b""))
             if size > self._limits().max_body:  # its length was not said, or wrongly
                 raise HTTPException(413, self._too_large)
@@ -106,9 +118,9 @@ class Guard:
             )
         keys = limits.api_keys
         if keys and scope["path"].startswith("/v1"):
-            given = headers.get("authorization", "").encode("latin-1", "replace")
+            given = _bearer_key(headers.get("authorization", "")).encode("latin-1", "replace")
             # All are compared, so that the time does not tell which.
-            fits = [secrets.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+            fits = [secrets.compare_digest(given, key.encode()) for key in keys]
             if not any(fits):
                 return ApiError(
                     401,
@@ -116,8 +128,15 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
-        length = headers.get("content-length", "0")
-        if not re.fullmatch(r"\d{1,15}", length, re.ASCII) or int(length) > limits.max_body:
+        kind = headers.get("content-type", "")
+        if scope["method"] == "POST" and not re.match(_JSON, kind, re.IGNORECASE):
+            # A browser lets pages of other sites send any other type, and asks nobody.
+            return ApiError(
+                415,
+                f"The Content-Type is {kind!r}; send JSON, and say so by application/json.",
+                code="unsupported_media_type",
+            )
+        if int(headers.get("content-length", "0")) > limits.max_body:  # h11 takes digits only
             return ApiError(413, self._too_large, code="body_too_large")
         return None
 
@@ -133,35 +152,43 @@ class ClientGone(Exception):
     """Nobody waits for the reply any more."""
 
 
-async def unless_gone(receive: Receive, seconds: float, work: Coroutine[Any, Any, _T]) -> _T:
-    """Does some work for a client, who may leave; the body of the request has been read.
+class Client:
+    """Who waits for a reply, but not for ever; the body of the request has been read."""
 
-    What is not done in these seconds is cancelled.
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        """The time begins now."""
+        self._receive, self._seconds = receive, seconds
+        self._end = asyncio.get_running_loop().time() + seconds
 
-    Raises:
-      ClientGone: the client has left.
-      ApiError: the time is over.
-    """
+    async def waits_for(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Does a part of the work; it is cancelled when the client leaves, or the time is over.
 
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
+        Raises:
+          ClientGone: the client has left.
+          ApiError: the time is over.
+        """
+        working, leaving = asyncio.create_task(work), asyncio.create_task(self._leaves())
+        left = self._end - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait(
+                (working, leaving), timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if working.done():
+                return working.result()
+            if leaving.done():
+                raise ClientGone
+            raise ApiError(
+                408,
+                f"The request was not done in {self._seconds:g} seconds and was stopped; ask for "
+                "fewer tokens, or start the server with a larger --request_timeout.",
+                code="request_timeout",
+                headers=NO_RETRY,
+            )
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _leaves(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((working, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        if leaving.done():
-            raise ClientGone
-        raise ApiError(
-            408,
-            f"The request was not done in {seconds:g} seconds and was stopped; ask for fewer "
-            "tokens, or start the server with a larger --request_timeout.",
-            code="request_timeout",
-            headers=NO_RETRY,
-        )
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -107,6 +108,8 @@ async def serve(
         if not await _is_warm(service, stop, on_progress):
             return
         _check_answers(serving)
+        gc.collect()
+        gc.freeze()  # what is there stays: a body's many lists would have it all looked through
         async with service.engine:
             ending = asyncio.create_task(service.engine.ended())
             service.state = "ready"
@@ -126,6 +129,7 @@ async def serve(
                     raise ServerFailed(str(error)) from (error.__cause__ or error)
             ending.cancel()
     finally:
+        gc.unfreeze()
         service.state = "draining"
         stopping.cancel()
         server.should_exit = True

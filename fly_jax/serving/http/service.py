@@ -16,7 +16,7 @@ from fly_jax.engine.request import Request, RequestState, Settled
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import FORMAT, VERSION
 from fly_jax.evaluation.mismatches import Run
-from fly_jax.serving.async_engine import AsyncEngine, TokenStream
+from fly_jax.serving.async_engine import AsyncEngine, EngineStopped, TokenStream
 from fly_jax.serving.http import replies
 from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.metrics import ServerMetrics
@@ -32,7 +32,8 @@ class Service:
     Attributes:
       name: of the model.
       engine: whoever runs the service enters and leaves it.
-      state: "starting" until it is warmed up; "draining" when it is about to stop.
+      state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
+        replies are cut off.
       created: when it began, in seconds since 1970.
       num_open: requests that are decoded or wait.
     """
@@ -49,7 +50,7 @@ class Service:
         self.name, self.engine, self.pair = name, engine, pair
         self.builder, self.limits = builder, limits
         self.metrics = ServerMetrics(engine.engine)
-        self.state: Literal["starting", "ready", "draining"] = "starting"
+        self.state: Literal["starting", "ready", "draining", "stopped"] = "starting"
         self.created = int(time.time())
         self._open: set[ResponseStream] = set()
         self.num_open = 0
@@ -116,6 +117,8 @@ class Service:
             )
             stream = ResponseStream(self, request, style, await self._submitted(requests))
         self._open.add(stream)
+        if self.state == "stopped":  # while the prompts were made into tokens
+            stream.cancel()
         return stream
 
     def run_of(self, request: GenerationRequest) -> Run:
@@ -124,15 +127,18 @@ class Service:
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""
-        submitting = [self.engine.submit(one, max_unread=_MAX_UNREAD) for one in requests]
-        found = await asyncio.gather(*submitting, return_exceptions=True)
-        streams = [one for one in found if isinstance(one, TokenStream)]
-        for error in found:
-            if isinstance(error, BaseException):
-                for stream in streams:
-                    stream.stop()
-                raise error
-        return streams
+        submitting = [
+            asyncio.create_task(self.engine.submit(one, max_unread=_MAX_UNREAD)) for one in requests
+        ]
+        try:
+            return await asyncio.gather(*submitting)
+        except BaseException as error:
+            for one in submitting:
+                one.cancel()
+                one.add_done_callback(_stop)
+            if isinstance(error, EngineStopped):
+                raise unavailable(str(error)) from error
+            raise
 
     @contextlib.contextmanager
     def _admitted(self, number: int) -> Iterator[None]:
@@ -140,7 +146,7 @@ class Service:
         if self.state != "ready":
             raise unavailable(
                 "The server is about to stop and takes no more requests; send them to another one."
-                if self.state == "draining"
+                if self.state != "starting"
                 else "The server is still starting; try again when /health says 200."
             )
         if number > self.capacity:
@@ -205,9 +211,16 @@ class Service:
 
     def cancel(self) -> int:
         """Stops decoding; returns how many replies end there."""
+        self.state = "stopped"
         for one in self._open:
             one.cancel()
         return len(self._open)
+
+
+def _stop(submitted: asyncio.Task[TokenStream]) -> None:
+    """Stops a request that has been handed in, if it has, and that nobody waits for."""
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().stop()
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, default_config
-from fly_jax.decoding.drafters.chain import lies_on_cpu, runs_unstacked, separates_layers
+from fly_jax.decoding.drafters.chain import (
+    check_nothing_below,
+    lies_on_cpu,
+    runs_unstacked,
+    separates_layers,
+)
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
@@ -243,9 +249,13 @@ def open_pair(
     folders = [embedded_draft] if is_embedded else [resolve(str(one)) for one in drafts]
     opened = open_checkpoint(folder)
     proposing = tuple(open_checkpoint(one) for one in folders)
-    for one in proposing:
+    for one, below in itertools.zip_longest(proposing, proposing[1:]):
         opened.check_draft(one)
-    return OpenPair(opened, proposing, is_embedded, drafter, own)
+        check_nothing_below(one.config, below)
+    pair = OpenPair(opened, proposing, is_embedded, drafter, own)
+    for one in proposing:  # whose tokens for drafting may be beyond those in common
+        one.config.with_vocabulary(pair.vocab_size)
+    return pair
 
 
 def load_pair(

@@ -65,15 +65,13 @@ _SIZES = {
     "head_size": "head_dim",
     "max_context": "max_position_embeddings",
 }
-_LLAMA3_SCALING = {
-    "factor": "factor",
+_OF_DRAFTERS = ("draft_vocab_size", "pard_token")
+_STRETCHED = {"factor": "factor", "original_context": "original_max_position_embeddings"}
+_LLAMA3_SCALING = _STRETCHED | {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
-    "original_context": "original_max_position_embeddings",
 }
-_YARN_SCALING = {
-    "factor": "factor",
-    "original_context": "original_max_position_embeddings",
+_YARN_SCALING = _STRETCHED | {
     "attention_factor": "attention_factor",
     "fast_turns": "beta_fast",
     "slow_turns": "beta_slow",
@@ -123,6 +121,7 @@ class LlamaConfig:
     windowed_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
+    pard_token: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -135,6 +134,8 @@ class LlamaConfig:
         has_rows = rows is None or 2 <= rows <= self.vocab_size
         few = "the first must be at least 2 and at most the second"
         self._check(are_ids, "token ids are numbers of at least 0", "bos_token_id", "eos_token_ids")
+        is_known = self.pard_token is None or self.pard_token in range(self.vocab_size)
+        self._check(is_known, "the first must be below the second", "pard_token", "vocab_size")
         self._check(has_room, "it must be at least 1, or null", "sliding_window")
         self._check(has_rows, few, "draft_vocab_size", "vocab_size")
         if self.num_heads % self.num_kv_heads:
@@ -411,7 +412,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
             architecture=name,
-            draft_vocab_size=hf.get("draft_vocab_size"),
+            **{name: hf.get(name) for name in _OF_DRAFTERS},
             **architecture.fields,
             **architecture.read(hf, sizes["num_layers"]),
         )
@@ -434,9 +435,8 @@ def config_fields(config: LlamaConfig) -> Fields:
     architecture, scaling = ARCHITECTURES[config.architecture], config.rope_scaling
     rope: Fields = {"rope_type": "default"}
     if scaling is not None:
-        kind, names = "llama3", _LLAMA3_SCALING
-        if isinstance(scaling, YarnScaling):
-            kind, names = "yarn", _YARN_SCALING
+        is_yarn = isinstance(scaling, YarnScaling)
+        kind, names = ("yarn", _YARN_SCALING) if is_yarn else ("llama3", _LLAMA3_SCALING)
         values = {theirs: getattr(scaling, own) for own, theirs in names.items()}
         rope = {"rope_type": kind, **values}
     eos = config.eos_token_ids
@@ -452,7 +452,7 @@ def config_fields(config: LlamaConfig) -> Fields:
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos),
-        **({"draft_vocab_size": config.draft_vocab_size} if config.draft_vocab_size else {}),
+        **{name: getattr(config, name) for name in _OF_DRAFTERS if getattr(config, name)},
         **dict.fromkeys(architecture.refused, False),
         **architecture.written(config),
     }

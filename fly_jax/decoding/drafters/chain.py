@@ -9,6 +9,7 @@ import jax
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
@@ -66,16 +67,30 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):
         model = for_backend(models[level])
+        parameters, config, layout = model.parameters(), model.config, model.layout
+        size, rests = sizes[level], level == 0 and 0 in static.depths
+        if config.pard_token is not None:
+            check_nothing_below(config, drafter)
+            may_lag = level > 0 or rests
+            drafter = ParallelDraft(
+                parameters, config=config, layout=layout, num_tokens=size, may_lag=may_lag
+            )
+            continue
         drafter = DraftModel(
-            model.parameters(),
-            drafter,
-            config=model.config,
-            layout=model.layout,
-            num_tokens=sizes[level],
-            lags=level > 0,
-            rests=level == 0 and 0 in static.depths,
-        )
+            parameters, drafter, config=config, layout=layout, num_tokens=size,
+            lags=level > 0, rests=rests,
+        )  # fmt: skip
     return drafter
+
+
+def check_nothing_below(config: LlamaConfig, below: object) -> None:
+    """Raises FlyJaxError for a draft model that drafts in one pass, and something below it."""
+    if config.pard_token is not None and below is not None:
+        raise FlyJaxError(
+            "A draft model with a pard_token was given with another draft or a lookup below it, "
+            "and drafts in one pass, which nothing below can shorten; make it the last --draft, "
+            "and leave prompt_lookup_max out."
+        )
 
 
 def for_backend(model: Llama) -> Llama:

@@ -24,7 +24,7 @@ class Draft:
       logits: [rows, K, vocab], which the tokens were drawn from; None where they were not drawn.
       num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
       num_passes: [models], passes of each draft model that it took, the first drafter's own first;
-        [0] from a drafter without models, which is what may stand below a draft model.
+        [0] from a drafter without models.
     """
 
     tokens: Int[Array, "rows draft"]
@@ -43,6 +43,7 @@ class Drafter(abc.ABC):
 
     Attributes:
       num_tokens: tokens that it proposes at a time where a draft model asks it.
+      num_models: draft models that it runs, those below it included.
       may_fall_short: it may propose fewer tokens than it was asked for.
       adapts: a row that wants fewer tokens may save a pass.
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
@@ -51,6 +52,7 @@ class Drafter(abc.ABC):
     """
 
     num_tokens: int
+    num_models: int = 0
     may_fall_short: bool = False
     adapts: bool = False
     resumes: bool = False

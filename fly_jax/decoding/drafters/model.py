@@ -99,6 +99,11 @@ class DraftModel(Drafter):
         return not self.lags and (self.below is None or self.below.resumes)
 
     @property
+    def num_models(self) -> int:  # type: ignore[override]
+        """With those below."""
+        return 1 + (0 if self.below is None else self.below.num_models)
+
+    @property
     def _model(self) -> Llama:
         return Llama(self.config, self.parameters, self.layout)
 
@@ -117,15 +122,10 @@ class DraftModel(Drafter):
         hidden: Float[Array, "rows time embed"] | None,
     ) -> DraftModelState:
         """Runs the piece through all models."""
-        at = jnp.broadcast_to(start, tokens.shape[:1])
-        cache = self._model.extend(tokens, state.cache.with_length(at))[1]
-        # A row of which it has rested may lack tokens before these: then it still does.
-        held = state.cache.length
-        cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
-        below = state.below
-        if self.below is not None:
-            below = self.below.prefill(below, tokens, start, hidden)
-        return DraftModelState(cache, below)
+        state = prefilled(self._model, state, tokens, start)
+        if self.below is None:
+            return state
+        return DraftModelState(state.cache, self.below.prefill(state.below, tokens, start, hidden))
 
     def room(self, num_tokens: int) -> int:
         """Adds room for the level below: it writes and proposes beyond this model's draft."""
@@ -160,7 +160,7 @@ class DraftModel(Drafter):
             cache=state.cache.with_length(jnp.minimum(state.cache.length, length - 1)),
             below=state.below,
             num_passes=jnp.int32(0),
-            num_passes_below=jnp.zeros(_models_below(self.below), jnp.int32),
+            num_passes_below=jnp.zeros(self.num_models - 1, jnp.int32),
         )
         progress = run.first_token(progress)
         if self.adapts:
@@ -203,19 +203,11 @@ class _Run:
             return self._catch_up(progress, _CATCH_UP)
         width, most = (_CATCH_UP_BELOW,) * 2 if lags else (_CATCH_UP, _CATCH_UP_AFTER)
         start = jnp.maximum(self.length - width, 0)
-        latest = jnp.maximum(self.length - most, 0)
         is_asked = jnp.any(self.wanted > 0)
-
-        def feed(progress: _Progress) -> _Progress:
-            at = jnp.minimum(progress.cache.length, latest)
-            tokens = slice_rows(progress.text, at, most)
-            cache = self.model.extend(tokens, progress.cache.with_length(at))[1]
-            cache = cache.with_length(at + most)
-            return dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + 1)
-
-        progress = jax.lax.while_loop(
-            lambda progress: is_asked & jnp.any(progress.cache.length < start), feed, progress
-        )
+        latest = jnp.maximum(self.length - most, 0)
+        needed = jnp.where(is_asked, start, 0)
+        cache, fed = caught_up(self.model, progress.text, progress.cache, needed, most, latest)
+        progress = dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + fed)
         return _once(is_asked, lambda one: self._catch_up(one, width), progress)
 
     def advance(self, progress: _Progress) -> _Progress:
@@ -317,6 +309,49 @@ class _Run:
         )
 
 
+def prefilled(
+    model: Llama, state: DraftModelState, tokens: Int[Array, "rows time"], start: Int[Array, ""]
+) -> DraftModelState:
+    """The state once a piece of the prompts has run, which begins at `start` of every row."""
+    at = jnp.broadcast_to(start, tokens.shape[:1])
+    cache = model.extend(tokens, state.cache.with_length(at))[1]
+    # A row of which the model has rested may lack tokens before these: then it still does.
+    held = state.cache.length
+    cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
+    return dataclasses.replace(state, cache=cache)
+
+
+def caught_up(
+    model: Llama,
+    text: Int[Array, "rows capacity"],
+    cache: KVCache,
+    needed: Int[Array, " rows"],
+    width: int,
+    latest: Int[Array, " rows"] | None = None,
+) -> tuple[KVCache, Int[Array, ""]]:
+    """Feeds rows the text that their cache lacks, so many tokens a pass.
+
+    Args:
+      needed: tokens that each row is to have at least.
+      latest: where a pass may begin at the latest; None for `needed`, behind which the text must
+        have `width` more.
+
+    Returns:
+      The cache, and the passes that it took.
+    """
+    latest = needed if latest is None else latest
+
+    def feed(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+        cache, num_passes = carry
+        at = jnp.minimum(cache.length, latest)
+        cache = model.extend(slice_rows(text, at, width), cache.with_length(at))[1]
+        return cache.with_length(at + width), num_passes + 1
+
+    return jax.lax.while_loop(
+        lambda carry: jnp.any(carry[0].length < needed), feed, (cache, jnp.int32(0))
+    )
+
+
 def slice_rows(
     text: Int[Array, "rows capacity"], start: Int[Array, " rows"], width: int
 ) -> Int[Array, "rows width"]:
@@ -332,7 +367,3 @@ def _once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) 
         lambda pending: (jnp.bool_(False), step(pending[1])),
         (do, carry),
     )[1]
-
-
-def _models_below(below: Drafter | None) -> int:
-    return 1 + _models_below(below.below) if isinstance(below, DraftModel) else 0

@@ -1,0 +1,107 @@
+"""A model that drafts K tokens in one pass (PARD, arXiv 2504.18583)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.model import DraftModelState, caught_up, prefilled, slice_rows
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import empty_cache
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.sampling import Sampling, sample_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ParallelDraft(Drafter):
+    """A Llama that has learned to answer K - 1 copies of a token behind the text with tokens.
+
+    It needs nothing of the target, so one drafts for a whole family. The keys and values of the
+    copies are dropped: the next pass writes over them.
+
+    Attributes:
+      parameters: as `Llama.parameters` gives them.
+      config: its `pard_token` is the one that is copied.
+      num_tokens: K, the most that it drafts at a time.
+      may_lag: more tokens than a round of K settles may have come since it was asked last.
+    """
+
+    parameters: Parameters
+    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+
+    num_models = 1
+
+    @property
+    def resumes(self) -> bool:  # type: ignore[override]
+        """Unless it lags: then its cache has less than the text."""
+        return not self.may_lag
+
+    @property
+    def _model(self) -> Llama:
+        return Llama(self.config, self.parameters, self.layout)
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
+        """An empty cache."""
+        return DraftModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
+
+    def prefill(
+        self,
+        state: DraftModelState,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        hidden: Float[Array, "rows time embed"] | None,
+    ) -> DraftModelState:
+        """Runs the piece through the model."""
+        return prefilled(self._model, state, tokens, start)
+
+    def room(self, num_tokens: int) -> int:
+        """The copies behind a text that is shorter than what a pass feeds of it."""
+        return self._width + num_tokens
+
+    @property
+    def _width(self) -> int:
+        """Tokens of the text that a pass feeds: as many as a round may have settled."""
+        return self.num_tokens + 1
+
+    def propose(
+        self,
+        state: DraftModelState,
+        text: Int[Array, "rows capacity"],
+        length: Int[Array, " rows"],
+        num_tokens: int,
+        *,
+        wanted: Int[Array, " rows"] | None = None,
+        sampling: Sampling | None = None,
+        keys: Key[Array, " rows"] | None = None,
+    ) -> tuple[Draft, DraftModelState]:
+        """Drafts all tokens in one pass, each drawn as if those before it were not known."""
+        model, width = self._model, self._width
+        cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
+        num_passes = jnp.int32(1)
+        start = jnp.maximum(length - width, 0)
+        if self.may_lag:
+            cache, fed = caught_up(model, text, cache, start, width)
+            num_passes += fed
+        at = start[:, None] + jnp.arange(width + num_tokens - 1, dtype=jnp.int32)
+        tokens = slice_rows(text, start, at.shape[1])
+        tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
+        hidden, cache = model.extend(tokens, cache.with_length(start))
+        places = (length - 1 - start)[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        logits = model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1))
+        positions = length[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        draft = Draft(
+            tokens=sample_at(logits, sampling, keys, positions, self.layout),
+            logits=None if sampling is None else logits,
+            num_drafted=jnp.full_like(length, num_tokens) if wanted is None else wanted,
+            num_passes=num_passes[None],
+        )
+        return draft, DraftModelState(cache.with_length(length), None)

@@ -412,7 +412,8 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             bos_token_id=hf.get("bos_token_id"),
             eos_token_ids=_token_ids(hf.get("eos_token_id")),
             architecture=name,
-            **{name: hf.get(name) for name in _OF_DRAFTERS},
+            draft_vocab_size=hf.get("draft_vocab_size"),
+            pard_token=hf.get("pard_token"),
             **architecture.fields,
             **architecture.read(hf, sizes["num_layers"]),
         )

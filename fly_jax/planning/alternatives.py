@@ -15,7 +15,7 @@ from fly_jax.models.presets import PRESETS
 from fly_jax.models.quantise import SELF, SELF_DRAFTS, self_draft_type
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
 from fly_jax.planning.plan_steps import counted_peak
-from fly_jax.planning.roofline import model_exchanges, pass_work, roofline_seconds
+from fly_jax.planning.roofline import draft_widths, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -88,7 +88,7 @@ class DraftPass:
 
     Attributes:
       rules: name of the layout.
-      seconds: roofline time of a pass over one token.
+      seconds: roofline time of a pass over one token; of one that drafts all of a round, of that.
       network_seconds: of these, between chips.
       num_bytes: that a chip holds of it, its cache included.
       fits: with the target beside it.
@@ -157,7 +157,7 @@ def weigh_drafters(
         given = next(
             one for one in passes if (one.rules, one.matrices) == (layouts.draft_rules, wide)
         )
-    given_round = verify_seconds + k * given.seconds
+    given_round = verify_seconds + len(draft_widths(spec.draft, k)) * given.seconds
     others = {
         name: next(one for one in _passes(spec, config, left) if one.matrices == wide)
         for name, config in PRESETS.items()
@@ -166,7 +166,8 @@ def weigh_drafters(
     smaller = []
     for name, best in (others | own).items():
         if best.fits:
-            seconds = verify_seconds + k * best.seconds
+            times = len(draft_widths(PRESETS.get(name, spec.target), k))
+            seconds = verify_seconds + times * best.seconds
             pays_from = mean * seconds / given_round
             if pays_from <= k + 1:  # more no round settles
                 smaller.append(SmallerDraft(name, best, seconds, pays_from))
@@ -199,8 +200,9 @@ def _pass(
     workload: Workload = dataclasses.replace(spec.workload, matrices=matrices)
     chip, sizes = spec.chip, dict(spec.mesh.axes)
     kinds = cache_exchanges(layout, config, workload)
-    work = pass_work(layout, config, workload, 1, vector_memory=chip.vector_memory)
-    sent = model_exchanges(layout, config, workload, 1, kinds)
+    width = draft_widths(config, spec.num_speculative_tokens)[-1]
+    work = pass_work(layout, config, workload, width, vector_memory=chip.vector_memory)
+    sent = model_exchanges(layout, config, workload, width, kinds)
     seconds = roofline_seconds(work, sent, chip, sizes)
     held = resident_bytes(layout, config, workload)
     alone = roofline_seconds(work, [], chip, sizes)

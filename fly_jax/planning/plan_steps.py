@@ -39,7 +39,14 @@ from fly_jax.models.layouts import (
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec
-from fly_jax.planning.roofline import Work, draft_work, model_exchanges, pass_work, roofline_seconds
+from fly_jax.planning.roofline import (
+    Work,
+    draft_widths,
+    draft_work,
+    model_exchanges,
+    pass_work,
+    roofline_seconds,
+)
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import TargetEvidence, evidence
@@ -154,7 +161,11 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     target, draft = _models(spec, layouts)
     k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
-    drafted = _exchanges(draft, 2) + _times(_exchanges(draft, 1), k - 1)
+    drafted = [
+        one
+        for width, times in Counter(draft_widths(spec.draft, k)).items()
+        for one in _times(_exchanges(draft, width), times)
+    ]
     verified = _exchanges(target, k + 1)
     found = {
         "prefill": [
@@ -214,7 +225,7 @@ def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, in
         "prefill": (both + rows, widest),
         "insert": (both + rows, 0),
         "round": (both, verifying),
-        "draft": (drafting, _temporaries(draft, 2)),
+        "draft": (drafting, _temporaries(draft, max(draft_widths(spec.draft, k)))),
         "verify": (alone, verifying),
         "autoregressive": (alone, _temporaries(target, 1)),
     }

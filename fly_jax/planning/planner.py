@@ -68,7 +68,10 @@ class Plan:
             return None
         k, rows = self.spec.num_speculative_tokens, self.spec.rows
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
-        times = roofline.StepTimes(draft.seconds / k, verify.seconds, alone.seconds, busy)
+        passes = len(roofline.draft_widths(self.spec.draft, k))
+        times = roofline.StepTimes(
+            draft.seconds / passes, verify.seconds, alone.seconds, busy, drafts_at_once=passes == 1
+        )
         mean = self.mean_accepted
         best, best_speed_up = roofline.best_num_speculative_tokens(
             times, roofline.acceptance_from(mean, k), k

@@ -6,8 +6,11 @@ counts against it on programs without a loop.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterable
 
 from fly_jax.errors import FlyJaxError
@@ -79,16 +82,23 @@ def pass_work(
     return Work(float(flops), num_bytes)
 
 
+def draft_widths(config: LlamaConfig, num_speculative_tokens: int) -> tuple[int, ...]:
+    """Tokens of a row that each pass of a draft model feeds, to draft so many."""
+    k = num_speculative_tokens
+    # With a pard_token: what a round may have settled, and the copies behind it.
+    return (2, *(1,) * (k - 1)) if config.pard_token is None else (2 * k,)
+
+
 def draft_work(
     layout: Layout, config: LlamaConfig, workload: Workload, *, vector_memory: float = math.inf
 ) -> Work:
-    """K passes of the draft model, of which the first feeds two tokens."""
-    passes = workload.num_speculative_tokens
-    one, two = (
-        pass_work(layout, config, workload, tokens, vector_memory=vector_memory)
-        for tokens in (1, 2)
+    """All passes of the draft model in a round."""
+    widths = collections.Counter(draft_widths(config, workload.num_speculative_tokens))
+    passes = (
+        pass_work(layout, config, workload, width, vector_memory=vector_memory) * times
+        for width, times in widths.items()
     )
-    return two + one * (passes - 1)
+    return functools.reduce(operator.add, passes)
 
 
 def model_exchanges(
@@ -154,6 +164,7 @@ class StepTimes:
 
     Attributes:
       draft_pass: one pass of the draft model.
+      drafts_at_once: that pass drafts all tokens.
       verify: the target's pass over K + 1 tokens.
       verify_token: what each further token adds to that.
       autoregressive: the target's pass over one token.
@@ -163,6 +174,7 @@ class StepTimes:
     verify: float
     autoregressive: float
     verify_token: float = 0.0
+    drafts_at_once: bool = False
 
     def speed_up(self, num_speculative_tokens: int, mean_accepted: float) -> float:
         """Tokens per second of speculation over those of one token at a time."""
@@ -171,7 +183,8 @@ class StepTimes:
     def round(self, num_speculative_tokens: int, reference: int | None = None) -> float:
         """Seconds of a round with so many draft tokens, where `verify` is of `reference`."""
         more = 0 if reference is None else num_speculative_tokens - reference
-        return num_speculative_tokens * self.draft_pass + self.verify + more * self.verify_token
+        passes = 1 if self.drafts_at_once else num_speculative_tokens
+        return passes * self.draft_pass + self.verify + more * self.verify_token
 
 
 def mean_accepted(acceptance: float, num_speculative_tokens: int) -> float:

@@ -117,9 +117,13 @@ def test_every_layout_and_type_of_the_draft_is_timed(plan: Plan) -> None:
 
 def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan) -> None:
     drafters, smaller = weighed(plan)
-    assert set(smaller) == {"llama-3.2-1b", "llama-3.2-3b"}
+    assert set(smaller) == {"pard-llama-3.2-1b", "llama-3.2-1b", "llama-3.2-3b"}
     least, more = smaller["llama-3.2-1b"], smaller["llama-3.2-3b"]
-    assert 1 < least.pays_from < more.pays_from < plan.mean_accepted
+    at_once = smaller["pard-llama-3.2-1b"]  # of the same size, in one pass
+    assert 1 < at_once.pays_from < least.pays_from < more.pays_from < plan.mean_accepted
+    one_pass = at_once.round_seconds - plan.step("verify").seconds
+    assert one_pass == pytest.approx(at_once.best.seconds)
+    assert one_pass < (least.round_seconds - plan.step("verify").seconds) / 10
     given = next(one for one in drafters.passes if one.fits and one.matrices == "bfloat16")
     a_round = plan.step("verify").seconds + SPEC.num_speculative_tokens * given.seconds
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
@@ -200,7 +204,8 @@ def test_the_table_and_json_have_them(plan: Plan) -> None:
         words in table(plan) for words in ("counted from shapes", "llama-3.2-1b", "pays from")
     )
     drafters = json.loads(json.dumps(plan.to_dict()))["drafters"]
-    assert {one["name"] for one in drafters["smaller"]} == {"llama-3.2-1b", "llama-3.2-3b"}
+    found = {one["name"] for one in drafters["smaller"]}
+    assert found == {"pard-llama-3.2-1b", "llama-3.2-1b", "llama-3.2-3b"}
     assert set(drafters["passes"][0]) == {
         "rules", "matrices", "seconds", "network_seconds", "num_bytes", "fits",
     }  # fmt: skip

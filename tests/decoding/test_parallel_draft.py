@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import jax
@@ -11,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
+from tiny_pair import write_pair
 
-from fly_jax import FlyJaxError, Lookup
+from fly_jax import FlyJaxError, Lookup, generate, load_pair
 from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.parallel import ParallelDraft
+from fly_jax.decoding.pair import open_pair
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
@@ -94,6 +97,29 @@ def test_below_a_draft_model_no_token_changes(noise: float) -> None:
     found = pairs.batch_engine(pairs.random_target(1), models, below).generate(*given)
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
     assert [one.why for one in found] == [one.why for one in alone]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target, and the draft with a token of its own."""
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
+    file = draft / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pard_token": PARD}))
+    return target, draft
+
+
+def test_it_is_recognised_by_its_config(folders: tuple[Path, Path]) -> None:
+    pair = load_pair(*folders, dtype="float32")
+    (found,) = generate(pair, ["Ada has 3"], rule="exact", num_speculative_tokens=4)
+    (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
+    assert found.token_ids == plain.token_ids
+    assert found.num_draft_passes == found.num_rounds < plain.num_rounds
+
+
+def test_it_is_the_last_draft(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+    with pytest.raises(FlyJaxError, match="last --draft"):
+        open_pair(target, [draft, target])
 
 
 def test_nothing_stands_below_it() -> None:

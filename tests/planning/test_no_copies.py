@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -29,10 +31,12 @@ TINY = [
 ROWS = 3
 
 
-def placed(number: int, rules: str | None) -> tuple[list[Llama], Layout | None]:
+def placed(
+    number: int, rules: str | None, configs: Sequence[LlamaConfig] = TINY
+) -> tuple[list[Llama], Layout | None]:
     """So many models: on one device without rules, else with them on a mesh."""
     # In bfloat16 the CPU's programs widen whole arrays, which accelerators do not.
-    configs, float32 = TINY[:number], jnp.dtype(jnp.float32)
+    configs, float32 = configs[:number], jnp.dtype(jnp.float32)
     if rules is None:
         return [on_cpu(config, float32) for config in configs], None
     layout = Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
@@ -44,6 +48,14 @@ def placed(number: int, rules: str | None) -> tuple[list[Llama], Layout | None]:
 def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, rules: str | None) -> None:
     kind = KINDS[name]
     models, _ = placed(1 + kind.num_drafts, rules)
+    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
+    assert not repeated(copied(hlo, models, ROWS, capacity))
+
+
+@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
+def test_no_round_that_drafts_in_one_pass_copies_them(rules: str | None) -> None:
+    kind, at_once = KINDS["fly"], dataclasses.replace(TINY[1], pard_token=7)
+    models, _ = placed(2, rules, (TINY[0], at_once))
     hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
     assert not repeated(copied(hlo, models, ROWS, capacity))
 

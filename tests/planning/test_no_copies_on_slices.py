@@ -30,7 +30,7 @@ pytestmark = [
 
 K = 5
 LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))
-LITTLE = "llama-3.2-3b"
+LITTLE, AT_ONCE = "llama-3.2-3b", "pard-llama-3.2-1b"
 
 
 @functools.cache
@@ -56,6 +56,7 @@ def compiled(
     ("name", "target", "draft", "mesh"),
     [
         *((name, LARGE, SMALL, "8x8") for name in ("exact", "sampled", "lookup", "auto", "defer")),
+        ("exact", LARGE, AT_ONCE, "8x8"),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("fly", MIDDLE, SMALL, "2x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.

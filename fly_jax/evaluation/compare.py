@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import Array
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig, Depth, Drafting
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.registry import NGRAM
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
@@ -24,6 +27,8 @@ from fly_jax.verification.rules import Fly
 
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
 _GROUPS = 4
+# Tokens of each prompt by which rounds without draft models are timed.
+_FEW_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Comparison:
         positions = sorted({1, 2, 4, 8, len(drafts)} & set(range(1, len(drafts) + 1)))
         checked = f"{result.num_correct}/{result.num_checked}"
         return {
-            "rule": result.name,
+            "decoding": result.name,
             "tokens/s": f"{result.tokens_per_second:.1f}{several}",
             "speed-up": f"{self.speed_up(result):.2f}x",
             "first token": _shown(result.first_token_seconds, "{:.2f} s"),
@@ -192,8 +197,8 @@ def compare(
       pair: from `load_pair`, with a draft model.
       configs: the rules by name, the baseline first; `three_rules` if not given.
       turns: how often all of it is decoded.
-      draft_share: measures rounds of the same K with a lookup in the draft models' place as well,
-        which take what the draft models' own rounds take without them.
+      draft_share: measures rounds of the same K as well in which something drafts that takes no
+        time, for the share of the draft models.
       categories: of each prompt, for figures of each category where prompts are decoded alone.
       check: given a prompt's index and its continuation, whether that is correct; None where that
         cannot be said.
@@ -226,9 +231,9 @@ def compare(
     by_name = {name: measured(pair, config) for name, config in configs.items()}
     without_models: dict[int, _Measured] = {}
     if draft_share and pair.drafts:
-        looking_up = dataclasses.replace(pair, drafts=(), drafter=NGRAM)
+        alone = dataclasses.replace(pair, drafts=(), drafter=_LastToken())
         without_models = {
-            one.fixed_depth: measured(looking_up, configs[name])
+            one.fixed_depth: measured(alone, configs[name])
             for name, one in by_name.items()
             if one.fixed_depth
         }
@@ -241,7 +246,7 @@ def compare(
                 one.decode(group, max_new_tokens, seed + index * size, turn)
                 bar.update()
             for one in without_models.values() if turn == 0 else ():
-                one.decode(group, max_new_tokens, seed + index * size, turn)
+                one.decode(group, min(max_new_tokens, _FEW_TOKENS), seed + index * size, turn)
     results = []
     for name, one in by_name.items():
         result = one.result(name, pair, categories if batch_size == 1 else (), check)
@@ -251,6 +256,25 @@ def compare(
             result = dataclasses.replace(result, draft_share=max(share, 0.0))
         results.append(result)
     return Comparison(tuple(results))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _LastToken(Drafter):
+    """Drafts each row's last token again and again."""
+
+    num_tokens = 1
+    resumes = True
+
+    def propose(
+        self, state: Any, text: Array, length: Array, num_tokens: int, **given: Any
+    ) -> tuple[Draft, Any]:
+        """See `Drafter`; nothing is drawn."""
+        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
+        wanted = given.get("wanted")
+        drafted = jnp.full_like(length, num_tokens) if wanted is None else wanted
+        tokens = jnp.broadcast_to(last, (len(length), num_tokens))
+        return Draft(tokens, None, drafted, jnp.zeros(0, jnp.int32)), state
 
 
 @dataclasses.dataclass

@@ -1,15 +1,20 @@
-"""Peak memory of two processes that load a sharded checkpoint, each its half of every matrix.
+r"""Peak memory of loading: of two processes that share a checkpoint, and of a command's start.
 
     python benchmarks/load_memory.py
+    python benchmarks/load_memory.py --target qwen/qwen2.5-coder-1.5b-instruct.gguf \
+        --draft qwen/qwen2.5-coder-0.5b-instruct.gguf
 
-Writes two Hugging Face checkpoints with random weights, the second with twice the layers of the
-first, and loads each in two processes on a mesh of two devices. What a process holds beyond its
-shards must not grow with the model. Writes results/load_memory.json. Takes a minute or two and
+The first writes two Hugging Face checkpoints with random weights, the second with twice the layers
+of the first, and loads each in two processes on a mesh of two devices. What a process holds beyond
+its shards must not grow with the model. Writes results/load_memory.json. Takes a minute or two and
 5 GB of disk; `--folder` keeps the checkpoints for the next time.
 
 Memory is the anonymous part of the resident set (RssAnon), read from /proc every 5 ms; pages of
 mapped files, which the kernel can drop at any time, are not in it. VmHWM, the kernel's own peak of
 the whole resident set, is written beside it.
+
+The second times the command from its start to the end of one token, the first time and the second,
+with caches of its own, and what six chats of different lengths compile. Writes results/start.json.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ from absl import flags
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
+from fly_jax.decoding.pair import load_pair
+from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig, config_fields, groups
 from fly_jax.models.checkpoints.hugging_face import tensor_name, tensor_shape
 from fly_jax.models.checkpoints.load import load_llama
@@ -43,8 +50,12 @@ from fly_jax.sharding.rules import RULES, Layout
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", None, "where checkpoints are kept; a temporary folder if not given")
 flags.DEFINE_multi_integer("num_layers", [12, 24], "layers of each checkpoint")
+flags.DEFINE_string("target", None, "model of which the start is measured instead")
+flags.DEFINE_string("draft", None, "its draft, for the programs of the six chats")
+flags.DEFINE_multi_enum("dtype", ["float32"], ["float32", "bfloat16", "int8"], "of the target")
 flags.DEFINE_string("job", None, "what one process loads; given by the script itself")
 
+CHAT_TOKENS = (45, 90, 160, 240, 330, 422)
 NUM_PROCESSES = 2
 SECONDS_PER_SAMPLE = 0.005
 
@@ -148,9 +159,68 @@ def measure(folder: Path, dtype: str) -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output in outputs]  # Gloo writes lines too
 
 
+def start(target: str, dtype: str, caches: Path) -> dict[str, float]:
+    """The command once: seconds, its peak of memory, and the bytes of the weights that are kept."""
+    command = [sys.executable, "-m", "fly_jax.launch", "--target", target, "--dtype", dtype]
+    command += ["--prompt", "def add(a, b):", "--max_new_tokens", "1", "--json"]
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, "XDG_CACHE_HOME": str(caches)}
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit("The command failed; its message is above.")
+    kept = sum(file.stat().st_size for file in caches.glob("fly_jax/weights/*"))
+    return {
+        "seconds": time.perf_counter() - begin,
+        "resident_peak_bytes": used.ru_maxrss * 1024,
+        "kept_bytes": kept,
+        "peak_to_kept": used.ru_maxrss * 1024 / kept,
+    }
+
+
+def programs_of_chats(target: str, draft: str | None) -> dict[str, Any]:
+    """What is compiled for six chats, one after the other, decoded exactly with K = 4."""
+    seconds: dict[str, float] = {}
+
+    def add(event: str, duration: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            name = event.rpartition("/")[2]
+            seconds[name] = seconds.get(name, 0.0) + duration
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    pair = load_pair(target, draft)
+    random = np.random.default_rng(0)
+    given = {"rule": "exact", "num_speculative_tokens": 4} if draft else {}
+    jax.monitoring.register_event_duration_secs_listener(add)
+    for length in CHAT_TOKENS:
+        prompt = random.integers(1000, 100_000, length).tolist()
+        Engine.of(pair, prompts=[prompt], max_new_tokens=64, **given).generate([prompt], 8)
+    return {"tokens": CHAT_TOKENS, **seconds, "seconds": sum(seconds.values())}
+
+
+def starts() -> None:
+    """Writes what the starts of the target take."""
+    found = []
+    for dtype in FLAGS.dtype:
+        with tempfile.TemporaryDirectory() as caches:
+            for which in ("first", "second"):
+                one = {"dtype": dtype, "start": which}
+                found.append(one | start(FLAGS.target, dtype, Path(caches)))
+                print(json.dumps(found[-1]), flush=True)
+    chats = programs_of_chats(FLAGS.target, FLAGS.draft)
+    print(json.dumps(chats))
+    models = [Path(one).name for one in (FLAGS.target, FLAGS.draft) if one]
+    result = {"command": f"python benchmarks/load_memory.py --target {' --draft '.join(models)}"}
+    print(machine.write("start", result | {"starts": found, "programs_of_six_chats": chats}))
+
+
 def main() -> None:
     if FLAGS.job:
         print(json.dumps(load(*json.loads(FLAGS.job))))
+        return
+    if FLAGS.target:
+        starts()
         return
     loads = []
     with tempfile.TemporaryDirectory() as temporary:

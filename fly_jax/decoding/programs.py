@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int, UInt32
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_stats, rows_begun
-from fly_jax.decoding.drafters.chain import for_backend
+from fly_jax.decoding.drafters.chain import for_backend, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
 from fly_jax.decoding.round import decode_rounds
@@ -31,21 +31,29 @@ from fly_jax.verification.rules import RuleState
 CAPACITY_STEP = 64
 # Of fewer cache positions nothing is saved by reading a part of them.
 LEAST_ATTENDED = 256
+# A model whose weights take so many bytes waits longer for its programs on a CPU than for what
+# their shapes waste: all rows together have so many positions too many at most.
+_LARGE_BYTES = 2**30
+_WASTED_POSITIONS = 512
 
 
-def cache_capacity(length: int, room: int) -> int:
+def cache_capacity(length: int, room: int, step: int = CAPACITY_STEP) -> int:
     """Cache positions of a row of so many tokens, in whole steps.
 
     Args:
       room: positions beyond its last token that a round may write to.
     """
-    return -(-(length + room) // CAPACITY_STEP) * CAPACITY_STEP
+    return -(-(length + room) // step) * step
 
 
-def attention_steps(capacity: int, *, is_whole: bool) -> tuple[int, ...]:
-    """How many positions of a cache attention may read, in ascending order; the last is all."""
-    steps = [capacity]
-    while not is_whole and steps[0] // 2 >= LEAST_ATTENDED:
+def attention_steps(capacity: int, *, is_whole: bool, least: int = 0) -> tuple[int, ...]:
+    """How many positions of a cache attention may read, in ascending order; the last is all.
+
+    Args:
+      least: the first of them is no less.
+    """
+    steps, least = [capacity], max(least, LEAST_ATTENDED)
+    while not is_whole and steps[0] // 2 >= least:
         steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
     return tuple(steps)
 
@@ -57,14 +65,17 @@ class AttentionBuckets:
     what it holds, and few programs are compiled.
     """
 
-    def __init__(self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool) -> None:
+    def __init__(
+        self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool, least: int = 0
+    ) -> None:
         """For rows of any length.
 
         Args:
           room: positions beyond a row's last token that a round may write to.
           is_whole: all positions are always read.
+          least: so many are read at least.
         """
-        self.steps = attention_steps(capacity, is_whole=is_whole)
+        self.steps = attention_steps(capacity, is_whole=is_whole, least=least)
         window = static.deferred_window
         most_a_dispatch = static.rounds_per_dispatch * (static.num_speculative_tokens + 1)
         # One dispatch is on its way when the next one is made.
@@ -117,6 +128,7 @@ class Programs:
 
     Attributes:
       room: positions beyond a row's last token that a round may write to.
+      has_few_shapes: few programs are better than such as waste little: see `_LARGE_BYTES`.
     """
 
     def __init__(
@@ -130,6 +142,8 @@ class Programs:
         k = static.num_speculative_tokens
         self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
+        sizes = [one.size * one.dtype.itemsize for one in jax.tree.leaves(target.parameters())]
+        self.has_few_shapes = runs_unstacked(target) and sum(sizes) >= _LARGE_BYTES
         self._parameters, self._drafter = target.parameters(), drafter
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         dtype = jnp.dtype(cache_dtype or target.dtype)
@@ -140,11 +154,14 @@ class Programs:
         """The target's."""
         return self._shapes.config
 
-    def attention_buckets(self, capacity: int) -> AttentionBuckets:
-        """For caches of so many positions; a mesh that splits the positions attends to all."""
-        layout = self._shapes.layout
+    def attention_buckets(self, length: int, rows: int) -> AttentionBuckets:
+        """For caches of so many tokens; a mesh that splits the positions attends to all."""
+        layout, step = self._shapes.layout, CAPACITY_STEP
         is_whole = layout is not None and bool(layout.rules.cache_length)
-        return AttentionBuckets(self.static, capacity, self.room, is_whole=is_whole)
+        if self.has_few_shapes:
+            step = max(_WASTED_POSITIONS >> (rows - 1).bit_length(), step)
+        capacity = cache_capacity(length, self.room, step)
+        return AttentionBuckets(self.static, capacity, self.room, is_whole=is_whole, least=step)
 
     def row_steps(self, rows: int) -> tuple[int, ...]:
         """How many of a state's rows `run` may be asked for; on a mesh all, which it splits."""

@@ -18,10 +18,16 @@ from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.pair import Pair, check_prompt
-from fly_jax.decoding.programs import Programs, cache_capacity
+from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run
-from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, Chunk, ChunkPlan, Prefill
+from fly_jax.engine.prefill import (
+    FEW_SHAPES_PREFILL_TOKENS,
+    OFFLINE_PREFILL_TOKENS,
+    Chunk,
+    ChunkPlan,
+    Prefill,
+)
 from fly_jax.engine.request import (
     Generation,
     Request,
@@ -139,10 +145,12 @@ class Engine:
             )
         self.memory, self.listener = memory, listener
         self.max_length = length
-        self._capacity = cache_capacity(length, self._programs.room)
-        self._buckets = self._programs.attention_buckets(self._capacity)
-        tokens = OFFLINE_PREFILL_TOKENS if offline else prefill_chunk
-        plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=length)
+        self._buckets = self._programs.attention_buckets(length, num_slots)
+        self._capacity = self._buckets.steps[-1]
+        few = self._programs.has_few_shapes
+        at_once = FEW_SHAPES_PREFILL_TOKENS if few else OFFLINE_PREFILL_TOKENS
+        tokens, longest = at_once if offline else prefill_chunk, self._capacity if few else length
+        plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
         self.slots = Slots(self._row_steps, shared_block)

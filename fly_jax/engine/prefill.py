@@ -25,6 +25,8 @@ _GROWTH = 4
 _LARGEST_CHUNK = 1024
 # Tokens of all rows that a pass runs where nobody waits for rounds in between.
 OFFLINE_PREFILL_TOKENS = 2048
+# Where few programs matter (`Programs.has_few_shapes`): a CPU gains nothing by more in a pass.
+FEW_SHAPES_PREFILL_TOKENS = 64
 
 
 class Chunk(NamedTuple):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
-from random_pairs import EOS, autoregressive
+from random_pairs import EOS, autoregressive, batch_engine
 
 from fly_jax import Engine, Exact, Request, RequestState
+from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
@@ -184,3 +185,25 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
         assert told[state] <= heard[state]
     assert len(told) == 6
     assert told == heard == {state: len(state.generation.token_ids) for state in told}
+
+
+def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
+    monkeypatch: pytest.MonkeyPatch, compilations: Callable[[], list[str]]
+) -> None:
+    (target, draft), spec = models(None, 1), RoundSpec(Exact(), RoundStatic(4, None, EOS))
+    prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 90, 160, 240, 330, 422)]
+
+    def engine_of(prompt: list[int]) -> Engine:
+        return batch_engine(target, [draft], spec, 1, max_length=len(prompt) + LIMIT)
+
+    expected = [engine_of(one).generate([one], LIMIT)[0].token_ids for one in prompts]
+    monkeypatch.setattr(programs, "_LARGE_BYTES", 0)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        compilations()
+        engine = engine_of(prompt)
+        assert engine.generate([prompt], LIMIT)[0].token_ids == tokens
+        assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
+    # Several rows waste no more together.
+    room = engine._programs.room
+    capacities = [engine._programs.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
+    assert capacities == [512, 384, programs.cache_capacity(300, room)]

@@ -80,6 +80,30 @@ def test_every_type_is_read(tmp_path: Path, tensors: Tensors, kind: str) -> None
         np.testing.assert_allclose(widened, up, atol=np.abs(up).max() / 127)
 
 
+@pytest.mark.parametrize("endianess", gguf.GGUFEndian)
+def test_the_header_is_what_the_library_reads(
+    tmp_path: Path, tensors: Tensors, endianess: gguf.GGUFEndian
+) -> None:
+    def put(writer: gguf.GGUFWriter) -> None:
+        writer.endianess = endianess
+        writer.add_array("of.texts", ["a", "", "déjà", "🙂" * 40])
+        writer.add_array("of.numbers", [1, -2, 3])
+        writer.add_array("of.truths", [True, False])
+        writer.add_float64("a.number", 0.1)
+        writer.add_int8("a.small", -3)
+        writer.add_custom_alignment(64)
+
+    path = write(tmp_path / "model.gguf", tensors, tokenizer=put)
+    found, reader = open_gguf(path), gguf.GGUFReader(path)
+    expected = {name: field.contents() for name, field in reader.fields.items()}
+    assert found.values == {key: expected[key] for key in expected if key[:5] != "GGUF."}
+    assert list(found.tensors) == [one.name for one in reader.tensors]
+    for one in reader.tensors:
+        mine = found.tensors[one.name]
+        assert (mine.kind, mine.begin) == (one.tensor_type, one.data_offset)
+        np.testing.assert_array_equal(found.rows(one.name, slice(None)), one.data)
+
+
 def test_it_is_quantised_as_it_loads(tmp_path: Path, tensors: Tensors) -> None:
     found = load_llama(write(tmp_path / "model.gguf", tensors, "Q8_0"), int8=True)
     assert found.int8

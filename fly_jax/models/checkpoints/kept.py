@@ -155,7 +155,8 @@ class Kept:
                 os.utime(file)  # those that were not read go before it
                 return data
             say(f"The converted weights in {file} are damaged; they are made anew.")
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.unlink()
         try:
             make_folder(file.parent, "Converted weights", "weights_cache")
         except FlyJaxError as error:

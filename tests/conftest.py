@@ -62,6 +62,7 @@ _SLOW = (
     "docs/test_pages.py",
     "docs/test_notebook.py",
     "decoding/test_mesh_decoding.py",
+    "decoding/test_steady_state.py",
 )
 
 

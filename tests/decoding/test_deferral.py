@@ -136,6 +136,38 @@ def test_windows_are_deferred_completed_and_rolled_back() -> None:
     assert sum(row.why.count("r") for row in rows) > 0
 
 
+@pytest.mark.parametrize("noise", pairs.NOISES)
+def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
+    prompts = [[1, 2, 3], [4, 5], [6] * 9]
+    rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
+    expected = pairs.autoregressive(pairs.random_target(1), prompts, 20)
+    assert [row.token_ids for row in rows] == expected
+    assert {row.regret for row in rows} == {0.0}
+
+
+def test_the_budget_pays_for_what_stands() -> None:
+    prompts = [[first, 3, 5] for first in range(8)]
+    rows = decode(Budget(RULE, 1000.0), 2, 2, 0.2, prompts, 24, rows=8)
+    assert sum(row.num_rollbacks for row in rows) > 0
+    for row, prompt in zip(rows, prompts, strict=True):
+        logits = pairs.logits_after(pairs.random_target(2), [*prompt, *row.token_ids])
+        gaps = [
+            logits[len(prompt) + i - 1].max() - logits[len(prompt) + i - 1][token]
+            for i, token in enumerate(row.token_ids)
+            if row.why[i].letter == "r"
+        ]
+        assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    [(Exact(), None), (Margin(), None), (Exact(), Sampling(0.5)), (RULE, Sampling(0.5))],
+)
+def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
+    with pytest.raises(FlyJaxError, match="boundary is 'defer'"):
+        RoundSpec(rule, RoundStatic(4, deferred_window=2), sampling)
+
+
 @pytest.fixture
 def always_deferring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Windows stay open whatever the rates say, in programs of one test alone."""
@@ -180,35 +212,3 @@ def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
         for token, other, why in zip(row.token_ids, own, row.why, strict=True):
             assert token == other or why.letter == "r"
         assert len(row.token_ids) == 40 or row.token_ids[-1] in pairs.EOS
-
-
-@pytest.mark.parametrize("noise", pairs.NOISES)
-def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
-    prompts = [[1, 2, 3], [4, 5], [6] * 9]
-    rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
-    expected = pairs.autoregressive(pairs.random_target(1), prompts, 20)
-    assert [row.token_ids for row in rows] == expected
-    assert {row.regret for row in rows} == {0.0}
-
-
-def test_the_budget_pays_for_what_stands() -> None:
-    prompts = [[first, 3, 5] for first in range(8)]
-    rows = decode(Budget(RULE, 1000.0), 2, 2, 0.2, prompts, 24, rows=8)
-    assert sum(row.num_rollbacks for row in rows) > 0
-    for row, prompt in zip(rows, prompts, strict=True):
-        logits = pairs.logits_after(pairs.random_target(2), [*prompt, *row.token_ids])
-        gaps = [
-            logits[len(prompt) + i - 1].max() - logits[len(prompt) + i - 1][token]
-            for i, token in enumerate(row.token_ids)
-            if row.why[i].letter == "r"
-        ]
-        assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("rule", "sampling"),
-    [(Exact(), None), (Margin(), None), (Exact(), Sampling(0.5)), (RULE, Sampling(0.5))],
-)
-def test_what_cannot_be_deferred(rule: Rule, sampling: Sampling | None) -> None:
-    with pytest.raises(FlyJaxError, match="boundary is 'defer'"):
-        RoundSpec(rule, RoundStatic(4, deferred_window=2), sampling)

@@ -31,6 +31,8 @@ SPECS = {
     # The memory learns, so that its keys are exchanged while rows are being decoded.
     "csd": RoundSpec(Budget(Csd(1e-6), 20.0), LEARNING),
 }
+# All tests of a kind follow each other, and so share its programs.
+of_every_kind = pytest.mark.parametrize("name", SPECS, scope="module")
 # Prompts, how many tokens at most, and the seed.
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
@@ -50,7 +52,7 @@ def decoded(engine: Engine, prompts: list[list[int]], limit: int, seed: int) -> 
     return [row.token_ids for row in engine.generate(prompts, limit, seed=seed)]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@of_every_kind
 def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], list[str]]) -> None:
     jax.clear_caches()
     engine = engine_for(SPECS[name])
@@ -102,7 +104,7 @@ def test_other_numbers_compile_nothing(
     assert after != before
 
 
-@pytest.mark.parametrize("name", SPECS)
+@of_every_kind
 def test_nothing_is_copied_unasked(name: str) -> None:
     engine = engine_for(SPECS[name])
     expected = decoded(engine, *BATCHES[0])  # compiles
@@ -116,7 +118,7 @@ def test_nothing_is_copied_unasked(name: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("name", SPECS)
+@of_every_kind
 def test_the_state_is_donated(name: str, dispatches: list[tuple[DecodeState, DecodeState]]) -> None:
     """Caches are large: a round that copied them would need twice their memory."""
     decoded(engine_for(SPECS[name]), *BATCHES[0])

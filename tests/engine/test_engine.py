@@ -96,31 +96,6 @@ def test_requests_of_all_lengths_equal_those_alone(
         assert budget is None or one.generation.regret <= budget  # type: ignore[operator]
 
 
-def test_offline_what_is_known_beforehand_compiles_beforehand(
-    compilations: Callable[[], list[str]],
-) -> None:
-    kind = KINDS["autoregressive"]
-    common = list(range(30))
-    prompts = [[7, 8], *([*common, index, *[9] * index] for index in range(5)), [3] * 40]
-    given = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
-    jax.clear_caches()
-    engine = engine_for(kind, offline=True)
-    engine.warm_up_for(given)
-    compilations()
-    states = [engine.submit(request) for request in given]
-    engine.step()
-    assert engine.slots.num_free == 0  # however many tokens that took
-    found = [state for state, settled in engine.run(()) if settled.finish_reason]
-    assert not compilations()
-    assert engine.num_reused_tokens >= 3 * 16
-    assert sorted(map(id, found)) == sorted(map(id, states))
-    expected = greedy(models(None, 0)[0], prompts, 24)
-    for state, tokens in zip(states, expected, strict=True):
-        mine = state.generation.token_ids
-        assert mine == tokens[: len(mine)]
-        assert len(mine) == state.request.max_new_tokens or mine[-1] in EOS
-
-
 @pytest.mark.parametrize("name", ["rules and sampling", "defer"])
 def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     kind = KINDS[name]
@@ -312,3 +287,28 @@ def test_warming_up_again_overwrites_nothing() -> None:
         again()
         (found,) = finished(engine, [request])
         assert (found.num_reused, account(found)) == (num_reused, expected)
+
+
+def test_offline_what_is_known_beforehand_compiles_beforehand(
+    compilations: Callable[[], list[str]],
+) -> None:
+    kind = KINDS["autoregressive"]
+    common = list(range(30))
+    prompts = [[7, 8], *([*common, index, *[9] * index] for index in range(5)), [3] * 40]
+    given = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
+    jax.clear_caches()  # which is why this test is the last one here
+    engine = engine_for(kind, offline=True)
+    engine.warm_up_for(given)
+    compilations()
+    states = [engine.submit(request) for request in given]
+    engine.step()
+    assert engine.slots.num_free == 0  # however many tokens that took
+    found = [state for state, settled in engine.run(()) if settled.finish_reason]
+    assert not compilations()
+    assert engine.num_reused_tokens >= 3 * 16
+    assert sorted(map(id, found)) == sorted(map(id, states))
+    expected = greedy(models(None, 0)[0], prompts, 24)
+    for state, tokens in zip(states, expected, strict=True):
+        mine = state.generation.token_ids
+        assert mine == tokens[: len(mine)]
+        assert len(mine) == state.request.max_new_tokens or mine[-1] in EOS

@@ -18,6 +18,7 @@ from random_pairs import CONFIG, random_target
 
 from fly_jax.models.architectures import INT8, ParameterSpec
 from fly_jax.models.checkpoints.packings import Scaled
+from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
 from fly_jax.training.trainer import Row, weighted_loss
 
@@ -37,19 +38,23 @@ def test_the_known_case() -> None:
     assert is_right == (jaxlib.__version__ not in WITH_FAULT)
 
 
-def test_a_loss_and_its_gradients() -> None:
-    """Over a long batch they are the means of those over its pieces."""
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    """Made before any test compiles well, which takes long for random numbers."""
     small = {"embed_size": 16, "ffw_size": 16, "num_heads": 1, "num_kv_heads": 1, "num_layers": 1}
-    model = random_target(0, dataclasses.replace(CONFIG, **small))
-    size = CONFIG.vocab_size
+    return random_target(0, dataclasses.replace(CONFIG, **small))
+
+
+def test_a_loss_and_its_gradients(model: Llama) -> None:
+    """Over a long batch they are the means of those over its pieces."""
     shape = (ROWS // 12, 13)
-    tokens = jax.random.randint(jax.random.key(0), shape, 0, size)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape, np.int32)
     positions = jnp.broadcast_to(jnp.arange(13), shape)
 
     @jax.jit
-    def step(parameters: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, object]:
+    def step(parameters: dict[str, jax.Array], tokens: np.ndarray) -> tuple[jax.Array, object]:
         def loss(parameters: dict[str, jax.Array]) -> jax.Array:
-            few = type(model)(model.config, parameters)
+            few = Llama(model.config, parameters)
             weights = jnp.ones((len(tokens), 12))
             nothing = jnp.zeros_like(tokens)
             row = Row(tokens, weights, nothing, positions[: len(tokens)])

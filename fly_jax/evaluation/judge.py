@@ -1,0 +1,157 @@
+"""Runs programs that models have written, and says whether they came to their end.
+
+Each runs in a process of its own, on Linux, with limits on seconds, memory and files. Where the
+system permits namespaces (of users, mounts, processes and the network), it has no network, may
+write only into a temporary folder, and whatever it started dies with it. In any case Python itself
+refuses sockets, processes, foreign libraries, and changes outside that folder; where namespaces are
+not permitted, that alone has to do. This holds back what goes wrong, not an attacker.
+
+The file is also the program of that process; so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAMESPACES, HOOK_ALONE = "namespaces", "refusals by Python alone"
+_CPU_SECONDS = 10
+_WALL_SECONDS = 30  # a machine that decodes meanwhile is slow
+_MEMORY = 2 << 30
+_FILES = 16 << 20
+
+# Of <sched.h>, <sys/mount.h>, <sys/prctl.h> and <asm-generic/unistd.h>.
+_NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
+_MOUNT_ATTR_RDONLY, _MS_PRIVATE, _PR_SET_PDEATHSIG = 1, 1 << 18, 1
+
+_REFUSED = (
+    "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill",
+    "ctypes.dlsym", "pty.spawn", "signal.pthread_kill",
+)  # fmt: skip
+_CHANGES = (
+    "os.remove", "os.rmdir", "os.rename", "os.mkdir", "os.truncate", "os.chmod", "os.chown",
+    "os.link", "os.symlink", "os.utime", "shutil.rmtree",
+)  # fmt: skip
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Judged(NamedTuple):
+    """Whether a program came to its end, and what kept it in: `NAMESPACES` or `HOOK_ALONE`."""
+
+    passed: bool
+    isolation: str
+
+
+def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_SECONDS) -> Judged:
+    """Runs a Python program: it passes if its last line was run, whatever its exit status.
+
+    Args:
+      namespaces: are used where they are permitted.
+      wall_seconds: after which it is ended.
+    """
+    word = secrets.token_hex()  # what the process says at the end, and no program knows
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"program": program, "folder": folder, "word": word, "namespaces": namespaces}
+        process = subprocess.Popen(
+            [sys.executable, "-s", "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            # Sets of texts have the same order each time; keys of the user's are not handed on.
+            env={"PYTHONHASHSEED": "0", "HOME": folder, "PATH": os.defpath},
+        )
+        try:
+            said = process.communicate(json.dumps(given).encode(), timeout=wall_seconds)[0]
+        except subprocess.TimeoutExpired:
+            said = b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    isolation, _, last = said.decode(errors="replace").partition("\n")
+    return Judged(last == word, isolation)
+
+
+def _main() -> None:
+    """The process: the first one of it waits, its child runs the program."""
+    given = json.load(sys.stdin)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind, most in (
+        (resource.RLIMIT_CPU, _CPU_SECONDS),
+        (resource.RLIMIT_AS, _MEMORY),
+        (resource.RLIMIT_FSIZE, _FILES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    isolated = given["namespaces"] and _isolate(libc, given["folder"])
+    os.chdir(given["folder"])
+    os.write(1, f"{NAMESPACES if isolated else HOOK_ALONE}\n".encode())
+    child = os.fork()  # the first process of its namespace, with which all others in it end
+    if child:
+        os.waitpid(child, 0)
+        return
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    sys.modules["answer"] = module = types.ModuleType("answer")
+    sys.addaudithook(functools.partial(_refuse, Path.cwd()))
+    exec(compile(given["program"], "answer.py", "exec"), module.__dict__)
+    os.write(answers, given["word"].encode())
+    os._exit(0)
+
+
+def _isolate(libc: ctypes.CDLL, folder: str) -> bool:
+    """Puts the process and its children into namespaces; whether all of it was permitted."""
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_NEW_NAMESPACES):
+        return False
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    except OSError:
+        return False
+    read_only = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, _MS_PRIVATE, 0)
+    where = (_AT_FDCWD, b"/", _AT_RECURSIVE)
+    if libc.syscall(_SYS_MOUNT_SETATTR, *where, ctypes.byref(read_only), 32):
+        return False
+    size = f"size={_FILES}".encode()
+    return libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, size) == 0
+
+
+def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:
+    """An audit hook, which cannot be taken away: refuses what no answer needs."""
+    refused = event.startswith(_REFUSED)
+    if event == "open":
+        refused = bool(given[2] & _WRITES) and not _is_inside(folder, given[0])
+    elif event in _CHANGES:
+        elsewhere = event != "os.truncate" and given[-1] not in (-1, None)  # by a descriptor
+        refused = elsewhere or not all(_is_inside(folder, one) for one in given)
+    if refused:
+        raise PermissionError(f"An answer may not do this: {event}.")
+
+
+def _is_inside(folder: Path, given: object) -> bool:
+    """Whether a path is of the folder; whatever is no path passes."""
+    if isinstance(given, str | bytes | os.PathLike):
+        return Path(os.path.realpath(os.fsdecode(given))).is_relative_to(folder)
+    return True
+
+
+if __name__ == "__main__":
+    _main()

@@ -57,6 +57,7 @@ setup(
         "notebooks": _NOTEBOOK,
         "serve": _SERVE,
         "bench": _BENCH,
+        "eval": ["lm_eval[ifeval]>=0.4.13"],
         "test": [
             *_NOTEBOOK,
             *_SERVE,

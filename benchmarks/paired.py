@@ -11,6 +11,7 @@ from texts import MAX_NEW_TOKENS
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair
 from fly_jax.evaluation.compare import Comparison, compare
+from fly_jax.evaluation.paired import redrawn, retention
 from fly_jax.evaluation.problems import Problem, is_correct
 
 
@@ -45,12 +46,10 @@ def paired_interval(
     verdicts = np.array(
         [[is_correct(p, a), is_correct(p, b)] for p, a, b in zip(worded, base, other, strict=True)]
     )
-    sums = verdicts[_redrawn(len(verdicts))].sum(axis=1)
-    low, high = np.quantile(sums[:, 1] / sums[:, 0], (0.025, 0.975))
+    kept = retention(verdicts[:, 0], verdicts[:, 1])
+    assert kept is not None
     return {
-        "retention": float(verdicts[:, 1].sum() / verdicts[:, 0].sum()),
-        "low": float(low),
-        "high": float(high),
+        **dict(zip(("retention", "low", "high"), kept, strict=True)),
         "only_baseline_correct": int((verdicts[:, 0] & ~verdicts[:, 1]).sum()),
         "only_this_correct": int((~verdicts[:, 0] & verdicts[:, 1]).sum()),
         "same_text": float(np.mean([a == b for a, b in zip(base, other, strict=True)])),
@@ -69,7 +68,7 @@ def paired_difference(
       other: the same of the other decoder.
     """
     counts = np.array([(len(a), sum(a), sum(b)) for a, b in zip(base, other, strict=True)])
-    sums = counts[_redrawn(len(counts))].sum(axis=1)
+    sums = counts[redrawn(len(counts))].sum(axis=1)
     low, high = np.quantile(100 * (sums[:, 2] - sums[:, 1]) / sums[:, 0], (0.025, 0.975))
     asked, done, by_other = counts.sum(axis=0)
     return {
@@ -79,8 +78,3 @@ def paired_difference(
         "low": float(low),
         "high": float(high),
     }
-
-
-def _redrawn(number: int) -> np.ndarray:
-    """Indices of 10,000 samples of as many problems as there are."""
-    return np.random.default_rng(0).integers(number, size=(10_000, number))

@@ -1,0 +1,224 @@
+"""Answers of several decodings to the items of tasks, in a file that grows, and their figures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.pair import Pair
+from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Request, RequestState
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.audit_summary import aligned
+from fly_jax.evaluation.paired import compare_paired
+from fly_jax.evaluation.tasks import TASKS, Item
+
+# Items that a decoding answers before the next one's turn, for each slot.
+_GROUPS = 4
+
+Key = tuple[str, str, str]  # task, item, decoding
+
+
+class Answers:
+    """The file: its first line is the setting, each other one an answer.
+
+    Attributes:
+      records: by task, item and decoding.
+      dropped: whether the last line was only half there.
+    """
+
+    def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
+        """Reads what is there; a line that was cut off when the program ended is dropped.
+
+        Raises:
+          FlyJaxError: it is of another setting, or no such file.
+        """
+        self.path = path
+        first = {"fly_jax_answers": 1, **setting}
+        whole, end, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
+        self.dropped = bool(cut)
+        if cut or not end:
+            path.write_bytes(whole + end or json.dumps(first).encode() + b"\n")
+        lines = [_read(path, at, line) for at, line in enumerate(whole.split(b"\n"), 1) if line]
+        found = lines[0] if lines else json.loads(json.dumps(first))
+        for name, value in json.loads(json.dumps(first)).items():
+            if found.get(name) != value:
+                raise FlyJaxError(
+                    f"{path} is of another run: its {name} is {json.dumps(found.get(name))[:60]} "
+                    f"and here it is {json.dumps(value)[:60]}; give another --output."
+                )
+        self.records: dict[Key, dict[str, Any]] = {}
+        for at, one in enumerate(lines[1:], 2):
+            if not {"task", "item", "decoding", "prompt", "is_right"} <= one.keys():
+                raise FlyJaxError(f"{path}, line {at} is no answer; give another --output.")
+            self.records[one["task"], one["item"], one["decoding"]] = one
+
+    def check_prompts(self, prompts: Mapping[tuple[str, str], str]) -> None:
+        """Raises FlyJaxError for an answer to another prompt than an item now has."""
+        for (task, item, _), record in self.records.items():
+            if prompts.get((task, item), record["prompt"]) != record["prompt"]:
+                raise FlyJaxError(
+                    f"{self.path} has an answer to another prompt of {task} {item}; give the data "
+                    "that it was made with, or another --output."
+                )
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Writes an answer down."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self.records[record["task"], record["item"], record["decoding"]] = record
+
+
+def _read(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise FlyJaxError(
+            f"{path}, line {number} is not valid JSON; give another --output."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def answer_items(
+    pair: Pair,
+    configs: Mapping[str, DecodingConfig],
+    items: Sequence[Item],
+    requests: Sequence[Request],
+    answers: Answers,
+    *,
+    batch_size: int,
+) -> None:
+    """Decodes what is missing in `answers`, in turns, and judges and writes down each answer.
+
+    Args:
+      requests: of the items, in their order.
+    """
+    engines: dict[str, Engine] = {}
+    missing = {
+        name: [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
+        for name in configs
+    }
+    for name, indices in missing.items():
+        if indices:
+            wanted = [requests[at] for at in indices]
+            engines[name] = Engine.of(
+                pair,
+                configs[name],
+                prompts=[one.prompt for one in wanted],
+                max_new_tokens=max(one.max_new_tokens for one in wanted),
+                num_slots=batch_size,
+            )
+            engines[name].warm_up_for(wanted)
+            engines[name].forget()
+    total, done = len(items) * len(configs), sum(map(len, missing.values()))
+    with tqdm(total=total, initial=total - done, disable=None, smoothing=0.02) as bar:
+        for first in range(0, len(items), _GROUPS * batch_size):
+            group = range(first, min(first + _GROUPS * batch_size, len(items)))
+            for name, engine in engines.items():
+                bar.set_description(name)
+                texts: dict[RequestState, str] = {}
+                asked = {
+                    engine.submit(replace(requests[at], sampling=engine.spec.sampling)): at
+                    for at in missing[name]
+                    if at in group
+                }
+                for state, settled in engine.run(()):
+                    texts[state] = texts.get(state, "") + "".join(settled.texts)
+                    if settled.finish_reason is not None:
+                        answers.add(_record(items[asked[state]], name, state, texts[state]))
+                        bar.update()
+                engine.forget()
+
+
+def _key(item: Item, decoding: str) -> Key:
+    return item.task, item.name, decoding
+
+
+def prompt_digest(prompt: Sequence[int]) -> str:
+    """Tells prompts apart."""
+    return hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]
+
+
+def _record(item: Item, decoding: str, state: RequestState, text: str) -> dict[str, Any]:
+    one = state.generation
+    return {
+        "task": item.task,
+        "item": item.name,
+        "decoding": decoding,
+        "prompt": prompt_digest(one.prompt_token_ids),
+        "text": text,
+        "num_tokens": len(one.token_ids),
+        "num_rounds": one.num_rounds,
+        "num_rescued_tokens": one.num_rescued_tokens,
+        "finish_reason": one.finish_reason,
+        "token_ids": one.token_ids,
+        "why": "".join(why.letter for why in one.why),
+        "is_right": TASKS[item.task].is_right(item.record, text),
+    }
+
+
+def figures(
+    answers: Answers, items: Sequence[Item], decodings: Sequence[str], margin: float
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """The figures of each task and decoding; the first decoding is what others are held to.
+
+    Args:
+      margin: points that may be lost, see `compare_paired`.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for task in dict.fromkeys(one.task for one in items):
+        some = [one for one in items if one.task == task]
+        base: list[dict[str, Any]] = []
+        for name in decodings:
+            ours = [answers.records[_key(one, name)] for one in some]
+            base = base or ours
+            right, before = (np.array([one["is_right"] for one in of]) for of in (ours, base))
+            tokens = sum(one["num_tokens"] for one in ours)
+            paired = {} if ours is base else compare_paired(before, right, margin)
+            found.setdefault(task, {})[name] = {
+                "items": len(some),
+                "score": float(right.mean()),
+                **paired,
+                "mean_accepted_tokens": tokens / max(sum(one["num_rounds"] for one in ours), 1),
+                "rescued_per_100_tokens": 100
+                * sum(one["num_rescued_tokens"] for one in ours)
+                / max(tokens, 1),
+                "same_text": float(
+                    np.mean([a["text"] == b["text"] for a, b in zip(ours, base, strict=True)])
+                ),
+            }
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The figures as an aligned text table."""
+    rows = [[
+        "task", "decoding", "score", "retention", "gained", "lost", "p", "verdict",
+        "mean accepted", "rescued per 100", "same text",
+    ]]  # fmt: skip
+    for task, decodings in found.items():
+        for name, one in decodings.items():
+            rows.append([task, name, f"{one['score']:.1%} of {one['items']}", *_compared(one)])
+            rows[-1] += [f"{one['mean_accepted_tokens']:.2f}"]
+            rows[-1] += [f"{one['rescued_per_100_tokens']:.1f}", f"{one['same_text']:.0%}"]
+    lines = aligned(rows, left=(1,))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _compared(one: Mapping[str, Any]) -> list[str]:
+    if "verdict" not in one:
+        return ["-"] * 5
+    kept = "-"
+    if one["retention"] is not None:
+        kept = f"{one['retention']:.1%} [{one['low']:.1%}, {one['high']:.1%}]"
+    more = "" if one["items_to_decide"] is None else f": {one['items_to_decide']} items would tell"
+    changed = [str(one["gained"]), str(one["lost"]), f"{one['mcnemar_p']:.2f}"]
+    return [kept, *changed, one["verdict"] + more]

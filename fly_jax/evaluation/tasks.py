@@ -1,0 +1,236 @@
+"""Tasks with answers that a program can judge: their files, prompts and verdicts.
+
+Prompts are ours; models without a chat template continue the second wording, up to a stop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.judge import judge
+from fly_jax.evaluation.problems import Problem, built_in_problems, is_correct
+
+Record = Mapping[str, Any]
+
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_MBPP_TEST = range(11, 511)  # the set's own split
+_STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """How items of one set are asked and judged.
+
+    Attributes:
+      files: names of its file, of which one has to be there; none for what is built in.
+      fields: what a line needs, with the types that JSON gives.
+      key: the field that names an item; empty for its number in the file.
+      ask: a user's message.
+      begin: what a model without a chat template continues.
+      stops: texts before which that ends.
+      is_right: whether an answer is; of code by running it.
+    """
+
+    files: tuple[str, ...]
+    fields: Mapping[str, type]
+    key: str
+    ask: Callable[[Record], str]
+    begin: Callable[[Record], str]
+    stops: tuple[str, ...]
+    is_right: Callable[[Record, str], bool]
+    max_new_tokens: int = 512
+    runs_code: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One of a task's; `name` is unique in its task."""
+
+    task: str
+    name: str
+    record: Record
+
+
+def _code(text: str) -> str:
+    """The first block of code of an answer, or all of it."""
+    found = _BLOCK.search(text)
+    return found[1] if found else text
+
+
+def _passes_humaneval(record: Record, text: str) -> bool:
+    """The prompt comes first: its imports and helpers are not always said again."""
+    code = _code(text)
+    between = "\n" if f"def {record['entry_point']}" in code else ""
+    check = f"check({record['entry_point']})"
+    return judge(f"{record['prompt']}{between}{code}\n{record['test']}\n{check}\n").passed
+
+
+def _passes_mbpp(record: Record, text: str) -> bool:
+    program = [_code(text), record["test_setup_code"], *record["test_list"]]
+    return judge("\n".join(program) + "\n").passed
+
+
+def _is_right_gsm8k(record: Record, text: str) -> bool:
+    """The number behind the last ####, or else the last one."""
+    marked = text.rpartition("####")[2] if "####" in text else ""
+    said = _NUMBER.findall(marked)[:1] or _NUMBER.findall(text)[-1:]
+    asked = _NUMBER.findall(record["answer"].rpartition("####")[2])[:1]
+    return bool(said) and [_value(one) for one in said] == [_value(one) for one in asked]
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", "").replace("$", ""))
+
+
+def _is_right_problem(record: Record, text: str) -> bool:
+    return is_correct(Problem(**record), text)
+
+
+def _follows(record: Record, text: str) -> bool:
+    from fly_jax.evaluation.instructions import follows_all
+
+    return follows_all(record, text)
+
+
+def _tests(record: Record) -> str:
+    return "\n".join(record["test_list"])
+
+
+TASKS = {
+    "problems": Task(
+        files=(),
+        fields={},
+        key="",
+        ask=lambda one: (
+            f"{one['prompt'].removesuffix('Solution:')}\n"
+            "Solve it step by step, and end with a line such as: Answer: 7"
+        ),
+        begin=lambda one: str(one["prompt"]),
+        stops=(),
+        is_right=_is_right_problem,
+        max_new_tokens=128,
+    ),
+    "humaneval": Task(
+        files=("HumanEval.jsonl.gz", "HumanEval.jsonl"),
+        fields={"task_id": str, "prompt": str, "entry_point": str, "test": str},
+        key="task_id",
+        ask=lambda one: (
+            "Complete this Python function. Answer with the whole function in one block of code."
+            f"\n\n```python\n{one['prompt']}```"
+        ),
+        begin=lambda one: str(one["prompt"]),
+        stops=_STATEMENTS,
+        is_right=_passes_humaneval,
+        runs_code=True,
+    ),
+    "mbpp": Task(
+        files=("mbpp.jsonl", "mbpp.jsonl.gz"),
+        fields={"task_id": int, "text": str, "test_list": list, "test_setup_code": str},
+        key="task_id",
+        ask=lambda one: (
+            f"{one['text']}\n\nThe Python code has to pass these tests:\n\n```python\n"
+            f"{_tests(one)}\n```\n\nAnswer with one block of code."
+        ),
+        begin=lambda one: f'"""\n{one["text"]}\n\n{_tests(one)}\n"""\n',
+        stops=('\n"""', *_STATEMENTS[2:]),
+        is_right=_passes_mbpp,
+        runs_code=True,
+    ),
+    "gsm8k": Task(
+        files=("gsm8k.jsonl", "test.jsonl"),
+        fields={"question": str, "answer": str},
+        key="",
+        ask=lambda one: (
+            f"{one['question']}\n\nSolve it step by step, and end with a line of #### and the "
+            "number alone, such as: #### 7"
+        ),
+        begin=lambda one: f"Question: {one['question']}\nAnswer:",
+        stops=("\nQuestion:",),
+        is_right=_is_right_gsm8k,
+    ),
+    "ifeval": Task(
+        files=("input_data.jsonl", "ifeval.jsonl"),
+        fields={"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list},
+        key="key",
+        ask=lambda one: str(one["prompt"]),
+        begin=lambda one: str(one["prompt"]),
+        stops=(),
+        is_right=_follows,
+        max_new_tokens=1280,
+    ),
+}
+
+
+def named_tasks(given: str) -> list[str]:
+    """The tasks of a list with commas.
+
+    Raises:
+      FlyJaxError: there is no such task.
+    """
+    names = list(dict.fromkeys(one.strip() for one in given.split(",")))
+    for name in names:
+        if name not in TASKS:
+            raise FlyJaxError(f"There is no task '{name}'; the tasks are {', '.join(TASKS)}.")
+    return names
+
+
+def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
+    """The first items of a task, all without a limit.
+
+    Raises:
+      FlyJaxError: its file is not there, or is of another format.
+    """
+    task = TASKS[name]
+    if not task.files:
+        built_in = enumerate(built_in_problems()[:limit], 1)
+        return [Item(name, str(number), dataclasses.asdict(one)) for number, one in built_in]
+    if folder is None:
+        raise FlyJaxError(
+            f"The task {name} reads {task.files[0]}, and no folder was given; give --data DIR."
+        )
+    path = next((folder / one for one in task.files if (folder / one).is_file()), None)
+    if path is None:
+        raise FlyJaxError(
+            f"{folder} has no {' or '.join(task.files)}, which the task {name} reads; put the file "
+            "of the set there, or leave the task out."
+        )
+    records = [
+        (number, _record(line, task, f"{path}, line {number}"))
+        for number, line in enumerate(_lines(path), 1)
+        if line.strip()
+    ]
+    if name == "mbpp":
+        records = [(at, one) for at, one in records if one["task_id"] in _MBPP_TEST]
+    if not records:
+        raise FlyJaxError(f"{path} has no item of {name}; give the set's own file.")
+    return [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
+
+
+def _lines(path: Path) -> Sequence[bytes]:
+    data = path.read_bytes()
+    try:
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).split(b"\n")
+    except (OSError, EOFError) as error:
+        raise FlyJaxError(f"{path} is not a whole gzip file ({error}); fetch it again.") from error
+
+
+def _record(line: bytes, task: Task, source: str) -> Record:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    for field, kind in task.fields.items():
+        if not isinstance(record, dict) or not isinstance(record.get(field), kind):
+            raise FlyJaxError(
+                f"{source} is no JSON object with {', '.join(task.fields)} ({field} is missing or "
+                "of another type); give the set's own file."
+            )
+    return dict(record)

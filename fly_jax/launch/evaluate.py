@@ -1,0 +1,176 @@
+"""The command evaluate: how well several decodings answer the same items of tasks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fly_jax.decoding.config import DecodingConfig
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.judge import judge
+from fly_jax.evaluation.tasks import TASKS, Item, named_tasks, read_items
+from fly_jax.launch.bench import decodings
+from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
+from fly_jax.launch.inputs import load_opened, open_models, say
+from fly_jax.parameters import parameter
+
+if TYPE_CHECKING:
+    from fly_jax.decoding.pair import OpenPair
+    from fly_jax.engine.request import Request
+
+_HELP = """\
+python -m fly_jax.launch evaluate --output DIR [flags]
+
+Answers the same items of tasks with several decodings, and says what each keeps of the first one's
+score. Every answer is written to DIR/answers.jsonl when it is there, and the same command goes on
+where it was stopped; DIR/results.json has the figures.
+
+Examples:
+  python -m fly_jax.launch evaluate --output runs/problems
+  python -m fly_jax.launch evaluate --target target.gguf --draft draft.gguf --output runs/code \\
+    --tasks humaneval,mbpp --data sets --allow_code_execution \\
+    --decode autoregressive --decode exact:4 --decode fly:15
+
+{flags}
+"""
+
+
+@flag_group("Evaluation")
+class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
+    """Those of the command."""
+
+    tasks: str = parameter("problems", f"of {', '.join(TASKS)}, with commas")
+    data: str | None = parameter(None, "folder with the files of the sets")
+    decode: tuple[str, ...] = parameter(
+        (),
+        "a rule, with its K behind a colon, or several of them: exact:2,4; others are "
+        "held to the first one; if not given, one token at a time, exact, and the chosen rule",
+    )
+    limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
+    output: str | None = parameter(None, "folder for the answers and the figures")
+    margin: float = parameter(1.0, "points of the score that may be lost")
+    allow_code_execution: bool = parameter(
+        False, "run the code that models answer with, in a process with limits (Linux only)"
+    )
+    max_new_tokens: int | None = parameter(
+        None, "most tokens of an answer; what suits the task if not given", kind=int, low=1
+    )
+    batch_size: int = parameter(1, "items decoded together", low=1)
+    json: bool = parameter(False, "the figures as one JSON object on standard output")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command."""
+    given = Flags("evaluate", EvaluateFlags, without=("memory", "csd_min_count"))
+    values = given.parse(arguments, _HELP)
+    if values is None:
+        return
+    items = _items(values)
+    config = values.to_config(is_embedded=values.is_embedded)
+    proposes = values.has_draft or config.to_lookup()
+    rules = ("autoregressive", "exact", config.rule) if proposes else ("autoregressive",)
+    configs = decodings(values.decode or rules, config, proposes=proposes)
+    longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
+    models, mesh = open_models(values, longest)
+    requests = _requests(values, items, models)
+
+    from fly_jax.evaluation.answers import Answers, answer_items, figures, prompt_digest, table
+    from fly_jax.evaluation.machine import describe
+
+    folder = Path(values.output or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    setting = _setting(values, config, models)
+    answers = Answers(folder / "answers.jsonl", setting)
+    if answers.dropped:
+        say(f"The last line of {answers.path} was only half there, and is made again.")
+    asked = zip(items, requests, strict=True)
+    answers.check_prompts({(one.task, one.name): prompt_digest(r.prompt) for one, r in asked})
+    if any((one.task, one.name, name) not in answers.records for one in items for name in configs):
+        length = max(len(one.prompt) + one.max_new_tokens for one in requests)
+        rows = min(values.batch_size, len(items))
+        dtype = values.dtype
+        pair = load_opened(longest, models, mesh, dtype=dtype, rows=rows, longest=length)
+        try:
+            answer_items(pair, configs, items, requests, answers, batch_size=rows)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{len(answers.records)} answers are in {answers.path}; the same command goes on."
+            ) from None
+    found = figures(answers, items, list(configs), values.margin)
+    runs_code = any(TASKS[one.task].runs_code for one in items)
+    result = {
+        "machine": describe(),
+        "setting": setting,
+        "margin": values.margin,
+        "code_was_kept_in_by": judge("").isolation if runs_code else None,
+        "tasks": found,
+    }
+    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
+    if values.json:
+        print(json.dumps(result), flush=True)
+
+
+def _items(values: EvaluateFlags) -> list[Item]:
+    """All that is asked, once everything that it needs is there."""
+    names = named_tasks(values.tasks)
+    if values.output is None:
+        raise FlyJaxError("evaluate needs a folder for its answers; give --output DIR.")
+    if not 0 < values.margin < 100:
+        raise FlyJaxError(f"--margin is {values.margin}; give points above 0 and below 100.")
+    code = [name for name in names if TASKS[name].runs_code]
+    if code and not (values.allow_code_execution and sys.platform == "linux"):
+        raise FlyJaxError(
+            f"The task {code[0]} runs code that the model has written; give --allow_code_execution "
+            "on a Linux machine where that may be, or leave the task out."
+        )
+    if "ifeval" in names:
+        from fly_jax.evaluation.instructions import load_checkers
+
+        load_checkers()
+    folder = None if values.data is None else Path(values.data)
+    return [one for name in names for one in read_items(name, folder, values.limit)]
+
+
+def _requests(values: EvaluateFlags, items: Sequence[Item], models: OpenPair) -> list[Request]:
+    """A request for each item: a user's message where the target has a chat template."""
+    from fly_jax.engine.request import Request
+
+    chats = models.target.tokenizer.chat_template is not None
+    found = []
+    for index, item in enumerate(items):
+        task = TASKS[item.task]
+        message = [{"role": "user", "content": task.ask(item.record)}]
+        prompt = models.encode(
+            message if chats else task.begin(item.record), name=f"{item.task} {item.name}"
+        )
+        found.append(
+            Request(
+                prompt,
+                values.max_new_tokens or task.max_new_tokens,
+                seed=values.seed + index,
+                stop=() if chats else task.stops,
+            )
+        )
+    return found
+
+
+def _setting(values: EvaluateFlags, config: DecodingConfig, models: OpenPair) -> dict[str, Any]:
+    """Everything that an answer depends on, but its prompt and its decoding's rule and K."""
+    from fly_jax.models.checkpoints.source import identity
+
+    named = models.drafter or models.self_draft
+    decoding = config.to_dict()
+    del decoding["rule"], decoding["num_speculative_tokens"]
+    return {
+        "target": identity(models.target.path),
+        "draft": named or [identity(one.path) for one in models.drafts],
+        "dtype": values.dtype or models.default_dtype,
+        "decoding": json.loads(json.dumps(decoding)),
+        "max_new_tokens": values.max_new_tokens,
+        "batch_size": values.batch_size,
+        "seed": values.seed,
+    }

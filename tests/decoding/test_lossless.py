@@ -127,6 +127,9 @@ def test_a_row_ends_where_the_context_does() -> None:
     assert row.finish_reason == "length"
     with pytest.raises(FlyJaxError, match="context"):
         engine.generate([prompt[:context]], 10)
+    shorter = pairs.pair_engine(2, ENDLESS, 0.0, max_length=100)
+    (row,) = shorter.generate([prompt[:95]], 50)
+    assert (len(row.token_ids), row.finish_reason) == (5, "length")
 
 
 # The mesh and the rules of its layout that each is decoded with.

@@ -11,7 +11,9 @@ from fly_jax.engine.batch import generate
 from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 
-RULES = {"exact": (Exact(), 4), "fly": (Fly(window_size=2), 4)}
+RULES = {
+    "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4), "autoregressive": ("autoregressive", 0),
+}  # fmt: skip
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
 MAX_NEW_TOKENS = 24

@@ -24,25 +24,25 @@ def free_port() -> int:
 
 
 class Job:
-    """Two processes that run one command line in a folder, with files there for what they say.
+    """Processes that run one command line in a folder, with files there for what they say.
 
-    Where they meet is added to their arguments. Process 0 reads `stdin`, the other nothing; one
+    Where they meet is added to their arguments. Process 0 reads `stdin`, the others nothing; one
     that is `absent` does not start.
     """
 
     def __init__(
         self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
-        absent: int | None = None,
+        absent: int | None = None, number: int = 2,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.processes = []
-        (folder / "in_0").write_text(stdin)
-        (folder / "in_1").touch()
+        for index in range(number):
+            (folder / f"in_{index}").write_text("" if index else stdin)
         # No proxy, of which JAX would warn.
         kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
         environment = kept | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
-        place = [f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
-        for index in {0, 1} - {absent}:
+        place = [f"--coordinator_address=127.0.0.1:{free_port()}", f"--num_processes={number}"]
+        for index in sorted({*range(number)} - {absent}):
             command = [sys.executable, *program, *arguments, *place, f"--process_id={index}"]
             with contextlib.ExitStack() as files:
                 streams = {

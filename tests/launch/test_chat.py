@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import Mock
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,12 +37,13 @@ def alone(tiny_pair: Folders) -> Results:
 
 
 def test_tokens_are_those_of_one(tiny_pair: Folders, alone: Results, tmp_path: Path) -> None:
+    """Of four processes with a device each, between which both axes of the mesh lie."""
     target, draft = tiny_pair
-    arguments = [f"--target={target}", f"--draft={draft}", "--mesh=1x2", f"--folder={tmp_path}"]
-    job = Job(tmp_path, *arguments, program=[decode_together.__file__])
-    assert job.statuses() == [0, 0], job.err(0)
+    arguments = [f"--target={target}", f"--draft={draft}", "--mesh=2x2", f"--folder={tmp_path}"]
+    job = Job(tmp_path, *arguments, program=[decode_together.__file__], number=4)
+    assert job.statuses() == [0] * 4, job.err(0)
     assert len({rounds for *_, rounds in alone["fly"]}) > 1, "all rows end at once"
-    for index in range(2):
+    for index in range(4):
         assert json.loads((tmp_path / f"results_{index}.json").read_text()) == alone
 
 
@@ -140,10 +142,13 @@ def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 class Service:
-    """The coordination service, as one of two processes sees it while all is well on the other."""
+    """The coordination service, as one of two processes sees it.
 
-    def __init__(self) -> None:
-        self.said: dict[str, str] = {}
+    The other has said what is given, and all is well there where nothing is.
+    """
+
+    def __init__(self, heard: Mapping[str, str]) -> None:
+        self.heard, self.said = heard, dict[str, str]()
 
     def key_value_set(self, key: str, value: str) -> None:
         self.said[key] = value
@@ -151,7 +156,7 @@ class Service:
     def blocking_key_value_get(self, key: str, _: int) -> str:
         of_each_process = key.count("/") == 3
         other = [HOST, None] if of_each_process else {"max_new_tokens": 128}
-        return self.said.get(key, json.dumps(other))
+        return self.said.get(key) or self.heard.get(key, json.dumps(other))
 
 
 WRONG = {
@@ -165,16 +170,27 @@ WRONG = {
 def test_what_is_wrong_on_one_of_them(
     models: list[str], refused: Refused, monkeypatch: Patch, flag: str
 ) -> None:
-    """It ends them all with the same sentence."""
-    process, words = WRONG[flag]
-    state = SimpleNamespace(num_processes=2, process_id=process, client=Service())
-    monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
+    """It ends them all with the same sentence: the other one hears what this one has said."""
+    wrong, words = WRONG[flag]
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
     monkeypatch.setattr(crash_handler, "install", lambda *_: SimpleNamespace(connected=list))
-    place = ["--coordinator_address=127.0.0.1:8476", "--num_processes=2", f"--process_id={process}"]
-    given = [] if "--prompts_file" in flag else ["--prompt=x"]
-    sentence = refused(models[0], *given, *place, "--mesh=1x2", flag)
-    assert sentence.startswith(f"Process {process} ({HOST}): {words}")
+
+    def sentence(process: int, heard: Mapping[str, str], *flags: str) -> tuple[str, dict[str, str]]:
+        service = Service(heard)
+        state = SimpleNamespace(num_processes=2, process_id=process, client=service)
+        monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
+        monkeypatch.setattr(processes, "_turns", itertools.count())
+        place = [
+            "--coordinator_address=127.0.0.1:8476", "--num_processes=2", f"--process_id={process}",
+        ]  # fmt: skip
+        given = [] if "--prompts_file" in flag else ["--prompt=x"]
+        return refused(models[0], *given, *place, "--mesh=1x2", *flags), service.said
+
+    here, said = sentence(wrong, {}, flag)
+    assert here.startswith(f"Process {wrong} ({HOST}): {words}")
+    well = {"--max_new_tokens=7": [], "--draft=/nowhere/draft": [models[1]]}.get(flag, [flag])
+    there, _ = sentence(1 - wrong, said, *well)
+    assert there == here
 
 
 @pytest.fixture(scope="module", autouse=True)

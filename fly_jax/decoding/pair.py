@@ -24,7 +24,7 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
-from fly_jax.models.checkpoints.kept import Say, weights_folder
+from fly_jax.models.checkpoints.kept import Say
 from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
@@ -252,10 +252,7 @@ def open_pair(
     for one, below in itertools.zip_longest(proposing, proposing[1:]):
         opened.check_draft(one)
         check_nothing_below(one.config, below)
-    pair = OpenPair(opened, proposing, is_embedded, drafter, own)
-    for one in proposing:  # whose tokens for drafting may be beyond those in common
-        one.config.with_vocabulary(pair.vocab_size)
-    return pair
+    return OpenPair(opened, proposing, is_embedded, drafter, own)
 
 
 def load_pair(
@@ -335,7 +332,6 @@ def load_pair(
         layouts = choose_layouts(devices, config, draft_config, wanted, chip, own)
         target_layout, draft_layout = layouts.target, layouts.draft
         replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
-    folder = weights_folder(weights_cache)
 
     def load(one: Checkpoint, layout: Layout | None) -> Llama:
         return load_llama(
@@ -345,7 +341,7 @@ def load_pair(
             int8=int8,
             vocab_size=vocab_size,
             unstacked=jax.default_backend() == "cpu" and separates_layers(one.config, layout),
-            weights_folder=folder,
+            weights_cache=weights_cache,
             say=say,
         )
 

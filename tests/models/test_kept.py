@@ -54,7 +54,9 @@ def quiet(sentence: str) -> None:
 
 
 def unstacked(path: Path, where: Path | None, dtype: str = "float32", int8: bool = False) -> Llama:
-    return load_llama(path, dtype=dtype, int8=int8, unstacked=True, weights_folder=where, say=quiet)
+    return load_llama(
+        path, dtype=dtype, int8=int8, unstacked=True, weights_cache=where or "off", say=quiet
+    )
 
 
 def assert_equal(one: Llama, other: Llama, *, rounded: bool = False) -> None:
@@ -85,7 +87,7 @@ def test_converted_mapped_and_read_by_groups_are_the_same(
     assert_equal(in_memory.stacked(), by_groups, rounded=int8)
     for _ in range(2):  # made, and mapped
         assert_equal(unstacked(checkpoint, where, dtype, int8), in_memory)
-        stacked = load_llama(checkpoint, dtype=dtype, int8=int8, weights_folder=where, say=quiet)
+        stacked = load_llama(checkpoint, dtype=dtype, int8=int8, weights_cache=where, say=quiet)
         assert_equal(stacked, in_memory.stacked())
     assert [file.suffix for file in where.iterdir()] == [".safetensors"]
 
@@ -137,7 +139,7 @@ def test_a_damaged_file_is_made_anew(checkpoint: Path, tmp_path: Path, damage: s
     whole = file.read_bytes()
     file.unlink()  # the model keeps what it has mapped
     file.write_bytes(DAMAGES[damage](bytearray(whole)))
-    again = load_llama(checkpoint, unstacked=True, weights_folder=where, say=said.append)
+    again = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
     assert_equal(again, model)
     assert said == [f"The converted weights in {file} are damaged; they are made anew."]
     assert file.read_bytes() == whole
@@ -179,7 +181,7 @@ def test_without_room_the_weights_are_in_memory(
 ) -> None:
     where, said = folder(tmp_path), list[str]()
     monkeypatch.setattr(kept, "_MOST_BYTES", 1000)
-    model = load_llama(checkpoint, unstacked=True, weights_folder=where, say=said.append)
+    model = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
     assert_equal(model, unstacked(checkpoint, None))
     assert len(said) == 1
     assert "are not kept: at most" in said[0]
@@ -196,7 +198,7 @@ def test_a_disk_that_is_full_leaves_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        model = load_llama(checkpoint, unstacked=True, weights_folder=where, say=said.append)
+        model = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
     assert_equal(model, unstacked(checkpoint, None))
     assert said == [
         f"The converted weights are not kept in {where} (No space left on device); make room, or "

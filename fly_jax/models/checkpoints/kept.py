@@ -15,7 +15,7 @@ import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -253,13 +253,13 @@ class Kept:
                 write(scale, scales.of_row(rows.start))
             write(np.ascontiguousarray(block, place.dtype), place.of_row(rows.start))
 
-        def blocks() -> Iterator[tuple[str, _Place, slice]]:
-            for key, place in self._places.items():
-                if place.name in place.group.specs(self.config):  # and is no scale
-                    for rows in row_blocks(place.shape):
-                        yield key, place, rows
-
-        on_all_cores(convert, blocks())
+        blocks = [
+            (key, place, rows)
+            for key, place in self._places.items()
+            if place.name in place.group.specs(self.config)  # and is no scale
+            for rows in row_blocks(place.shape)
+        ]
+        on_all_cores(convert, blocks)
 
 
 def _places(config: LlamaConfig, dtype: np.dtype, *, int8: bool) -> dict[str, _Place]:

@@ -51,7 +51,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.kept import Kept, Say, has_rows
+from fly_jax.models.checkpoints.kept import Kept, Say, has_rows, weights_folder
 from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint
 from fly_jax.models.llama import Llama, parameter_sharding
 from fly_jax.models.quantise import quantised
@@ -88,6 +88,8 @@ class Checkpoint:
         if draft.config.vocab_size != self.config.vocab_size:
             shared_vocabulary(self.config, draft.config, len(self.tokenizer.vocabulary.names))
         check_same_vocabulary(self.tokenizer, draft.tokenizer)
+        # Its own token for drafting may be beyond those in common.
+        draft.config.with_vocabulary(min(draft.config.vocab_size, self.config.vocab_size))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -147,7 +149,7 @@ def load_llama(
     int8: bool = False,
     vocab_size: int | None = None,
     unstacked: bool = False,
-    weights_folder: Path | None = None,
+    weights_cache: str | Path | None = "off",
     say: Say = warnings.warn,
 ) -> Llama:
     """Loads weights straight into their place.
@@ -164,7 +166,7 @@ def load_llama(
       int8: the matrices become int8 as they are read.
       vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
       unstacked: the model is `Llama.unstacked`, on one device.
-      weights_folder: where weights are kept that were converted for one device; None for nowhere.
+      weights_cache: folder that keeps what was converted for one device; see `weights_folder`.
       say: gets a sentence where such a file is damaged, or cannot be kept.
 
     Raises:
@@ -175,11 +177,11 @@ def load_llama(
     config = source.config
     if vocab_size not in (None, config.vocab_size):
         config = config.with_vocabulary(vocab_size)
-    wanted = layout is None and (unstacked or weights_folder is not None)
-    if wanted and has_rows(source):
+    folder = weights_folder(weights_cache) if layout is None else None
+    if layout is None and (unstacked or folder is not None) and has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
         width = np.dtype(dtype)
-        source = Kept(source, path, width, int8=int8, folder=weights_folder, say=say)
+        source = Kept(source, path, width, int8=int8, folder=folder, say=say)
         if unstacked and not int8:
             return _unstacked(source, config)
     outer: dict[str, Array] = {}

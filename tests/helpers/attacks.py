@@ -195,10 +195,12 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 def random_request(chance: random.Random) -> Attack:
     """A valid request to which something may have happened, be it to values, keys or bytes."""
     if chance.random() < 0.5:
-        path, body = CHAT, {"messages": _MESSAGES, "logprobs": True, "top_logprobs": 1}
+        path, body, logprobs = CHAT, {"messages": _MESSAGES}, {"logprobs": True, "top_logprobs": 1}
     else:
-        path, body = TEXT, {"prompt": chance.choice(_PROMPTS), "logprobs": 1}
+        path, body, logprobs = TEXT, {"prompt": chance.choice(_PROMPTS)}, {"logprobs": 1}
     optional = {key: value for key, value in _COMMON.items() if chance.random() < 0.4}
+    if chance.random() < 0.3:
+        optional |= logprobs
     body = copy.deepcopy({"max_tokens": 2, "stream": chance.random() < 0.2} | body | optional)
     for _ in range(chance.randrange(3)):
         holder, key = chance.choice(list(_places(body)))

@@ -67,10 +67,10 @@ _SIZES = {
 }
 _OF_DRAFTERS = ("draft_vocab_size", "pard_token")
 _STRETCHED = {"factor": "factor", "original_context": "original_max_position_embeddings"}
-_LLAMA3_SCALING = _STRETCHED | {
+_LLAMA3_SCALING = {
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
-}
+} | _STRETCHED
 _YARN_SCALING = _STRETCHED | {
     "attention_factor": "attention_factor",
     "fast_turns": "beta_fast",

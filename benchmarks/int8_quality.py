@@ -22,8 +22,8 @@ from texts import word_problems
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import load_pair
-from fly_jax.models.checkpoints.load import convert
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.write import convert
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("num_problems", 600, "held-out problems")

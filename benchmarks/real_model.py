@@ -40,8 +40,8 @@ from tqdm import tqdm
 from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.engine.engine import Engine
 from fly_jax.models.cache import empty_cache
-from fly_jax.models.checkpoints.load import save_hf
 from fly_jax.models.checkpoints.source import identity
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.mesh import enable_compilation_cache
 

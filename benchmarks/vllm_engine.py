@@ -38,8 +38,9 @@ from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
-from fly_jax.models.checkpoints.load import open_weights, save_hf
+from fly_jax.models.checkpoints.load import open_weights
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 _REQUESTS, _ROWS, _K = 32, 8, 15

@@ -24,8 +24,7 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
-from fly_jax.models.checkpoints.kept import Say
-from fly_jax.models.checkpoints.load import Checkpoint, load_llama, open_checkpoint
+from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
 from fly_jax.models.layouts import Workload, choose_layouts
 from fly_jax.models.llama import Llama

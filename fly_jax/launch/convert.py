@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> None:
         name = "output" if values.target else "target"
         raise FlyJaxError(f"convert needs --{name}; see python -m fly_jax.launch convert --help.")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is needed, nor waited for
-    from fly_jax.models.checkpoints.load import convert  # starts JAX's own imports
     from fly_jax.models.checkpoints.source import resolve
+    from fly_jax.models.checkpoints.write import convert  # starts JAX's own imports
 
     try:
         source = resolve(values.target, values.revision)

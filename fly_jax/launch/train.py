@@ -86,8 +86,8 @@ def _distil(values: _TrainFlags) -> None:
 
     from fly_jax.decoding.pair import open_pair
     from fly_jax.engine.engine import Engine
-    from fly_jax.models.checkpoints.load import carry_tokenizer, save_hf
     from fly_jax.models.checkpoints.source import identity
+    from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
     from fly_jax.training import distillation
     from fly_jax.training.trainer import steps_done, train
 

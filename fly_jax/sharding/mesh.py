@@ -16,9 +16,9 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.sharding.kept_files import forget_oldest, kept_folder, make_folder
 
 _GOOGLE = "0x1ae0"  # as a vendor of PCI devices, TPUs among them
+_OFF = ("off", "none")  # given for a folder
 AXES = ("data", "x", "y")
 _DEFAULT_NAMES = {1: ("x",), 2: ("x", "y"), 3: ("data", "x", "y")}
 
@@ -220,3 +220,49 @@ def _kind() -> str:
         features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     text = f"{platform.machine()} {platform.processor()} {features}"
     return f"jax-{jax.__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def kept_folder(given: str | Path | None, variable: str, name: str) -> Path | None:
+    """The folder that was asked for, or the user's own one of a name; None for none at all.
+
+    Args:
+      given: "off" or "none" for none. None takes the environment variable, else the user's folder.
+    """
+    wanted = str(given or os.environ.get(variable) or "")
+    if wanted.lower() in _OFF:
+        return None
+    if wanted:
+        return Path(wanted).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "fly_jax" / name
+
+
+def make_folder(path: Path, what: str, flag: str) -> None:
+    """Makes a folder that only its user reads, unless it is there.
+
+    Raises:
+      FlyJaxError: it cannot be written.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise FlyJaxError(
+            f"{what} cannot be kept in {path} ({reason}); give --{flag} another folder, or off."
+        )
+
+
+def forget_oldest(path: Path, most_bytes: int) -> None:
+    """Removes what was not read for longest until the other files are few enough."""
+    found = []
+    for file in path.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another command removed it
+            stat = file.stat()
+            found.append((stat.st_atime, stat.st_size, file))
+    kept = 0
+    for _, size, file in sorted(found, reverse=True):
+        kept += size
+        if kept > most_bytes:
+            file.unlink(missing_ok=True)

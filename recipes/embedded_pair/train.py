@@ -21,7 +21,7 @@ from pair_rows import PROBLEM_SHARE, batches
 from pair_tokenizer import train_tokenizer
 
 from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.checkpoints.load import WEIGHTS, save_hf
+from fly_jax.models.checkpoints.write import WEIGHTS, save_hf
 from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
 _MODEL = flags.DEFINE_enum("model", "all", ["all", "target", "draft", "tokenizer"], "what to train")

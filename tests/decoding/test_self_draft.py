@@ -18,8 +18,9 @@ from fly_jax import Exact, FlyJaxError
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import parameter_specs, scale_groups, scale_name
-from fly_jax.models.checkpoints.load import load_llama, save_hf
+from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
 from fly_jax.sharding.rules import Layout

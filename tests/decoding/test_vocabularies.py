@@ -18,7 +18,8 @@ from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
 from fly_jax import FlyJaxError
-from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 PROMPTS, DTYPE = ["Ada has 3 apples", "Boris"], {"dtype": "float32"}

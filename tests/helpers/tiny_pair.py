@@ -9,7 +9,7 @@ import numpy as np
 import sentencepiece
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
-from fly_jax.models.checkpoints.load import save_hf
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 VOCAB_SIZE = 320

@@ -9,7 +9,7 @@ import pytest
 from launch_types import Captured, Decoded, Folders, Patch, Refused
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.checkpoints import load as module
+from fly_jax.models.checkpoints import write as module
 
 Tokens = Callable[..., list[int]]
 

@@ -25,8 +25,9 @@ from tiny_pair import write_pair
 from fly_jax.models.architectures import Group, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.gguf_source import GgufSource
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
-from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import identity
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 

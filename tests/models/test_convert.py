@@ -21,9 +21,10 @@ from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
 from fly_jax.models.architectures import Group
-from fly_jax.models.checkpoints import load as module
+from fly_jax.models.checkpoints import write as module
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
-from fly_jax.models.checkpoints.load import carry_tokenizer, convert, load_llama, open_weights
+from fly_jax.models.checkpoints.load import load_llama, open_weights
+from fly_jax.models.checkpoints.write import carry_tokenizer, convert
 
 
 @pytest.fixture
@@ -113,16 +114,16 @@ def test_goes_on_where_it_stopped(
 # Stops in the middle of a layer.
 SLOW = """
 import sys, pathlib, time
-from fly_jax.models.checkpoints import load
-write = load.write_group
+from fly_jax.models.checkpoints import write as module
+write = module.write_group
 def slow(folder, group, parts):
     if group.layer == 1:
         (folder / "orbax" / "layer_001.orbax-checkpoint-tmp").mkdir()
         print("here", flush=True)
         time.sleep(600)
     write(folder, group, parts)
-load.write_group = slow
-load.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
+module.write_group = slow
+module.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
 """
 
 

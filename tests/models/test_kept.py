@@ -18,8 +18,9 @@ from tiny_pair import write_pair
 from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import groups
-from fly_jax.models.checkpoints import kept
-from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
+from fly_jax.models.checkpoints import load
+from fly_jax.models.checkpoints.load import load_llama, open_weights
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 TYPES = [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)]
@@ -32,7 +33,7 @@ def model() -> Llama:
 
 @pytest.fixture(autouse=True)
 def _small_ones_are_kept(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(kept, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(load, "_LEAST_BYTES", 0)
 
 
 @pytest.fixture(params=["safetensors", "gguf"])
@@ -41,12 +42,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, model: Llama) -> 
         return write(tmp_path / "model.gguf", tensors_of(model), "Q8_0")
     save_hf(model, tmp_path / "hf")
     return tmp_path / "hf"
-
-
-def folder(tmp_path: Path) -> Path:
-    found = kept.weights_folder(tmp_path / "kept")
-    assert found is not None
-    return found
 
 
 def quiet(sentence: str) -> None:
@@ -80,7 +75,7 @@ def assert_equal(one: Llama, other: Llama, *, rounded: bool = False) -> None:
 def test_converted_mapped_and_read_by_groups_are_the_same(
     checkpoint: Path, tmp_path: Path, dtype: str, int8: bool
 ) -> None:
-    where = folder(tmp_path)
+    where = tmp_path / "kept"
     by_groups = load_llama(checkpoint, dtype=dtype, int8=int8)
     in_memory = unstacked(checkpoint, None, dtype, int8)
     assert in_memory.is_unstacked
@@ -93,18 +88,19 @@ def test_converted_mapped_and_read_by_groups_are_the_same(
 
 
 def test_what_is_mapped_is_not_copied(checkpoint: Path, tmp_path: Path) -> None:
-    where = folder(tmp_path)
+    where = tmp_path / "kept"
     unstacked(checkpoint, where)
     source = open_weights(checkpoint)
-    assert kept.has_rows(source)
-    found = kept.Kept(source, checkpoint, np.dtype("float32"), int8=False, folder=where, say=quiet)
+    assert load._has_rows(source)
+    found = load._Kept(source, np.dtype("float32"), int8=False)
+    assert found.map(checkpoint, where, quiet)
     layer = groups(source.config)[-1]
     placed = found.read(layer, None)["gate"]
     assert placed.unsafe_buffer_pointer() == found.tensor(layer, "gate").ctypes.data
 
 
 def test_the_file_is_one_of_safetensors(checkpoint: Path, tmp_path: Path) -> None:
-    where = folder(tmp_path)
+    where = tmp_path / "kept"
     model = unstacked(checkpoint, where)
     (file,) = where.iterdir()
     tensors = load_file(file)
@@ -133,7 +129,7 @@ DAMAGES: dict[str, Callable[[bytearray], bytes | bytearray]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_made_anew(checkpoint: Path, tmp_path: Path, damage: str) -> None:
-    where, said = folder(tmp_path), list[str]()
+    where, said = tmp_path / "kept", list[str]()
     model = unstacked(checkpoint, where)
     (file,) = where.iterdir()
     whole = file.read_bytes()
@@ -147,7 +143,7 @@ def test_a_damaged_file_is_made_anew(checkpoint: Path, tmp_path: Path, damage: s
 
 
 def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, tmp_path: Path) -> None:
-    where = folder(tmp_path)
+    where = tmp_path / "kept"
     unstacked(checkpoint, where)
     weights = checkpoint if checkpoint.is_file() else checkpoint / "model.safetensors"
     at = weights.stat().st_mtime_ns
@@ -161,7 +157,7 @@ def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, tmp_path: Pa
 def test_what_was_not_read_for_longest_goes(
     checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    where = folder(tmp_path)
+    where = tmp_path / "kept"
     unstacked(checkpoint, where)
     unstacked(checkpoint, where, "bfloat16")
     larger, smaller = sorted(where.iterdir(), key=lambda file: -file.stat().st_size)
@@ -170,7 +166,7 @@ def test_what_was_not_read_for_longest_goes(
     unstacked(checkpoint, where)  # reads the larger one
     assert larger.stat().st_atime > 1e9
     os.utime(smaller, (1e9, 1e9))
-    monkeypatch.setattr(kept, "_MOST_BYTES", larger.stat().st_size + smaller.stat().st_size)
+    monkeypatch.setattr(load, "_MOST_BYTES", larger.stat().st_size + smaller.stat().st_size)
     unstacked(checkpoint, where, int8=True)
     assert larger in where.iterdir()
     assert smaller not in where.iterdir()
@@ -179,8 +175,8 @@ def test_what_was_not_read_for_longest_goes(
 def test_without_room_the_weights_are_in_memory(
     checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    where, said = folder(tmp_path), list[str]()
-    monkeypatch.setattr(kept, "_MOST_BYTES", 1000)
+    where, said = tmp_path / "kept", list[str]()
+    monkeypatch.setattr(load, "_MOST_BYTES", 1000)
     model = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
     assert_equal(model, unstacked(checkpoint, None))
     assert len(said) == 1
@@ -191,7 +187,7 @@ def test_without_room_the_weights_are_in_memory(
 def test_a_disk_that_is_full_leaves_nothing(
     checkpoint: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    where, said = folder(tmp_path), list[str]()
+    where, said = tmp_path / "kept", list[str]()
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -213,7 +209,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, model: Llama, whe
     tensors["blk.1.ffn_up.weight"] = np.full_like(tensors["blk.1.ffn_up.weight"], np.inf)
     path = write(tmp_path / "model.gguf", tensors)
     with pytest.raises(FlyJaxError, match=r"blk\.1\.ffn_up\.weight in .* holds NaN or infinite"):
-        unstacked(path, folder(tmp_path) if where else None)
+        unstacked(path, tmp_path / "kept" if where else None)
     assert not list((tmp_path / "kept").glob("*"))
 
 

@@ -21,8 +21,9 @@ from fly_jax.decoding.pair import open_pair
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
-from fly_jax.models.checkpoints.load import load_llama, open_weights, save_hf
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import resolve
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 
 CONFIG = LlamaConfig(

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 from test_golden import uncached
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.checkpoints.load import convert, load_llama, open_weights
+from fly_jax.models.checkpoints.load import load_llama, open_weights
+from fly_jax.models.checkpoints.write import convert
 
 QUANTISED = Path(__file__).parents[1] / "fixtures" / "quantised"
 KINDS = sorted(path.name for path in QUANTISED.iterdir())

@@ -13,7 +13,8 @@ from golden import GOLDEN, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax.models.checkpoints.load import load_llama, save_hf
+from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama, in_front, matmul, with_turned
 
 # How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.

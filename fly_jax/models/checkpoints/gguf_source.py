@@ -27,10 +27,11 @@ from fly_jax.models.architectures import (
     groups,
 )
 from fly_jax.models.attention import inverse_frequencies
-from fly_jax.models.checkpoints.blocks import on_all_cores, row_blocks
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import (
     arranged,
+    on_all_cores,
+    row_blocks,
     row_sharding,
     tensor_name,
     tensor_shape,

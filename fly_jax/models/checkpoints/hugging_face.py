@@ -11,10 +11,12 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,10 @@ _LAYER = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
+# What is computed of a block of so many numbers stays in a core's cache.
+_BLOCK_NUMBERS = 2**17
+
+Item = TypeVar("Item")
 
 
 def tensor_name(group: Group, name: str) -> str:
@@ -90,6 +96,23 @@ def tensor_shape(name: str, spec: ParameterSpec) -> tuple[int, ...]:
 def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:
     """The tensor as [in, out], with heads as an axis of their own."""
     return (stored.T if is_transposed(name, spec) else stored).reshape(spec.shape)
+
+
+def row_blocks(shape: tuple[int, ...]) -> list[slice]:
+    """The rows of a matrix in blocks of a size that a core works on best; a vector in one."""
+    step = shape[0] if len(shape) == 1 else max(_BLOCK_NUMBERS // math.prod(shape[1:]), 1)
+    return [slice(at, min(at + step, shape[0])) for at in range(0, shape[0], step)]
+
+
+def on_all_cores(work: Callable[[Item], None], items: Iterable[Item]) -> None:
+    """Does the work for each item, in threads: NumPy lets others run while it computes.
+
+    Raises:
+      Exception: what the work for an item raised; items that wait are left out then.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(work, items):
+            pass
 
 
 @dataclasses.dataclass(frozen=True)

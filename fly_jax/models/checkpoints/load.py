@@ -1,4 +1,9 @@
-"""Checkpoints in and out: loading any known format, converting one, writing Hugging Face's."""
+"""Loading any known checkpoint straight into its place, or from what was kept of it.
+
+What is kept are weights in the types that they are used in: made once, written to a file, and
+mapped after that. Such a file is in safetensors' format, with a checksum of each tensor in its
+metadata. Its name is a digest of the files that it was made from, of the types, and of `_VERSION`.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,23 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import json
 import math
+import mmap
+import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
-from safetensors.numpy import save_file
-from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import (
@@ -28,42 +35,46 @@ from fly_jax.models.architectures import (
     Group,
     LlamaConfig,
     ParameterSpec,
-    config_fields,
     groups,
     parameter_specs,
+    scale_name,
     shared_vocabulary,
 )
-from fly_jax.models.checkpoints.converted import (
-    RECORD,
-    ConvertedSource,
-    Record,
-    StoredType,
-    group_folder,
-    read_record,
-    stored_files,
-    write_group,
-)
+from fly_jax.models.checkpoints.converted import RECORD, ConvertedSource
 from fly_jax.models.checkpoints.gguf_file import open_gguf
-from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, write_tokenizer
+from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
-    is_transposed,
-    tensor_name,
+    arranged,
+    on_all_cores,
+    row_blocks,
     tensor_shape,
 )
-from fly_jax.models.checkpoints.kept import Kept, Say, has_rows, weights_folder
-from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint
+from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint, identity
 from fly_jax.models.llama import Llama, parameter_sharding
-from fly_jax.models.quantise import quantised
+from fly_jax.models.quantise import quantised, quantised_rows
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from fly_jax.sharding.mesh import forget_oldest, kept_folder, make_folder
 from fly_jax.sharding.rules import Layout
 
-WEIGHTS = "model.safetensors"
 # The numbers of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGE_BYTES = 2**20
 # Where glibc's own adjustment ends in a process that frees large arrays: see mallopt(3).
 _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
+
+# Of what is in the kept files; another one makes all of them anew.
+_VERSION = 1
+# What was not read for longest goes when the files take more than this.
+_MOST_BYTES = 32 * 2**30
+# Smaller weights are made in less time than it takes to look for them.
+_LEAST_BYTES = 64 * 2**20
+# XLA takes an array as it lies where it begins at such a place.
+_ALIGNMENT = 64
+_LENGTH_BYTES = 8
+_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "I8", "int32": "I32"}
+
+Say = Callable[[str], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,29 +129,6 @@ def open_weights(path: Path) -> Source:
     return ConvertedSource(path) if (path / RECORD).exists() else HuggingFaceSource(path)
 
 
-def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
-    """Writes `config.json` and `model.safetensors` as transformers reads them."""
-    config, written = model.config, jnp.dtype(dtype)
-    own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
-    parameters = {
-        name: np.asarray(values).astype(own[name] or written)
-        for name, values in model.stacked().parameters().items()
-    }
-    tensors: dict[str, np.ndarray] = {}
-    for group in groups(config):
-        for name, spec in group.specs(config).items():
-            part = parameters[name] if group.layer is None else parameters[name][group.layer]
-            shape = tensor_shape(name, spec)
-            if is_transposed(name, spec):
-                part = part.reshape(*reversed(shape)).T
-            tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
-    folder.mkdir(parents=True, exist_ok=True)
-    description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone
-
-
 def load_llama(
     checkpoint: Path | Checkpoint,
     *,
@@ -166,7 +154,8 @@ def load_llama(
       int8: the matrices become int8 as they are read.
       vocab_size: tokens of the vocabulary, without the rows that pad it; None is all.
       unstacked: the model is `Llama.unstacked`, on one device.
-      weights_cache: folder that keeps what was converted for one device; see `weights_folder`.
+      weights_cache: folder that keeps what was converted for one device; "off" or "none" for none.
+        None takes the environment variable FLY_JAX_WEIGHTS_CACHE, else a folder of the user's own.
       say: gets a sentence where such a file is damaged, or cannot be kept.
 
     Raises:
@@ -177,13 +166,13 @@ def load_llama(
     config = source.config
     if vocab_size not in (None, config.vocab_size):
         config = config.with_vocabulary(vocab_size)
-    folder = weights_folder(weights_cache) if layout is None else None
-    if layout is None and (unstacked or folder is not None) and has_rows(source):
+    if layout is None and _has_rows(source):
         path = checkpoint if isinstance(checkpoint, Path) else checkpoint.path
-        width = np.dtype(dtype)
-        source = Kept(source, path, width, int8=int8, folder=folder, say=say)
-        if unstacked and not int8:
-            return _unstacked(source, config)
+        kept = _Kept(source, np.dtype(dtype), int8=int8)
+        if kept.map(path, weights_cache, say) or unstacked:
+            source = kept
+        if source is kept and unstacked and not int8:
+            return _unstacked(kept, config)
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
@@ -205,7 +194,7 @@ def load_llama(
     return model
 
 
-def _unstacked(source: Kept, config: LlamaConfig) -> Llama:
+def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
     """`Llama.unstacked` of tensors as they lie, one array per layer."""
     parameters: dict[str, Any] = {}
     for group in groups(config):
@@ -349,126 +338,222 @@ def _set_malloc(option: int, value: int) -> None:
         ctypes.CDLL(None).mallopt(option, value)
 
 
-_CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
-_NOT_CARRIED = "*.safetensors.index.json"
+def _has_rows(source: Source) -> TypeGuard[GgufSource | HuggingFaceSource]:
+    """Whether a checkpoint's tensors can be read by rows, and so be kept."""
+    return source.arranged is arranged  # as Hugging Face has them, and in one piece
 
 
-def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
-    """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A tensor, and where it begins and ends in the bytes of all."""
 
-    It needs memory for one group: a layer, or the embedding. What is there of an earlier run with
-    the same source and type is kept.
+    group: Group
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    begin: int
 
-    Args:
-      source: folder of a Hugging Face checkpoint, or of one converted to another type; or a GGUF
-        file.
-      output: a folder that is new, empty, or holds an unfinished conversion of this kind.
-      dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape) * self.dtype.itemsize
 
-    Raises:
-      FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
-        something else, is damaged or has too little room.
+    def of_row(self, row: int) -> int:
+        return self.begin + row * math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class _Kept:
+    """A checkpoint whose weights lie in the types that they are used in, matrices as [out, in].
+
+    They are a mapped file's, or in memory where there is no such file.
+
+    Attributes:
+      int8: matrices are integers of 8 bits, with scales.
     """
-    checkpoint = open_weights(source)
-    if isinstance(checkpoint, GgufSource):  # its tokenizer can be made, before work is done
-        gguf_tokenizer(checkpoint.file, checkpoint.config.eos_token_ids)
-    if checkpoint.int8:
-        raise FlyJaxError(
-            f"{source} is int8 already; convert the checkpoint that it was made from."
-        )
-    if _begin(output, Record(config_fields(checkpoint.config), fingerprint(source), dtype)):
-        open_weights(output)  # is not damaged
-        return
-    left = _left(output, checkpoint.config)
-    sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}
-    _check_room(output, sum(sizes[group] for group in left))
-    int8 = dtype == "int8"
-    width = jnp.dtype(jnp.float32 if int8 else dtype)
-    total = sum(sizes.values())
-    done = total - sum(sizes[group] for group in left)
-    with (
-        large_arrays_given_back(),
-        tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting") as bar,
-    ):
-        for group in left:
-            write_group(  # no group is held while the next is read
-                output,
-                group,
-                read_group(
-                    checkpoint, group, checkpoint.config, layout=None, dtype=width, int8=int8
-                ),
+
+    arranged = staticmethod(arranged)
+
+    def __init__(
+        self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool
+    ) -> None:
+        """Finds where each tensor will lie; those that have no type of their own get `dtype`."""
+        self.config, self.int8, self._source, self._dtype = source.config, int8, source, dtype
+        self._places = _places(self.config, dtype, int8=int8)
+        self._size = max(place.end for place in self._places.values())
+
+    def map(self, path: Path, folder: str | Path | None, say: Say) -> bool:
+        """Maps the file of what was converted, which is made where there is none.
+
+        Args:
+          path: the source's.
+          folder: `load_llama`'s `weights_cache`.
+          say: gets a sentence where the file is damaged, or cannot be kept.
+
+        Returns:
+          Whether there is such a file now.
+
+        Raises:
+          FlyJaxError: a weight is NaN or infinite.
+        """
+        if self._size < _LEAST_BYTES:
+            return False
+        found = kept_folder(folder, "FLY_JAX_WEIGHTS_CACHE", "weights")
+        if found is None:
+            return False
+        types = [_VERSION, self._dtype.name, self.int8, identity(path), fingerprint(path)]
+        digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
+        data = self._in_file(found / f"{digest}.safetensors", say)
+        if data is not None:
+            self._data = data
+        return data is not None
+
+    @functools.cached_property
+    def _data(self) -> np.ndarray:
+        """The bytes of all tensors: in memory, unless a file was mapped."""
+        # NumPy's own arrays do not begin where XLA takes them as they lie.
+        pages = mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = np.frombuffer(pages, np.uint8)
+
+        def write(block: np.ndarray, at: int) -> None:
+            memory[at : at + block.nbytes] = block.view(np.uint8).ravel()
+
+        self._convert(write)
+        return memory
+
+    def tensor(self, group: Group, name: str) -> np.ndarray:
+        """A parameter's tensor where it lies."""
+        place = self._places[f"{group.name}.{name}"]
+        return self._data[place.begin : place.end].view(place.dtype).reshape(place.shape)
+
+    def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
+        """The group's tensors on the first device."""
+        specs = group.specs(self.config, int8=self.int8)
+        return {name: jax.device_put(self.tensor(group, name), jax.devices()[0]) for name in specs}
+
+    def describe(self, group: Group, name: str) -> str:
+        """Where a parameter lies in the checkpoint that these weights were made from."""
+        return self._source.describe(group, name)
+
+    def _in_file(self, file: Path, say: Say) -> np.ndarray | None:
+        """What a file holds, which is made where there is none; None where it cannot be kept."""
+        if file.exists():
+            data = self._checked(file)
+            if data is not None:
+                os.utime(file)  # those that were not read go before it
+                return data
+            say(f"The converted weights in {file} are damaged; they are made anew.")
+            with contextlib.suppress(OSError):
+                file.unlink()
+        try:
+            make_folder(file.parent, "Converted weights", "weights_cache")
+        except FlyJaxError as error:
+            say(str(error))
+            return None
+        free = shutil.disk_usage(file.parent).free
+        if self._size > min(free // 2, _MOST_BYTES):
+            say(
+                f"The converted weights take {self._size / 1e9:.1f} GB and are not kept: at most "
+                f"{_MOST_BYTES / 1e9:.0f} GB are, and half of the {free / 1e9:.1f} GB that "
+                f"{file.parent} has room for; give --weights_cache another folder, or off."
             )
-            bar.update(sizes[group])
-    if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
-        fields = json.dumps(config_fields(checkpoint.config), indent=2)
-        (output / "config.json").write_text(f"{fields}\n")
-    carry_tokenizer(source, checkpoint, output)
-    record = read_record(output)
-    dataclasses.replace(record, files=stored_files(output)).write(output)
+            return None
+        partial = file.with_name(f"{file.stem}.{os.getpid()}.partial")
+        begin = len(self._header(None))
+        try:
+            with partial.open("wb+", buffering=0) as stream:
 
+                def write(block: np.ndarray, at: int) -> None:
+                    left = memoryview(block.view(np.uint8).ravel().data)
+                    while left:
+                        done = os.pwrite(stream.fileno(), left, begin + at)
+                        left, at = left[done:], at + done
 
-def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
-    """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
-
-    Raises:
-      FlyJaxError: a GGUF file that is damaged.
-    """
-    if isinstance(source, GgufSource):
-        write_tokenizer(source.file, output)
-        return
-    for pattern in _CARRIED:
-        for carried in path.glob(pattern):
-            own = carried.match(_NOT_CARRIED) or carried.name == RECORD
-            if not own and not (output / carried.name).exists():
-                partial = output / f"{carried.name}.partial"
-                shutil.copy(carried, partial)
-                partial.replace(output / carried.name)  # so that none is ever half there
-
-
-def _begin(output: Path, wanted: Record) -> bool:
-    """Makes the folder ready for this conversion; whether it is finished already."""
-    if (output / RECORD).exists():
-        found = read_record(output)
-        if (found.source, found.dtype) != (wanted.source, wanted.dtype):
-            what = "from other weights" if found.source != wanted.source else f"to {found.dtype}"
-            raise FlyJaxError(
-                f"{output} holds a conversion {what}; give another --output, or remove the folder."
+                self._convert(write)
+                data = self._mapped(partial)
+                os.pwrite(stream.fileno(), self._header(data), 0)
+            partial.replace(file)
+        except OSError as error:
+            say(
+                f"The converted weights are not kept in {file.parent} ({error.strerror}); make "
+                "room, or give --weights_cache another folder, or off."
             )
-        return found.files is not None
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FlyJaxError(
-            f"{output} exists and is no conversion; give an --output that is new or empty."
-        )
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        wanted.write(output)
-    except OSError as error:
-        raise FlyJaxError(
-            f"{output} cannot be written ({error.strerror}); give another --output."
-        ) from error
-    return False
+            return None
+        finally:
+            partial.unlink(missing_ok=True)
+        forget_oldest(file.parent, _MOST_BYTES)
+        return data
+
+    def _checked(self, file: Path) -> np.ndarray | None:
+        """What a file holds; None where that is not what was written."""
+        with contextlib.suppress(OSError, ValueError):  # it is gone, or cut off
+            data = self._mapped(file)
+            header = self._header(data)
+            with file.open("rb") as stream:
+                if stream.read(len(header)) == header:
+                    return data
+        return None
+
+    def _mapped(self, file: Path) -> np.ndarray:
+        """The bytes of all tensors; raises ValueError where a file has others."""
+        begin = len(self._header(None))
+        if file.stat().st_size != begin + self._size:
+            raise ValueError(file)
+        return np.asarray(np.memmap(file, np.uint8, "r", begin))
+
+    def _header(self, data: np.ndarray | None) -> bytes:
+        """The beginning of the file, with the checksums of the data; as long without data."""
+        sums = dict.fromkeys(self._places, 0)
+
+        def add(key: str) -> None:
+            assert data is not None
+            sums[key] = zlib.crc32(data[self._places[key].begin : self._places[key].end].data)
+
+        if data is not None:
+            on_all_cores(add, self._places)
+        fields: dict[str, Any] = {
+            key: {
+                "dtype": _STORED_NAMES[place.dtype.name],
+                "shape": place.shape,
+                "data_offsets": [place.begin, place.end],
+            }
+            for key, place in self._places.items()
+        }
+        fields["__metadata__"] = {key: f"{value:08x}" for key, value in sums.items()}
+        text = json.dumps(fields).encode()
+        text += b" " * (-(len(text) + _LENGTH_BYTES) % _ALIGNMENT)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    def _convert(self, write: Callable[[np.ndarray, int], None]) -> None:
+        """Hands over all tensors, block by block, each with the place of its first byte."""
+
+        def convert(one: tuple[str, _Place, slice]) -> None:
+            key, place, rows = one
+            block = self._source.read_rows(place.group, place.name, rows)
+            if not np.isfinite(block).all():
+                raise FlyJaxError(
+                    f"{self.describe(place.group, place.name)} holds NaN or infinite weights; they "
+                    "must be finite: download the file again or train the model anew."
+                )
+            scales = self._places.get(scale_name(key))
+            if scales is not None:
+                block, scale = quantised_rows(block.astype(np.float32))
+                write(scale, scales.of_row(rows.start))
+            write(np.ascontiguousarray(block, place.dtype), place.of_row(rows.start))
+
+        blocks = [
+            (key, place, rows)
+            for key, place in self._places.items()
+            if place.name in place.group.specs(self.config)  # and is no scale
+            for rows in row_blocks(place.shape)
+        ]
+        on_all_cores(convert, blocks)
 
 
-def _left(output: Path, config: LlamaConfig) -> list[Group]:
-    """The groups that are not written yet; what an interrupted write has left is removed."""
-    known = {group_folder(output, group): group for group in groups(config)}
-    if known:
-        for path in next(iter(known)).parent.glob("*"):
-            if path not in known:
-                shutil.rmtree(path)
-    return [group for path, group in known.items() if not path.is_dir()]
-
-
-def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:
-    width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
-    specs = group.specs(config, int8=dtype == "int8").values()
-    return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)
-
-
-def _check_room(output: Path, needed: int) -> None:
-    free = shutil.disk_usage(output).free
-    if free < needed:
-        raise FlyJaxError(
-            f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
-            f"{free / 1e9:.1f}; give an --output on a larger disk."
-        )
+def _places(config: LlamaConfig, dtype: np.dtype, *, int8: bool) -> dict[str, _Place]:
+    """Every tensor by its name in the file, one behind the other."""
+    places: dict[str, _Place] = {}
+    end = 0
+    for group in groups(config):
+        for name, spec in group.specs(config, int8=int8).items():
+            place = _Place(group, name, tensor_shape(name, spec), spec.dtype or dtype, end)
+            places[f"{group.name}.{name}"], end = place, place.end
+    return places

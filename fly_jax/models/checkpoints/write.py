@@ -1,0 +1,185 @@
+"""Checkpoints out: in Hugging Face's form, or converted to what any mesh reads its parts of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.models.architectures import Group, LlamaConfig, config_fields, groups, parameter_specs
+from fly_jax.models.checkpoints.converted import (
+    RECORD,
+    Record,
+    StoredType,
+    group_folder,
+    read_record,
+    stored_files,
+    write_group,
+)
+from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, write_tokenizer
+from fly_jax.models.checkpoints.hugging_face import (
+    HuggingFaceSource,
+    is_transposed,
+    tensor_name,
+    tensor_shape,
+)
+from fly_jax.models.checkpoints.load import large_arrays_given_back, open_weights, read_group
+from fly_jax.models.checkpoints.source import Source, fingerprint
+from fly_jax.models.llama import Llama
+
+WEIGHTS = "model.safetensors"
+_CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokenizer
+_NOT_CARRIED = "*.safetensors.index.json"
+
+
+def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
+    """Writes `config.json` and `model.safetensors` as transformers reads them."""
+    config, written = model.config, jnp.dtype(dtype)
+    own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
+    parameters = {
+        name: np.asarray(values).astype(own[name] or written)
+        for name, values in model.stacked().parameters().items()
+    }
+    tensors: dict[str, np.ndarray] = {}
+    for group in groups(config):
+        for name, spec in group.specs(config).items():
+            part = parameters[name] if group.layer is None else parameters[name][group.layer]
+            shape = tensor_shape(name, spec)
+            if is_transposed(name, spec):
+                part = part.reshape(*reversed(shape)).T
+            tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
+    folder.mkdir(parents=True, exist_ok=True)
+    description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
+    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone
+
+
+def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
+    """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
+
+    It needs memory for one group: a layer, or the embedding. What is there of an earlier run with
+    the same source and type is kept.
+
+    Args:
+      source: folder of a Hugging Face checkpoint, or of one converted to another type; or a GGUF
+        file.
+      output: a folder that is new, empty, or holds an unfinished conversion of this kind.
+      dtype: of the weights; int8 quantises matrices and keeps the rest in float32.
+
+    Raises:
+      FlyJaxError: the source is damaged or holds weights that are not finite, or the output holds
+        something else, is damaged or has too little room.
+    """
+    checkpoint = open_weights(source)
+    if isinstance(checkpoint, GgufSource):  # its tokenizer can be made, before work is done
+        gguf_tokenizer(checkpoint.file, checkpoint.config.eos_token_ids)
+    if checkpoint.int8:
+        raise FlyJaxError(
+            f"{source} is int8 already; convert the checkpoint that it was made from."
+        )
+    if _begin(output, Record(config_fields(checkpoint.config), fingerprint(source), dtype)):
+        open_weights(output)  # is not damaged
+        return
+    left = _left(output, checkpoint.config)
+    sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}
+    _check_room(output, sum(sizes[group] for group in left))
+    int8 = dtype == "int8"
+    width = jnp.dtype(jnp.float32 if int8 else dtype)
+    total = sum(sizes.values())
+    done = total - sum(sizes[group] for group in left)
+    with (
+        large_arrays_given_back(),
+        tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting") as bar,
+    ):
+        for group in left:
+            write_group(  # no group is held while the next is read
+                output,
+                group,
+                read_group(
+                    checkpoint, group, checkpoint.config, layout=None, dtype=width, int8=int8
+                ),
+            )
+            bar.update(sizes[group])
+    if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
+        fields = json.dumps(config_fields(checkpoint.config), indent=2)
+        (output / "config.json").write_text(f"{fields}\n")
+    carry_tokenizer(source, checkpoint, output)
+    record = read_record(output)
+    dataclasses.replace(record, files=stored_files(output)).write(output)
+
+
+def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
+    """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
+
+    Raises:
+      FlyJaxError: a GGUF file that is damaged.
+    """
+    if isinstance(source, GgufSource):
+        write_tokenizer(source.file, output)
+        return
+    for pattern in _CARRIED:
+        for carried in path.glob(pattern):
+            own = carried.match(_NOT_CARRIED) or carried.name == RECORD
+            if not own and not (output / carried.name).exists():
+                partial = output / f"{carried.name}.partial"
+                shutil.copy(carried, partial)
+                partial.replace(output / carried.name)  # so that none is ever half there
+
+
+def _begin(output: Path, wanted: Record) -> bool:
+    """Makes the folder ready for this conversion; whether it is finished already."""
+    if (output / RECORD).exists():
+        found = read_record(output)
+        if (found.source, found.dtype) != (wanted.source, wanted.dtype):
+            what = "from other weights" if found.source != wanted.source else f"to {found.dtype}"
+            raise FlyJaxError(
+                f"{output} holds a conversion {what}; give another --output, or remove the folder."
+            )
+        return found.files is not None
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FlyJaxError(
+            f"{output} exists and is no conversion; give an --output that is new or empty."
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        wanted.write(output)
+    except OSError as error:
+        raise FlyJaxError(
+            f"{output} cannot be written ({error.strerror}); give another --output."
+        ) from error
+    return False
+
+
+def _left(output: Path, config: LlamaConfig) -> list[Group]:
+    """The groups that are not written yet; what an interrupted write has left is removed."""
+    known = {group_folder(output, group): group for group in groups(config)}
+    if known:
+        for path in next(iter(known)).parent.glob("*"):
+            if path not in known:
+                shutil.rmtree(path)
+    return [group for path, group in known.items() if not path.is_dir()]
+
+
+def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:
+    width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
+    specs = group.specs(config, int8=dtype == "int8").values()
+    return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)
+
+
+def _check_room(output: Path, needed: int) -> None:
+    free = shutil.disk_usage(output).free
+    if free < needed:
+        raise FlyJaxError(
+            f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
+            f"{free / 1e9:.1f}; give an --output on a larger disk."
+        )

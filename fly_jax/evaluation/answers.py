@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_summary import aligned
+from fly_jax.evaluation.audit_summary import aligned, token_class
 from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.tasks import TASKS, Item
+from fly_jax.verification.rules import Why
 
 # Items that a decoding answers before the next one's turn, for each slot.
 _GROUPS = 4
@@ -42,7 +44,7 @@ class Answers:
           FlyJaxError: it is of another setting, or no such file.
         """
         self.path = path
-        first = {"fly_jax_answers": 1, **setting}
+        first = {"fly_jax_answers": 2, **setting}
         whole, end, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
         self.dropped = bool(cut)
         if cut or not end:
@@ -124,16 +126,16 @@ def answer_items(
             group = range(first, min(first + _GROUPS * batch_size, len(items)))
             for name, engine in engines.items():
                 bar.set_description(name)
-                texts: dict[RequestState, str] = {}
+                pieces = collections.defaultdict[RequestState, list[str]](list)
                 asked = {
                     engine.submit(replace(requests[at], sampling=engine.spec.sampling)): at
                     for at in missing[name]
                     if at in group
                 }
                 for state, settled in engine.run(()):
-                    texts[state] = texts.get(state, "") + "".join(settled.texts)
+                    pieces[state] += settled.texts
                     if settled.finish_reason is not None:
-                        answers.add(_record(items[asked[state]], name, state, texts[state]))
+                        answers.add(_record(items[asked[state]], name, state, pieces.pop(state)))
                         bar.update()
                 engine.forget()
 
@@ -147,21 +149,19 @@ def prompt_digest(prompt: Sequence[int]) -> str:
     return hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]
 
 
-def _record(item: Item, decoding: str, state: RequestState, text: str) -> dict[str, Any]:
+def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -> dict[str, Any]:
     one = state.generation
     return {
         "task": item.task,
         "item": item.name,
         "decoding": decoding,
         "prompt": prompt_digest(one.prompt_token_ids),
-        "text": text,
-        "num_tokens": len(one.token_ids),
-        "num_rounds": one.num_rounds,
-        "num_rescued_tokens": one.num_rescued_tokens,
-        "finish_reason": one.finish_reason,
-        "token_ids": one.token_ids,
+        "pieces": pieces,
         "why": "".join(why.letter for why in one.why),
-        "is_right": TASKS[item.task].is_right(item.record, text),
+        "token_ids": one.token_ids,
+        "num_rounds": one.num_rounds,
+        "finish_reason": one.finish_reason,
+        "is_right": TASKS[item.task].is_right(item.record, "".join(pieces)),
     }
 
 
@@ -176,49 +176,71 @@ def figures(
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for task in dict.fromkeys(one.task for one in items):
         some = [one for one in items if one.task == task]
-        base: list[dict[str, Any]] = []
+        base = [answers.records[_key(one, decodings[0])] for one in some]
         for name in decodings:
             ours = [answers.records[_key(one, name)] for one in some]
-            base = base or ours
-            right, before = (np.array([one["is_right"] for one in of]) for of in (ours, base))
-            tokens = sum(one["num_tokens"] for one in ours)
-            paired = {} if ours is base else compare_paired(before, right, margin)
+            tokens = sum(len(one["token_ids"]) for one in ours)
+            rescued = collections.Counter(
+                token_class(piece)
+                for one in ours
+                for piece, why in zip(one["pieces"], one["why"], strict=True)
+                if why == Why.RESCUED.letter
+            )
             found.setdefault(task, {})[name] = {
-                "items": len(some),
-                "score": float(right.mean()),
-                **paired,
+                "items": [one.name for one in some],
+                "right": "".join(str(int(one["is_right"])) for one in ours),
                 "mean_accepted_tokens": tokens / max(sum(one["num_rounds"] for one in ours), 1),
-                "rescued_per_100_tokens": 100
-                * sum(one["num_rescued_tokens"] for one in ours)
-                / max(tokens, 1),
+                "rescued_per_100_tokens": 100 * rescued.total() / max(tokens, 1),
+                "rescued_by_class": dict(rescued.most_common()),
                 "same_text": float(
-                    np.mean([a["text"] == b["text"] for a, b in zip(ours, base, strict=True)])
+                    np.mean(
+                        [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
+                    )
                 ),
             }
+        compare_decodings(found[task], margin)
     return found
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """The figures as an aligned text table."""
-    rows = [[
-        "task", "decoding", "score", "retention", "gained", "lost", "p", "verdict",
+def compare_decodings(decodings: Mapping[str, dict[str, Any]], margin: float) -> None:
+    """Adds scores, and what `compare_paired` says of each decoding but the first."""
+    verdicts = [np.array([*one["right"]]) == "1" for one in decodings.values()]
+    for one, right in zip(decodings.values(), verdicts, strict=True):
+        one["score"] = float(right.mean())
+        if right is not verdicts[0]:
+            one |= compare_paired(verdicts[0], right, margin)
+
+
+def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """The figures as a table of texts, of which the first row names the columns."""
+    shown = [[
+        "task", "decoding", "score", "retention (95%)", "gained", "lost", "p", "verdict",
         "mean accepted", "rescued per 100", "same text",
     ]]  # fmt: skip
     for task, decodings in found.items():
         for name, one in decodings.items():
-            rows.append([task, name, f"{one['score']:.1%} of {one['items']}", *_compared(one)])
-            rows[-1] += [f"{one['mean_accepted_tokens']:.2f}"]
-            rows[-1] += [f"{one['rescued_per_100_tokens']:.1f}", f"{one['same_text']:.0%}"]
-    lines = aligned(rows, left=(1,))
+            shown.append([task, name, f"{one['score']:.1%} of {len(one['right'])}"])
+            shown[-1] += [*_compared(one), f"{one['mean_accepted_tokens']:.2f}"]
+            shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}", f"{one['same_text']:.0%}"]
+    return shown
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """The figures as an aligned text table."""
+    lines = aligned(rows(found), left=(1,))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def _compared(one: Mapping[str, Any]) -> list[str]:
     if "verdict" not in one:
         return ["-"] * 5
-    kept = "-"
-    if one["retention"] is not None:
-        kept = f"{one['retention']:.1%} [{one['low']:.1%}, {one['high']:.1%}]"
     more = "" if one["items_to_decide"] is None else f": {one['items_to_decide']} items would tell"
     changed = [str(one["gained"]), str(one["lost"]), f"{one['mcnemar_p']:.2f}"]
-    return [kept, *changed, one["verdict"] + more]
+    return [kept(one), *changed, one["verdict"] + more]
+
+
+def kept(one: Mapping[str, Any]) -> str:
+    """Retention with its interval; a dash where there is none."""
+    if one.get("retention") is None:
+        return "-"
+    return f"{one['retention']:.1%} [{one['low']:.1%}, {one['high']:.1%}]"

@@ -14,6 +14,19 @@ from fly_jax.errors import FlyJaxError
 _TABLES = "tokenizers/punkt_tab/english"
 
 
+def check_instructions(record: Mapping[str, Any], source: str) -> None:
+    """Raises FlyJaxError, with the source, for instructions that the checkers do not know."""
+    load_checkers()
+    try:
+        follows_all(record, "")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise FlyJaxError(
+            f"{source} asks for what lm-eval's checkers do not know ({error!r}, of "
+            f"{', '.join(map(str, record['instruction_id_list']))}); give the set's own file, or "
+            "leave ifeval out."
+        ) from error
+
+
 def follows_all(record: Mapping[str, Any], text: str) -> bool:
     """Whether an answer follows all instructions, strictly: as it stands, an empty one none."""
     checkers = load_checkers()

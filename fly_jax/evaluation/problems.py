@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-_BUILT_IN = Path(__file__).parents[1] / "models" / "embedded" / "problems.jsonl"
+BUILT_IN = Path(__file__).parents[1] / "models" / "embedded" / "problems.jsonl"
 _ANSWER = re.compile(r"^Answer: (\d+)$", re.MULTILINE)
 
 
@@ -25,7 +25,7 @@ class Problem:
 
 def built_in_problems() -> list[Problem]:
     """Eight that no model of the pair was trained on."""
-    lines = _BUILT_IN.read_text(encoding="utf-8").splitlines()
+    lines = BUILT_IN.read_text(encoding="utf-8").splitlines()
     return [Problem(**json.loads(line)) for line in lines]
 
 

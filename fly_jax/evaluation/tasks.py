@@ -9,13 +9,13 @@ import dataclasses
 import gzip
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.judge import judge
-from fly_jax.evaluation.problems import Problem, built_in_problems, is_correct
+from fly_jax.evaluation.problems import BUILT_IN, extract_answer
 
 Record = Mapping[str, Any]
 
@@ -30,7 +30,8 @@ class Task:
     """How items of one set are asked and judged.
 
     Attributes:
-      files: names of its file, of which one has to be there; none for what is built in.
+      files: names of its file, of which one has to be there.
+      built_in: what is read where none is.
       fields: what a line needs, with the types that JSON gives.
       key: the field that names an item; empty for its number in the file.
       ask: a user's message.
@@ -48,6 +49,7 @@ class Task:
     is_right: Callable[[Record, str], bool]
     max_new_tokens: int = 512
     runs_code: bool = False
+    built_in: Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +92,6 @@ def _value(number: str) -> float:
     return float(number.replace(",", "").replace("$", ""))
 
 
-def _is_right_problem(record: Record, text: str) -> bool:
-    return is_correct(Problem(**record), text)
-
-
 def _follows(record: Record, text: str) -> bool:
     from fly_jax.evaluation.instructions import follows_all
 
@@ -106,8 +104,8 @@ def _tests(record: Record) -> str:
 
 TASKS = {
     "problems": Task(
-        files=(),
-        fields={},
+        files=("problems.jsonl",),
+        fields={"prompt": str, "answer": str},
         key="",
         ask=lambda one: (
             f"{one['prompt'].removesuffix('Solution:')}\n"
@@ -115,8 +113,9 @@ TASKS = {
         ),
         begin=lambda one: str(one["prompt"]),
         stops=(),
-        is_right=_is_right_problem,
+        is_right=lambda one, text: extract_answer(text) == one["answer"],
         max_new_tokens=128,
+        built_in=BUILT_IN,
     ),
     "humaneval": Task(
         files=("HumanEval.jsonl.gz", "HumanEval.jsonl"),
@@ -189,37 +188,34 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
       FlyJaxError: its file is not there, or is of another format.
     """
     task = TASKS[name]
-    if not task.files:
-        built_in = enumerate(built_in_problems()[:limit], 1)
-        return [Item(name, str(number), dataclasses.asdict(one)) for number, one in built_in]
-    if folder is None:
-        raise FlyJaxError(
-            f"The task {name} reads {task.files[0]}, and no folder was given; give --data DIR."
-        )
-    path = next((folder / one for one in task.files if (folder / one).is_file()), None)
+    places = [folder / one for one in task.files] if folder else []
+    path = next((one for one in places if one.is_file()), task.built_in)
     if path is None:
+        where = "no folder was given" if folder is None else f"{folder} has none"
         raise FlyJaxError(
-            f"{folder} has no {' or '.join(task.files)}, which the task {name} reads; put the file "
-            "of the set there, or leave the task out."
+            f"The task {name} reads {' or '.join(task.files)}, and {where}; give --data a folder "
+            "with the file of the set, or leave the task out."
         )
+    data = path.read_bytes()
+    try:
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).split(b"\n")
+    except (OSError, EOFError) as error:
+        raise FlyJaxError(f"{path} is not a whole gzip file ({error}); fetch it again.") from error
     records = [
         (number, _record(line, task, f"{path}, line {number}"))
-        for number, line in enumerate(_lines(path), 1)
+        for number, line in enumerate(lines, 1)
         if line.strip()
     ]
     if name == "mbpp":
         records = [(at, one) for at, one in records if one["task_id"] in _MBPP_TEST]
     if not records:
         raise FlyJaxError(f"{path} has no item of {name}; give the set's own file.")
+    if name == "ifeval":
+        from fly_jax.evaluation.instructions import check_instructions
+
+        for number, one in records[:limit]:
+            check_instructions(one, f"{path}, line {number}")
     return [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]
-
-
-def _lines(path: Path) -> Sequence[bytes]:
-    data = path.read_bytes()
-    try:
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).split(b"\n")
-    except (OSError, EOFError) as error:
-        raise FlyJaxError(f"{path} is not a whole gzip file ({error}); fetch it again.") from error
 
 
 def _record(line: bytes, task: Task, source: str) -> Record:

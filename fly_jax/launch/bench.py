@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fly_jax.decoding.config import DecodingConfig
+from fly_jax.decoding.config import DecodingConfig, decoding_parameters
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import (
     BatchFlags,
@@ -54,9 +54,9 @@ class BenchFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
 
     decode: tuple[str, ...] = parameter(
         (),
-        "a rule, with its K behind a colon, or several of them: exact:2,4,8; if not given, one "
-        f"token at a time, exact decoding with K of {', '.join(map(str, _EXACT_DEPTHS))}, and the "
-        "chosen rule",
+        "a rule, with its K behind a colon, or several of them, and its own parameters: "
+        "'fly:8,15 window_size=4'; if not given, one token at a time, exact decoding with K of "
+        f"{', '.join(map(str, _EXACT_DEPTHS))}, and the chosen rule",
     )
     turns: int = parameter(3, "measurements of each decoding", low=1)
     draft_share: bool = parameter(
@@ -138,32 +138,50 @@ def decodings(
     """The configs of a bench by their names, all checked; the first is what others are held to.
 
     Args:
-      given: such as "fly:8,15"; none for one token at a time, exact decoding, and the config's own.
+      given: such as "fly:8,15 window_size=4"; none for one token at a time, exact decoding, and the
+        config's own.
       config: has all that is not given.
       proposes: whether anything does.
 
     Raises:
       FlyJaxError: no such rule, a K of which no round can be made, or nothing proposes.
     """
-    found = []
+    found: dict[str, DecodingConfig] = {}
     for text in given:
-        rule, _, depths = text.partition(":")
-        for depth in depths.split(",") if depths else [None]:
-            found.append(config.replace(rule=rule.strip(), **_depth(text, depth)))
+        words = text.split()
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        rule, _, several = " ".join(word for word in words if "=" not in word).partition(":")
+        values = {name: _value(name, of) for name, of in options.items()}
+        own = config.replace(**{"rule": rule.strip()} | values)
+        for depth in several.split(",") if several else [None]:
+            one = own.replace(**_depth(text, depth))
+            found[", ".join([_name(one), *map("=".join, options.items())])] = one
     if not given and proposes:
         plain, lossless, *loosened = config.side_by_side()
         exact = [lossless.replace(num_speculative_tokens=k) for k in _EXACT_DEPTHS]
-        found = [plain, *exact, *loosened]
+        found = {_name(one): one for one in (plain, *exact, *loosened)}
     elif not given:
-        found = [config.without_draft()]
-    for one in found:
+        plain = config.without_draft()
+        found = {_name(plain): plain}
+    for one in found.values():
         one.to_rule(), one.to_lookup()
         if one.num_speculative_tokens and not proposes:
             raise FlyJaxError(
                 f"bench was asked for the rule {one.rule}, and nothing proposes; give --draft, "
                 "which may be ngram, or --decode autoregressive."
             )
-    return {_name(one): one for one in found}
+    return found
+
+
+def _value(name: str, text: str) -> Any:
+    """What an option gives: a number, true, false or null as in JSON, or a text."""
+    known = decoding_parameters().get(name)
+    if known is not None and known.kind is tuple:
+        return (text,) if text else ()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _depth(text: str, given: str | None) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     data: str | None = parameter(None, "folder with the files of the sets")
     decode: tuple[str, ...] = parameter(
         (),
-        "a rule, with its K behind a colon, or several of them: exact:2,4; others are "
-        "held to the first one; if not given, one token at a time, exact, and the chosen rule",
+        "as for bench; others are held to the first one; if not given, one token at a time, "
+        "exact, and the chosen rule",
     )
     limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
     output: str | None = parameter(None, "folder for the answers and the figures")
@@ -103,6 +103,9 @@ def main(arguments: Sequence[str]) -> None:
     runs_code = any(TASKS[one.task].runs_code for one in items)
     result = {
         "machine": describe(),
+        "target": values.target or "embedded",
+        "draft": list(values.draft),
+        "dtype": values.dtype,
         "setting": setting,
         "margin": values.margin,
         "code_was_kept_in_by": judge("").isolation if runs_code else None,
@@ -127,10 +130,6 @@ def _items(values: EvaluateFlags) -> list[Item]:
             f"The task {code[0]} runs code that the model has written; give --allow_code_execution "
             "on a Linux machine where that may be, or leave the task out."
         )
-    if "ifeval" in names:
-        from fly_jax.evaluation.instructions import load_checkers
-
-        load_checkers()
     folder = None if values.data is None else Path(values.data)
     return [one for name in names for one in read_items(name, folder, values.limit)]
 

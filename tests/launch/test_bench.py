@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from launch_types import Captured, Refused
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.launch.__main__ import main
+from fly_jax.launch.bench import decodings
+from fly_jax.verification.rules import Budget, Fly, Margin
 
 SIZES = ["--max_new_tokens=12", "--window_size=2"]
 DECODE = ["--decode=autoregressive", "--decode=exact:2,4", "--decode=fly:4"]
@@ -55,6 +58,17 @@ def test_decodings_side_by_side(models: list[str], questions: str, capsys: Captu
     assert "±" in captured.err
 
 
+def test_a_decoding_has_parameters_of_its_own() -> None:
+    config = DecodingConfig(rule="fly", protect=(r"\d",), window_size=3)
+    given = ["fly|margin:8,auto margin_gap=0.5 protect=", "fly boundary=defer risk_budget=2"]
+    one, other, last = (found := decodings(given, config, proposes=True)).values()
+    assert next(iter(found)) == "fly|margin, K = 8, margin_gap=0.5, protect="
+    assert [one.num_speculative_tokens, other.num_speculative_tokens] == [8, "auto"]
+    assert one.to_rule() == Fly(window_size=3) | Margin(gap=0.5)
+    assert (one.limits.protect, last.limits.protect) == ((), (r"\d",))
+    assert (last.drafting.boundary, last.to_rule()) == ("defer", Budget(Fly(window_size=3), 2))
+
+
 def test_target_alone(models: list[str], questions: str, capsys: Captured) -> None:
     given = [f"--prompts_file={questions}", "--turns=1"]
     assert main(["bench", models[0], "--dtype=float32", *SIZES, *given]) == 0
@@ -71,6 +85,8 @@ def test_target_alone(models: list[str], questions: str, capsys: Captured) -> No
         (["--decode=exact:two"], ["exact:two", "whole numbers or auto"]),
         (["--decode=exakt:2"], ["exakt"]),
         (["--decode=fly:2"], ["window"]),
+        (["--decode=margin:2 margin_gab=1"], ["margin_gab"]),
+        (["--decode=margin:2 margin_gap=x"], ["margin_gap", "'x'"]),
         (["--picture=speed.xyz"], ["speed.xyz", ".svg"]),
         (["--picture=nowhere/speed.svg"], ["nowhere", "folder"]),
     ],

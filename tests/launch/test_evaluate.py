@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launch_types import Captured, Patch, Refused
 
+from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.tasks import TASKS, read_items
 from fly_jax.launch.__main__ import main
 
@@ -59,9 +60,21 @@ def test_verdicts(data: Path, task: str, right: str, wrong: str) -> None:
     assert not TASKS[task].is_right(item.record, wrong)
 
 
+def test_problems_are_those_of_the_folder_or_built_in(data: Path) -> None:
+    assert len(read_items("problems", data, None)) == len(read_items("problems", None, 8)) == 8
+    (data / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "answer": "2"}))
+    (item,) = read_items("problems", data, None)
+    assert TASKS["problems"].is_right(item.record, " It is 2.\nAnswer: 2")
+    assert not TASKS["problems"].is_right(item.record, "Answer: 3\nAnswer: 2")
+
+
 def test_instructions(data: Path) -> None:
     pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     (item,) = read_items("ifeval", data, None)
+    unknown = IFEVAL | {"instruction_id_list": ["punctuation:no_colon"]}
+    (data / "input_data.jsonl").write_text(f"{json.dumps(IFEVAL)}\n{json.dumps(unknown)}\n")
+    with pytest.raises(FlyJaxError, match=r"input_data.jsonl, line 2 .*punctuation:no_colon"):
+        read_items("ifeval", data, None)
     assert TASKS["ifeval"].is_right(item.record, "None at all.")
     assert not TASKS["ifeval"].is_right(item.record, "One, two.")
     assert not TASKS["ifeval"].is_right(item.record, " ")

@@ -62,6 +62,12 @@ class Drafting:
         "draft tokens that each draft model but the first proposes at a time",
         low=1, high=MOST_TOKENS,
     )  # fmt: skip
+    level_margin: float = parameter(
+        0.0,
+        "most nats that what a level below proposes may be less probable to a draft model than its "
+        "own choice, and yet be drafted; 0 drafts its own choice alone",
+        low=0.0,
+    )
     boundary: Boundary = parameter(
         "reject",
         "what becomes of a mismatch whose window does not fit into its block: it is refused, or "
@@ -288,8 +294,8 @@ class DecodingConfig:
             return *first, *_fitting(given.replace(rule="fly"))
         parts = (Lookup, Sampling)
         kept = {one.name for part in parts for one in parameters_of(part)} | {
-            "num_speculative_tokens", "level_speculative_tokens", "entropy_threshold",
-            "window_size",
+            "num_speculative_tokens", "level_speculative_tokens", "level_margin",
+            "entropy_threshold", "window_size",
         }  # fmt: skip
         values = {name: value for name, value in given.to_dict().items() if name in kept}
         return *first, *_fitting(DecodingConfig(**values)), given
@@ -508,6 +514,8 @@ class RoundStatic:
         completed in the next rounds; 0 where it is refused, as published.
       level_speculative_tokens: tokens that each draft model but the first proposes at a time for
         the one before it, at most.
+      level_margin: most nats that such a token may be less probable to the model above than its
+        own choice, and yet be drafted.
     """
 
     num_speculative_tokens: int
@@ -521,6 +529,7 @@ class RoundStatic:
     reports_evidence: bool = False
     deferred_window: int = 0
     level_speculative_tokens: tuple[int, ...] = ()
+    level_margin: float = 0.0
 
     def __post_init__(self) -> None:
         if self.depths and not (
@@ -627,5 +636,6 @@ class RoundSpec:
             level_speculative_tokens=(config.drafting.level_speculative_tokens,) * (num_drafts - 1)
             if k
             else (),
+            level_margin=config.drafting.level_margin,
         )
         return cls(rule, static, config.to_sampling())

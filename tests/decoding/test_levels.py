@@ -87,12 +87,18 @@ PADDED, LENGTH = pairs.padded(TEXT, 64)
 COUNT = 10
 
 
-@functools.partial(jax.jit, static_argnames="sizes")
+@functools.partial(jax.jit, static_argnames=("sizes", "margin"))
 def drafted(
-    models: tuple[Llama, ...], sizes: tuple[int, ...], valid: Array, sampling: Sampling | None
+    models: tuple[Llama, ...],
+    sizes: tuple[int, ...],
+    valid: Array,
+    sampling: Sampling | None,
+    margin: float = 0.0,
 ) -> Draft:
     """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
-    drafter = drafter_of(models, RoundStatic(COUNT, level_speculative_tokens=sizes))
+    drafter = drafter_of(
+        models, RoundStatic(COUNT, level_speculative_tokens=sizes, level_margin=margin)
+    )
     assert drafter is not None
     text, length = jnp.asarray(PADDED), jnp.asarray(LENGTH)
     state = pairs.state_after(drafter, text, [length, *[valid] * len(sizes)], beyond=7.0)
@@ -126,6 +132,51 @@ def test_a_level_that_was_not_asked_for_long_catches_up(seen: int) -> None:
     found = drafted((top, top, top), (4, 2), np.minimum(seen, LENGTH), None)
     assert found.tokens.tolist() == pairs.greedy(top, TEXT, COUNT)
     assert int(found.num_passes[0]) == 3
+
+
+def by_hand(top: Llama, below: Llama, text: list[int], margin: float) -> list[int]:
+    """What two levels draft with a margin, one token at a time."""
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        return pairs.logits_after(top, tokens)[-1]
+
+    drafted = [int(logits(text).argmax())]
+    while len(drafted) < COUNT:
+        useful = min(4, COUNT - len(drafted) - 1)
+        for token in pairs.greedy(below, [text + drafted], max(useful, 1))[0][:useful]:
+            scores = logits(text + drafted)
+            if scores[token] < scores.max() - margin:
+                break
+            drafted.append(token)
+        drafted.append(int(logits(text + drafted).argmax()))
+    return drafted[:COUNT]
+
+
+@pytest.mark.parametrize("margin", [1.0, 4.0, 1e9])
+def test_a_margin_drafts_what_a_level_below_proposes_where_it_is_nearly_the_choice(
+    margin: float,
+) -> None:
+    top, below = pairs.random_draft(1, 0.2), pairs.random_draft(1, 0.6)
+    found = drafted((top, below), (4,), LENGTH, None, margin)
+    expected = [by_hand(top, below, text, margin) for text in TEXT]
+    assert found.tokens.tolist() == expected
+    own = drafted((top, below), (4,), LENGTH, None)
+    assert expected != own.tokens.tolist()
+    assert int(found.num_passes[0]) < int(own.num_passes[0])
+
+
+def test_a_margin_leaves_drawn_rows_alone_and_loses_nothing() -> None:
+    top, below = pairs.random_draft(1, 0.2), pairs.random_draft(1, 0.6)
+    mixed = Sampling(np.float32([0.0, 0.9, 0.9]))
+    expected = drafted((top, below), (4,), LENGTH, mixed)
+    found = drafted((top, below), (4,), LENGTH, mixed, 4.0)
+    assert found.tokens[1:].tolist() == expected.tokens[1:].tolist()
+    greedy = drafted((top, below), (4,), LENGTH, None, 4.0)
+    assert found.tokens[0].tolist() == greedy.tokens[0].tolist() != expected.tokens[0].tolist()
+    spec = ROUND.with_static(level_margin=2.0)
+    rows = engine_of(spec, (4,), 1, 0.2, 0.6).generate(PROMPTS, pairs.MOST_TOKENS)
+    plain = pairs.autoregressive(pairs.random_target(1), PROMPTS, pairs.MOST_TOKENS)
+    assert [row.token_ids for row in rows] == plain
 
 
 def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:

@@ -78,7 +78,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
             continue
         drafter = DraftModel(
             parameters, drafter, config=config, layout=layout, num_tokens=size,
-            lags=level > 0, rests=rests,
+            margin=static.level_margin, lags=level > 0, rests=rests,
         )  # fmt: skip
     return drafter
 

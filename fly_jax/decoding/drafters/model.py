@@ -3,6 +3,8 @@
 A model takes a proposal from below only where it is its own choice, so what comes out are the
 tokens that it would have drafted alone: what lies below changes how long it takes, and nothing
 else. With a lookup below this is FLy's two-level drafting; with a model below, any chain of them.
+With a margin it also takes what is nearly its own choice: a greedy draft then takes fewer passes
+and is a little worse, and the target decides on it as ever.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class DraftModel(Drafter):
 
     Attributes:
       parameters: as `Llama.parameters` gives them.
+      margin: nats that a proposal from below may be less probable than the model's own choice.
       lags: it lies below another drafter, and so is asked only now and then.
       rests: there may be rounds in which it is not asked at all.
     """
@@ -85,6 +88,7 @@ class DraftModel(Drafter):
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
     num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    margin: float = dataclasses.field(default=0.0, kw_only=True, metadata={"static": True})
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
@@ -230,7 +234,7 @@ class _Run:
         # Where no row has a proposal the pass is one token wide.
         passed = jax.lax.cond(
             jnp.any(proposal.num_drafted > 0),
-            lambda: self._pass(tokens, cache, end, width),
+            lambda: self._pass(tokens, cache, end, width, proposal),
             lambda: self._pass(tokens[:, :1], cache, end, width),
         )
         progress = dataclasses.replace(
@@ -247,10 +251,38 @@ class _Run:
         return self._appended(dataclasses.replace(progress, cache=cache), *passed, None)
 
     def _pass(
-        self, tokens: Int[Array, "rows fed"], cache: KVCache, end: Int[Array, " rows"], width: int
+        self,
+        tokens: Int[Array, "rows fed"],
+        cache: KVCache,
+        end: Int[Array, " rows"],
+        width: int,
+        proposal: Draft | None = None,
     ) -> _Passed:
         hidden, new = self.model.hidden(tokens, cache)
-        return _Passed(*self._chosen(self.model.logits(hidden), end, width), new.padded(width))
+        logits = self.model.logits(hidden)
+        chosen, kept = self._chosen(logits, end, width)
+        if proposal is not None and self.drafter.margin:
+            taken = jnp.where(
+                self._takes(logits[:, :-1], proposal), proposal.tokens, chosen[:, :-1]
+            )
+            chosen = chosen.at[:, :-1].set(taken)
+        return _Passed(chosen, kept, new.padded(width))
+
+    def _takes(
+        self, logits: Float[Array, "rows time vocab"], proposal: Draft
+    ) -> Bool[Array, "rows time"]:
+        """Whether the model drafts each token of a proposal, as its own choice or nearly so.
+
+        A row that is drawn has its own choices alone: rules need what its draft was drawn from.
+        """
+        is_it = jnp.arange(logits.shape[-1]) == proposal.tokens[..., None]
+        own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
+        near = own >= jnp.max(logits, axis=-1) - self.drafter.margin
+        near &= jnp.arange(near.shape[1]) < proposal.num_drafted[:, None]
+        if self.sampling is None:
+            return near
+        is_greedy = jnp.broadcast_to(self.sampling.temperature, self.length.shape) == 0
+        return near & is_greedy[:, None]
 
     def _chosen(
         self, logits: Float[Array, "rows fed vocab"], start: Int[Array, " rows"], width: int

@@ -435,10 +435,12 @@ def _prefill_chunk(
     rows = state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice(state.tokens, (0, start), (rows, size))
     target = shapes.target(parameters)
-    hidden, cache = target.extend(tokens, state.target.with_length(jnp.full((rows,), start)))
-    drafting = state.drafter
+    cache = state.target.with_length(jnp.full((rows,), start))
+    layers = () if drafter is None else drafter.hidden_layers
+    _, new, inputs = target.hidden_and_inputs(tokens, cache, layers)
+    cache, drafting = cache.written(new, target.layout), state.drafter
     if drafter is not None:
-        seen = hidden if drafter.needs_hidden else None
+        seen = inputs if drafter.needs_hidden else None
         drafting = drafter.prefill(drafting, tokens, start, seen)
     state = dataclasses.replace(state, target=cache, drafter=drafting).attending(None)
     return _whole_numbers(shapes.layout, state)

@@ -286,7 +286,9 @@ def _verify(
     def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
         def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
             tokens, missing = draft.tokens[:, :width], num_draft - width
-            hidden, new = target.hidden(_block(state.tokens, state.length, tokens), cache)
+            block = _block(state.tokens, state.length, tokens)
+            layers = () if drafter is None else drafter.hidden_layers
+            hidden, new, read = target.hidden_and_inputs(block, cache, layers)
             seen = evidence(
                 target.logits(hidden),
                 tokens,
@@ -302,7 +304,7 @@ def _verify(
                 seen,
             )
             wanted = drafter is not None and drafter.needs_hidden
-            padded = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0))) if wanted else None
+            padded = jnp.pad(read, ((0, 0), (0, missing), (0, 0))) if wanted else None
             return seen, new.padded(num_draft + 1), padded
 
         return run

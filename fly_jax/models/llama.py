@@ -140,11 +140,28 @@ class Llama(nnx.Module):
         The cache is only read (`KVCache.written` writes what is added), so a pass may stand in a
         branch.
         """
+        return self.hidden_and_inputs(tokens, cache)[:2]
+
+    def hidden_and_inputs(
+        self, tokens: Int[Array, "batch time"], cache: KVCache, layers: Sequence[int] = ()
+    ) -> tuple[Float[Array, "batch time embed"], NewEntries, Float[Array, "batch time inputs"]]:
+        """`hidden`, and what goes into some of the layers.
+
+        Returns:
+          As `hidden`, and the inputs of these layers side by side; of none, the hidden states.
+        """
         # Said for every input: otherwise the compiler carries the rows of another model's cache
         # over to this one, and gathers whole caches to undo it.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = cache.length[:, None] + steps
+        return self._run_layers(tokens, positions, self._attending(cache), layers=layers)
+
+    def _attending(
+        self, cache: KVCache
+    ) -> Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, NewEntries]]:
+        """Attention of a layer to the cache and to the pass's own tokens, and what it adds."""
 
         def attend(
             layer: Int[Array, ""], query: Array, key: Array, value: Array
@@ -154,7 +171,7 @@ class Llama(nnx.Module):
             window = self._window(layer)
             return attend_cached(query, key, value, cache, layer, self.layout, window), new
 
-        return self._run_layers(tokens, cache.length[:, None] + steps, attend)
+        return attend
 
     def extend(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -290,8 +307,9 @@ class Llama(nnx.Module):
         positions: Int[Array, "batch time"],
         attend: Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, Added]],
         multiply: Matmul | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], Added]:
-        """Final hidden states, and what `attend` adds in each layer, stacked."""
+        layers: Sequence[int] = (),
+    ) -> tuple[Float[Array, "batch time embed"], Added, Float[Array, "batch time inputs"]]:
+        """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs."""
         rope = rotation(self.config, positions)
 
         def layer(
@@ -302,19 +320,32 @@ class Llama(nnx.Module):
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
+        # Of one layer after the other: what a scan stacks would be of all of them.
+        kept = (jnp.zeros_like(x),) * len(layers)
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         if self.is_unstacked:
             layer = jax.jit(layer)  # so that it is traced once, not for each layer
             each: list[Any] = []
             for index in range(self.config.num_layers):
                 own = {name: arrays[index] for name, arrays in weights.items()}
+                kept = _kept(layers, index, x, kept)
                 x, one = layer(x, jnp.int32(index), own)
                 each.append(one)
             zero = _zero_after(x)
             added = jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *each)
         else:
-            x, added = jax.lax.scan(lambda x, inputs: layer(x, *inputs), x, (indices, weights))
-        return _rms_norm(x, self.final_norm[...], self.config.norm_epsilon), added
+
+            def step(
+                carry: tuple[Array, tuple[Array, ...]], inputs: tuple[Array, dict[str, Array]]
+            ) -> tuple[tuple[Array, tuple[Array, ...]], Added]:
+                x, kept = carry
+                kept = _kept(layers, inputs[0], x, kept)
+                x, added = layer(x, *inputs)
+                return (x, kept), added
+
+            (x, kept), added = jax.lax.scan(step, (x, kept), (indices, weights))
+        hidden = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+        return hidden, added, jnp.concatenate(kept, axis=-1) if layers else hidden
 
     def _window(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
         """How many tokens a layer sees, the newest among them; None if all layers see all."""
@@ -365,6 +396,16 @@ def _one_by_one(stack: Array, axes: tuple[int, ...] | None) -> tuple[Array, ...]
 
 def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
     return layer if axes is None else layer.transpose(axes)
+
+
+def _kept(
+    layers: Sequence[int], index: int | Int[Array, ""], x: Array, kept: tuple[Array, ...]
+) -> tuple[Array, ...]:
+    """What goes into the layers that are asked for, with `x`, which goes into one."""
+    pairs = zip(layers, kept, strict=True)
+    if isinstance(index, int):
+        return tuple(x if index == layer else old for layer, old in pairs)
+    return tuple(jnp.where(index == layer, x, old) for layer, old in pairs)
 
 
 def _zero_after(x: Float[Array, "batch time embed"]) -> Array:

@@ -49,6 +49,8 @@ class Drafter(abc.ABC):
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
         the same state.
       needs_hidden: `prefill` and `observe` are given the target's hidden states.
+      hidden_layers: of the target, whose inputs, side by side, they are given instead of the final
+        hidden states.
     """
 
     num_tokens: int
@@ -57,6 +59,7 @@ class Drafter(abc.ABC):
     adapts: bool = False
     resumes: bool = False
     needs_hidden: bool = False
+    hidden_layers: tuple[int, ...] = ()
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Any:
         """The state of rows of which nothing has been seen."""
@@ -110,7 +113,7 @@ class Drafter(abc.ABC):
 
         Args:
           state: as `propose` has left it.
-          hidden: the target's final hidden states of the block, each row's last token and its draft
+          hidden: the target's hidden states of the block, each row's last token and its draft
             tokens; None unless `needs_hidden`.
           live: rows that were not finished before.
         """

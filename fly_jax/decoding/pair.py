@@ -217,8 +217,12 @@ def open_pair(
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
     revision: str | None = None,
+    draft_parallel: int | None = None,
 ) -> OpenPair:
     """Finds the models that `load_pair` is given; checks all that can be without reading a weight.
+
+    Args:
+      draft_parallel: the last draft model drafts in one pass, with this as its `pard_token`.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.
@@ -248,6 +252,14 @@ def open_pair(
     folders = [embedded_draft] if is_embedded else [resolve(str(one)) for one in drafts]
     opened = open_checkpoint(folder)
     proposing = tuple(open_checkpoint(one) for one in folders)
+    if draft_parallel is not None:
+        if not proposing:
+            raise FlyJaxError(
+                f"draft_parallel is {draft_parallel}, a token that a draft model answers in one "
+                "pass, and there is no draft model; give one, or leave it out."
+            )
+        last = proposing[-1].source
+        last.config = dataclasses.replace(last.config, pard_token=draft_parallel)
     for one, below in itertools.zip_longest(proposing, proposing[1:]):
         opened.check_draft(one)
         check_nothing_below(one.config, below)

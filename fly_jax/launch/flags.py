@@ -227,6 +227,12 @@ class ModelFlags:
         "target and each other one to the one before it; or ngram, which looks drafts up in the "
         "text so far; or self:int4 or self:int8, the target's own matrices, rounded",
     )
+    draft_parallel: int | None = parameter(
+        None,
+        "token that the last draft model answers in one pass for all it drafts (PARD), where its "
+        "config.json names no pard_token",
+        kind=int, low=0,
+    )  # fmt: skip
     revision: str | None = parameter(
         None,
         "branch, tag or commit of the target's hub id; that of any model can follow its id, as in "

@@ -125,7 +125,12 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
     from fly_jax.decoding.pair import open_pair
 
     with joint_errors():
-        models = open_pair(values.target, values.draft, revision=values.revision)
+        models = open_pair(
+            values.target,
+            values.draft,
+            revision=values.revision,
+            draft_parallel=values.draft_parallel,
+        )
         _check_sizes(config, models.max_context)
     return models, mesh
 

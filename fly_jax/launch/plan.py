@@ -32,6 +32,8 @@ Examples:
 {flags}
 """
 
+_DRAFT = "llama-3.1-8b"
+
 
 @flag_group("Plan")
 class _PlanFlags(DecodingFlags):
@@ -39,8 +41,15 @@ class _PlanFlags(DecodingFlags):
         "llama-3.1-405b",
         "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
     )
-    draft: str = parameter(
-        "llama-3.1-8b", "the same of the model that proposes, or self:int4 or self:int8"
+    draft: tuple[str, ...] = parameter(
+        (),
+        f"the same of the model that proposes, or self:int4 or self:int8, {_DRAFT} if not given; "
+        "again for one below it",
+    )
+    level_accepted_tokens: float | None = parameter(
+        None,
+        "tokens that a pass of a draft model gives in the mean where another is below it",
+        kind=float,
     )
     dtype: str = parameter("bfloat16", "type of the matrices of both", choices=("bfloat16", "int8"))
     chip: str = parameter("v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
@@ -62,8 +71,8 @@ class _PlanFlags(DecodingFlags):
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    # What is looked up on the host is the same to a chip, and there is one draft model.
-    without = ("protect", "memory", "csd_min_count", "level_speculative_tokens")
+    # What is looked up on the host is the same to a chip.
+    without = ("protect", "memory", "csd_min_count")
     values = Flags("plan", _PlanFlags, without).parse(arguments, _HELP)
     if values is None:
         return
@@ -93,10 +102,13 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
     from fly_jax.sharding.chips import chip_named
     from fly_jax.sharding.mesh import parse_mesh
 
-    own = self_draft_type(values.draft) if values.draft.startswith(SELF) else None
+    draft, *below = values.draft or (_DRAFT,)
+    own = self_draft_type(draft) if draft.startswith(SELF) else None
     return PlanSpec(
         target=_config(values.target),
-        draft=_config(values.target if own else values.draft),
+        draft=_config(values.target if own else draft),
+        below=tuple(map(_config, below)),
+        level_accepted_tokens=values.level_accepted_tokens,
         chip=chip_named(values.chip),
         mesh=parse_mesh(values.mesh),
         int8=values.dtype == "int8",
@@ -127,7 +139,7 @@ def _rounds(values: _PlanFlags) -> RoundSpec:
             "The rule is autoregressive, which every plan shows beside speculation; give the rule "
             "that drafts are to be verified with."
         )
-    return RoundSpec.of(config, num_drafts=1, audits=values.audits)
+    return RoundSpec.of(config, num_drafts=max(len(values.draft), 1), audits=values.audits)
 
 
 def _config(name: str) -> LlamaConfig:

@@ -15,7 +15,7 @@ from fly_jax.models.presets import PRESETS
 from fly_jax.models.quantise import SELF, SELF_DRAFTS, self_draft_type
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
 from fly_jax.planning.plan_steps import counted_peak
-from fly_jax.planning.roofline import draft_widths, model_exchanges, pass_work, roofline_seconds
+from fly_jax.planning.roofline import draft_passes, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
@@ -157,7 +157,7 @@ def weigh_drafters(
         given = next(
             one for one in passes if (one.rules, one.matrices) == (layouts.draft_rules, wide)
         )
-    given_round = verify_seconds + len(draft_widths(spec.draft, k)) * given.seconds
+    given_round = verify_seconds + _num_passes(spec.draft, k) * given.seconds
     others = {
         name: next(one for one in _passes(spec, config, left) if one.matrices == wide)
         for name, config in PRESETS.items()
@@ -166,12 +166,17 @@ def weigh_drafters(
     smaller = []
     for name, best in (others | own).items():
         if best.fits:
-            times = len(draft_widths(PRESETS.get(name, spec.target), k))
+            times = _num_passes(PRESETS.get(name, spec.target), k)
             seconds = verify_seconds + times * best.seconds
             pays_from = mean * seconds / given_round
             if pays_from <= k + 1:  # more no round settles
                 smaller.append(SmallerDraft(name, best, seconds, pays_from))
     return Drafters(passes, tuple(smaller))
+
+
+def _num_passes(config: LlamaConfig, num_speculative_tokens: int) -> float:
+    """Passes of a draft model alone in a round."""
+    return sum(draft_passes([config], num_speculative_tokens)[0].values())
 
 
 def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
@@ -200,7 +205,7 @@ def _pass(
     workload: Workload = dataclasses.replace(spec.workload, matrices=matrices)
     chip, sizes = spec.chip, dict(spec.mesh.axes)
     kinds = cache_exchanges(layout, config, workload)
-    width = draft_widths(config, spec.num_speculative_tokens)[-1]
+    width = min(draft_passes([config], spec.num_speculative_tokens)[0])
     work = pass_work(layout, config, workload, width, vector_memory=chip.vector_memory)
     sent = model_exchanges(layout, config, workload, width, kinds)
     seconds = roofline_seconds(work, sent, chip, sizes)

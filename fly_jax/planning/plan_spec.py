@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import math
 import os
 
@@ -12,13 +13,14 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.drafters.chain import check_nothing_below
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, shared_vocabulary
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.quantise import check_self_draft
-from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from
+from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec
 from fly_jax.sharding.rules import Layout
@@ -96,6 +98,8 @@ class PlanSpec:
     Attributes:
       int8: matrices are int8, not bfloat16.
       self_draft: the draft is the target itself, its matrices rounded to this type.
+      below: draft models below the draft, each proposing to the one before it.
+      level_accepted_tokens: tokens that a pass over such a proposal gives in the mean.
       context: prompt and new tokens of a row.
       prompt_length: tokens of each prompt; None for all of the context but one.
       rounds: that are decoded with; see `default_round`.
@@ -109,6 +113,8 @@ class PlanSpec:
     mesh: MeshSpec
     int8: bool = False
     self_draft: MatrixType | None = None
+    below: tuple[LlamaConfig, ...] = ()
+    level_accepted_tokens: float | None = None
     context: int = 8192
     prompt_length: int | None = None
     rows: int = 1
@@ -130,6 +136,18 @@ class PlanSpec:
             num_speculative_tokens=self.num_speculative_tokens,
             matrices=INT8 if self.int8 else None,
         )
+
+    @property
+    def drafts(self) -> tuple[LlamaConfig, ...]:
+        """The draft, and what is below it."""
+        return (self.draft, *self.below)
+
+    @property
+    def draft_passes(self) -> tuple[dict[int, float], ...]:
+        """`roofline.draft_passes` of a round."""
+        level_tokens = next(iter(self.rounds.static.level_speculative_tokens), 1)
+        accepted = self.level_accepted_tokens or 1.0
+        return draft_passes(self.drafts, self.num_speculative_tokens, level_tokens, accepted)
 
     @property
     def draft_workload(self) -> Workload:
@@ -154,9 +172,18 @@ class PlanSpec:
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
-        shared_vocabulary(self.target, self.draft)
+        for draft in self.drafts:
+            shared_vocabulary(self.target, draft)
+        for draft, below in itertools.zip_longest(self.drafts, self.below):
+            check_nothing_below(draft, below)
+        levels = self.rounds.static.level_speculative_tokens
+        if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
+            raise FlyJaxError(
+                f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "
+                f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
+            )
         check_self_draft(self.self_draft, int8=self.int8)
-        most = min(self.target.max_context, self.draft.max_context)
+        most = min(one.max_context for one in (self.target, *self.drafts))
         if not 2 <= self.context <= most:
             raise FlyJaxError(
                 f"The context is {self.context}; these models take 2 to {most} tokens: give one "
@@ -173,9 +200,9 @@ class PlanSpec:
 
     def without_padding(self) -> PlanSpec:
         """The same with one vocabulary, without what pads the larger of both."""
-        size = shared_vocabulary(self.target, self.draft)
-        target, draft = (one.with_vocabulary(size) for one in (self.target, self.draft))
-        return dataclasses.replace(self, target=target, draft=draft)
+        size = min(shared_vocabulary(self.target, one) for one in self.drafts)
+        target, draft, *below = (one.with_vocabulary(size) for one in (self.target, *self.drafts))
+        return dataclasses.replace(self, target=target, draft=draft, below=tuple(below))
 
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
         """How both models lie: on this mesh, or on an abstract one."""

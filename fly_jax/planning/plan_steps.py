@@ -39,14 +39,7 @@ from fly_jax.models.layouts import (
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec
-from fly_jax.planning.roofline import (
-    Work,
-    draft_widths,
-    draft_work,
-    model_exchanges,
-    pass_work,
-    roofline_seconds,
-)
+from fly_jax.planning.roofline import Work, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import TargetEvidence, evidence
@@ -123,18 +116,18 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     Where the compiler says that prefill does not fit, it is the last one: what it needs is known.
     """
     models = _models(spec, layouts)
-    target, draft = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
+    target, *drafts = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
     eos_token_ids = spec.target.eos_token_ids
     rounds = spec.rounds.with_static(eos_token_ids=eos_token_ids)
     learns = rounds.rule.uses_memory or rounds.static.reports_mismatches
     memory = CorrectionMemory("") if learns else None
     make = functools.partial(Engine, num_slots=spec.rows, max_length=spec.context, offline=True)
-    engine = make(target, [draft], rounds, memory=memory)
+    engine = make(target, drafts, rounds, memory=memory)
     alone = make(target, None, RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
     # The widest chunk, which attends to all before it, takes most.
     chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
-    lies = (layouts.target, layouts.draft)
+    lies = [layout for layout, *_ in models]
     state = abstract_state(engine.trace_slots(), lies)
     rows = abstract_state(engine.trace_rows(chunk.rows), lies)
     caches = (state, rows)
@@ -159,19 +152,14 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 
 def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
-    target, draft = _models(spec, layouts)
-    k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
-    drafted = [
-        one
-        for width, times in Counter(draft_widths(spec.draft, k)).items()
-        for one in _times(_exchanges(draft, width), times)
-    ]
-    verified = _exchanges(target, k + 1)
+    models = _models(spec, layouts)
+    target, k, chunks = models[0], spec.num_speculative_tokens, _chunks(spec, layouts)
+    drafted, verified = _drafted(spec, layouts), _exchanges(target, k + 1)
     found = {
         "prefill": [
             one
             for chunk, times in chunks.items()
-            for model in (target, draft)
+            for model in models
             for one in _times(_exchanges(_of_rows(model, chunk), chunk.size), times)
         ],
         "insert": [],
@@ -184,6 +172,16 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
         work, sent = _work(spec, layouts, name), tuple(found[name])
         seconds = _seconds(spec, work, sent)
         yield Step(name, held + temporary, held, temporary, sent, work, seconds)
+
+
+def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
+    """The exchanges of all draft models in a round, counted from shapes."""
+    return [
+        one
+        for model, passes in zip(_models(spec, layouts)[1:], spec.draft_passes, strict=True)
+        for width, times in passes.items()
+        for one in _times(_exchanges(model, width), times)
+    ]
 
 
 def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
@@ -211,9 +209,10 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
 
 def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, int]]:
     """Bytes of arguments and of temporaries of each step."""
-    target, draft = models = _models(spec, layouts)
+    target, *drafts = models = _models(spec, layouts)
     k, chunks = spec.num_speculative_tokens, _chunks(spec, layouts)
-    alone, drafting = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
+    alone, *each = (held_bytes(*_matrices(model)) + cache_bytes(*model) for model in models)
+    drafting = sum(each)
     both, rows = alone + drafting, prefill_cache_bytes(spec, layouts)
     widest = max(
         _temporaries(_of_rows(model, chunk), chunk.size, logits=False)
@@ -225,18 +224,16 @@ def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, in
         "prefill": (both + rows, widest),
         "insert": (both + rows, 0),
         "round": (both, verifying),
-        "draft": (drafting, _temporaries(draft, max(draft_widths(spec.draft, k)))),
+        "draft": (drafting, max(map(_temporaries, drafts, map(max, spec.draft_passes)))),
         "verify": (alone, verifying),
         "autoregressive": (alone, _temporaries(target, 1)),
     }
 
 
-def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, _Model]:
-    """Target and draft: how each lies, its shape, and its rows, positions and matrices."""
-    return (
-        (layouts.target, spec.target, spec.workload),
-        (layouts.draft, spec.draft, spec.draft_workload),
-    )
+def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
+    """Target and drafts: how each lies, its shape, and its rows, positions and matrices."""
+    drafts = ((layouts.draft, one, spec.draft_workload) for one in spec.drafts)
+    return ((layouts.target, spec.target, spec.workload), *drafts)
 
 
 def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
@@ -261,13 +258,13 @@ def _of_rows(model: _Model, chunk: Chunk) -> _Model:
 
 
 def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
-    target, draft = _models(spec, layouts)
+    target, *drafts = models = _models(spec, layouts)
     k, fast = spec.num_speculative_tokens, spec.chip.vector_memory
     if name == "prefill":
         passes = (
             pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
             for chunk, times in _chunks(spec, layouts).items()
-            for model in (target, draft)
+            for model in models
         )
         return functools.reduce(operator.add, passes)
     if name == "insert":  # the rows' caches are read, and written where the slots are
@@ -276,7 +273,14 @@ def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
     if name == "autoregressive":
         return pass_work(*target, 1, vector_memory=fast)
     verified = pass_work(*target, k + 1, vector_memory=fast)
-    drafted = draft_work(*draft, vector_memory=fast)
+    drafted = functools.reduce(
+        operator.add,
+        (
+            pass_work(*model, width, vector_memory=fast) * times
+            for model, passes in zip(drafts, spec.draft_passes, strict=True)
+            for width, times in passes.items()
+        ),
+    )
     return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
 
 
@@ -288,8 +292,8 @@ def _seconds(spec: PlanSpec, work: Work, sent: Iterable[Exchange]) -> float:
     return roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes))
 
 
-def _times(found: Iterable[Exchange], times: int) -> list[Exchange]:
-    return [dataclasses.replace(one, count=one.count * times) for one in found]
+def _times(found: Iterable[Exchange], times: float) -> list[Exchange]:
+    return [dataclasses.replace(one, count=round(one.count * times)) for one in found]
 
 
 def _temporaries(model: _Model, tokens: int, *, logits: bool = True) -> int:
@@ -351,6 +355,10 @@ def _compiled(
     arguments = int(memory.argument_size_in_bytes)
     found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
     sent = tuple(_times(found, times))
+    if spec.below and name in ("round", "draft"):
+        # How often a level runs is data, and not in the program.
+        verified = _exchanges(_models(spec, layouts)[0], most + 1) if name == "round" else []
+        sent = (*_drafted(spec, layouts), *verified)
     return Step(
         name=name,
         peak_bytes=max(int(memory.peak_memory_in_bytes), arguments) + beside,

@@ -68,9 +68,11 @@ class Plan:
             return None
         k, rows = self.spec.num_speculative_tokens, self.spec.rows
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
-        passes = len(roofline.draft_widths(self.spec.draft, k))
+        # Levels below shorten the draft of any K alike.
+        at_once = self.spec.draft.pard_token is not None
+        passes = 1 if at_once else k
         times = roofline.StepTimes(
-            draft.seconds / passes, verify.seconds, alone.seconds, busy, drafts_at_once=passes == 1
+            draft.seconds / passes, verify.seconds, alone.seconds, busy, drafts_at_once=at_once
         )
         mean = self.mean_accepted
         best, best_speed_up = roofline.best_num_speculative_tokens(
@@ -88,10 +90,10 @@ class Plan:
     def drafters(self) -> Drafters | None:
         """Layouts and types of the draft, and smaller drafts; None where the plan does not fit.
 
-        Counted from shapes, whatever the steps come from.
+        Counted from shapes, whatever the steps come from. None, too, with levels below the draft.
         """
         verify = self.step("verify")
-        if not self.fits or verify is None:
+        if not self.fits or verify is None or self.spec.below:
             return None
         return weigh_drafters(self.spec, self.layouts, verify.seconds, self.mean_accepted)
 
@@ -101,9 +103,13 @@ class Plan:
         workload, drafting = spec.workload, spec.draft_workload
         return {
             "parameter_bytes": held_bytes(layouts.target, spec.target, workload.matrices),
-            "draft_parameter_bytes": held_bytes(layouts.draft, spec.draft, drafting.matrices),
+            "draft_parameter_bytes": sum(
+                held_bytes(layouts.draft, one, drafting.matrices) for one in spec.drafts
+            ),
             "cache_bytes": cache_bytes(layouts.target, spec.target, workload),
-            "draft_cache_bytes": cache_bytes(layouts.draft, spec.draft, drafting),
+            "draft_cache_bytes": sum(
+                cache_bytes(layouts.draft, one, drafting) for one in spec.drafts
+            ),
             "prefill_cache_bytes": prefill_cache_bytes(spec, layouts),
             "temporary_bytes": max(step.temporary_bytes for step in self.steps),
             "peak_bytes": self.peak_bytes,
@@ -134,6 +140,8 @@ class Plan:
             "context": spec.context,
             "batch_size": spec.rows,
             "num_speculative_tokens": spec.num_speculative_tokens,
+            "level_accepted_tokens": spec.level_accepted_tokens,
+            "draft_passes": spec.draft_passes,
             "target_layout": self.layouts.target_rules,
             "draft_layout": self.layouts.draft_rules,
             "chip_memory_bytes": int(spec.chip.memory_bytes),
@@ -264,7 +272,7 @@ def _speed(plan: Plan) -> list[str]:
 def _drafters(plan: Plan) -> list[str]:
     drafters = plan.drafters()
     if drafters is None:
-        return ["No draft is weighed for what does not fit."]
+        return ["No other draft is weighed for what does not fit, nor with levels below the draft."]
     types = sorted({one.matrices for one in drafters.passes})
     lines = [
         "A draft pass (counted from shapes), in ms, of which the network; an asterisk does not fit",

@@ -6,12 +6,9 @@ counts against it on programs without a loop.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import math
-import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
@@ -33,7 +30,7 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.num_bytes + other.num_bytes)
 
-    def __mul__(self, times: int) -> Work:
+    def __mul__(self, times: float) -> Work:
         return Work(self.flops * times, self.num_bytes * times)
 
 
@@ -82,23 +79,35 @@ def pass_work(
     return Work(float(flops), num_bytes)
 
 
-def draft_widths(config: LlamaConfig, num_speculative_tokens: int) -> tuple[int, ...]:
-    """Tokens of a row that each pass of a draft model feeds, to draft so many."""
-    k = num_speculative_tokens
-    # With a pard_token: what a round may have settled, and the copies behind it.
-    return (2, *(1,) * (k - 1)) if config.pard_token is None else (2 * k,)
+def draft_passes(
+    drafts: Sequence[LlamaConfig],
+    num_speculative_tokens: int,
+    level_tokens: int = 1,
+    level_accepted: float = 1.0,
+) -> tuple[dict[int, float], ...]:
+    """Of each draft model of a stack, how often a round runs it over so many tokens of a row.
 
-
-def draft_work(
-    layout: Layout, config: LlamaConfig, workload: Workload, *, vector_memory: float = math.inf
-) -> Work:
-    """All passes of the draft model in a round."""
-    widths = collections.Counter(draft_widths(config, workload.num_speculative_tokens))
-    passes = (
-        pass_work(layout, config, workload, width, vector_memory=vector_memory) * times
-        for width, times in widths.items()
-    )
-    return functools.reduce(operator.add, passes)
+    Args:
+      drafts: the first proposes to the target, each other one to the one before it.
+      level_tokens: that each but the first proposes at a time.
+      level_accepted: tokens that a pass of a model over such a proposal gives in the mean, its own
+        included.
+    """
+    found, k, calls = list[dict[int, float]](), num_speculative_tokens, 1.0
+    for level, config in enumerate(drafts):
+        if config.pard_token is not None:
+            # What a round may have settled, and the copies behind it.
+            found.append({2 * k: calls})
+            continue
+        is_last = level == len(drafts) - 1
+        later = calls * (k - 1) / (1.0 if is_last else level_accepted)
+        # It first feeds what was settled without it, as `DraftModel` does.
+        widths = (2 if level == 0 else 4, 1 if is_last else 1 + level_tokens)
+        passes = {widths[0]: calls}
+        passes[widths[1]] = passes.get(widths[1], 0.0) + later
+        found.append(passes)
+        k, calls = level_tokens, later
+    return tuple(found)
 
 
 def model_exchanges(

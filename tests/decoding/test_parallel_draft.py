@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -114,6 +115,25 @@ def test_it_is_recognised_by_its_config(folders: tuple[Path, Path]) -> None:
     (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
     assert found.token_ids == plain.token_ids
     assert found.num_draft_passes == found.num_rounds < plain.num_rounds
+
+
+def test_its_token_can_be_given(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = folders
+    given = shutil.copytree(draft, tmp_path / "draft")
+    fields = json.loads((draft / "config.json").read_text())
+    del fields["pard_token"]
+    (given / "config.json").write_text(json.dumps(fields))
+    rounds = {"rule": "fly", "num_speculative_tokens": 8}
+    pairs_of = (open_pair(target, given, draft_parallel=PARD), open_pair(target, draft))
+    found, expected = (
+        generate(load_pair(one, dtype="float32"), ["Ada has 3"], **rounds)[0] for one in pairs_of
+    )
+    assert found.token_ids == expected.token_ids
+    assert found.num_draft_passes == found.num_rounds
+    with pytest.raises(FlyJaxError, match="there is no draft model"):
+        open_pair(target, draft_parallel=PARD)
+    with pytest.raises(FlyJaxError, match="pard_token=100000 "):
+        open_pair(target, given, draft_parallel=100_000)
 
 
 def test_it_is_the_last_draft(folders: tuple[Path, Path]) -> None:

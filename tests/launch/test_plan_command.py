@@ -142,3 +142,27 @@ def test_a_data_axis_halves_the_rows_of_a_chip(capsys: Captured) -> None:
     )
     assert two["parameter_bytes"] == one["parameter_bytes"]
     assert two["cache_bytes"] == one["cache_bytes"] / 2
+
+
+PARD = ("--draft=llama-3.1-8b", "--draft=pard-llama-3.2-1b")
+STACK = (*H200, *PARD, "--level_speculative_tokens=6", "--level_accepted_tokens=4")
+
+
+def test_a_stack_of_drafts_is_planned_with_the_passes_of_each(capsys: Captured) -> None:
+    k25 = "--num_speculative_tokens=25"
+    alone = planned(capsys, *H200, k25, PARD[0])
+    stack = planned(capsys, *STACK, k25)
+    assert stack["draft_passes"] == [{"2": 1.0, "7": 6.0}, {"12": 6.0}]
+    for name in ("draft_parameter_bytes", "draft_cache_bytes"):
+        assert stack["memory_per_chip"][name] > alone["memory_per_chip"][name]
+    drafts = [one["steps"]["draft"] for one in (alone, stack)]
+    assert drafts[1]["roofline_seconds"] < 0.5 * drafts[0]["roofline_seconds"]
+    assert stack["speed"]["speed_up"] > alone["speed"]["speed_up"]
+    assert main(("plan", *STACK)) == 0
+    assert "levels below the draft" in capsys.readouterr().out
+
+
+def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
+    refused("plan", *H200, *reversed(PARD), "--level_accepted_tokens=2", words=["pard_token"])
+    for flags in ((), ("--level_accepted_tokens=6",), ("--level_accepted_tokens=0.5",)):
+        refused("plan", *H200, *PARD, *flags, words=["gives 1 to 5 tokens"])

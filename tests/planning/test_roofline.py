@@ -21,7 +21,7 @@ from fly_jax.planning.roofline import (
     Work,
     acceptance_from,
     best_num_speculative_tokens,
-    draft_work,
+    draft_passes,
     group_axes,
     mean_accepted,
     pass_work,
@@ -33,6 +33,7 @@ from fly_jax.sharding.rules import RULES, Layout
 
 SIZES = {"vocab_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}
 CONFIG = LlamaConfig(**SIZES, embed_size=128, ffw_size=384, max_context=256)
+PARD = dataclasses.replace(CONFIG, pard_token=3)
 WORKLOAD = Workload(rows=2, capacity=128)
 ONE = Layout(abstract_mesh(parse_mesh("1x1")), RULES["tensor"])
 
@@ -82,9 +83,16 @@ def test_what_a_mesh_splits_is_split() -> None:
 
 
 def test_a_draft_is_k_passes_of_which_the_first_feeds_two_tokens() -> None:
-    workload = dataclasses.replace(WORKLOAD, num_speculative_tokens=5)
-    one, two = (pass_work(ONE, CONFIG, workload, tokens) for tokens in (1, 2))
-    assert draft_work(ONE, CONFIG, workload) == two + one * 4
+    assert draft_passes([CONFIG], 5) == ({2: 1, 1: 4},)
+    assert draft_passes([PARD], 5) == ({10: 1},)
+
+
+def test_a_level_below_shortens_the_passes_above_it_by_what_it_gives() -> None:
+    """25 tokens: one from the first pass, and 4 from each pass over a proposal of 6."""
+    assert draft_passes([CONFIG, PARD], 25, 6, 4.0) == ({2: 1, 7: 6}, {12: 6})
+    assert draft_passes([CONFIG, CONFIG], 25, 6, 4.0) == ({2: 1, 7: 6}, {4: 6, 1: 30})
+    below_both = draft_passes([CONFIG, CONFIG, PARD], 25, 3, 2.0)
+    assert below_both == ({2: 1, 4: 12}, {4: 12 + 12}, {6: 12})
 
 
 def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:

@@ -65,7 +65,10 @@ def test_wheel_has_the_embedded_pair_and_the_pages(unpacked: Path) -> None:
     pair = [path.relative_to(_ROOT) for path in embedded.rglob("*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in pair)
     assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
-    pages = [Path("fly_jax/serving/http/page.html"), Path("fly_jax/launch/page.html")]
+    pages = [
+        Path("fly_jax/serving/http/page.html"),
+        *(Path("fly_jax/launch") / name for name in ("page.html", "report.html")),
+    ]
     for path in (*pair, *pages):
         assert (unpacked / path).read_bytes() == (_ROOT / path).read_bytes()
 

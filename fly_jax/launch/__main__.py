@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "memory and speed of a pair on a slice of chips, without the slice",
     "bench": "speed of several decodings on the same prompts, in turns; or of any server",
     "evaluate": "quality of several decodings on the same items of tasks, and what each retains",
+    "report": "what bench and evaluate measured as one page: speed beside quality, paired",
     "calibrate": "fill the memory of corrections that the rule csd looks things up in",
     "audit": "sum up what generate --audit wrote of every mismatch, or show it as a page",
     "train": "make a drafter for a model, or the pair that ships with the package",

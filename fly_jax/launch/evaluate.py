@@ -51,7 +51,7 @@ class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     )
     limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
     output: str | None = parameter(None, "folder for the answers and the figures")
-    margin: float = parameter(1.0, "points of the score that may be lost")
+    margin: float = parameter(1.0, "points of the score that may be lost", above=0, below=100)
     allow_code_execution: bool = parameter(
         False, "run the code that models answer with, in a process with limits (Linux only)"
     )
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
         "code_was_kept_in_by": judge("").isolation if runs_code else None,
         "tasks": found,
     }
-    (folder / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(table(found), file=sys.stderr if values.json else sys.stdout, flush=True)
     if values.json:
         print(json.dumps(result), flush=True)
@@ -122,8 +122,6 @@ def _items(values: EvaluateFlags) -> list[Item]:
     names = named_tasks(values.tasks)
     if values.output is None:
         raise FlyJaxError("evaluate needs a folder for its answers; give --output DIR.")
-    if not 0 < values.margin < 100:
-        raise FlyJaxError(f"--margin is {values.margin}; give points above 0 and below 100.")
     code = [name for name in names if TASKS[name].runs_code]
     if code and not (values.allow_code_execution and sys.platform == "linux"):
         raise FlyJaxError(

@@ -12,7 +12,7 @@ from absl import flags
 
 from fly_jax.decoding.config import DecodingConfig, default_config, load_config, parameter_groups
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter, parameter, parameters_of
+from fly_jax.parameters import Parameter, check_parameters, parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ class Flags(Generic[_Values]):
             return None
         if self._decoding:
             found["decoding"] = {name: found.pop(name) for name in self._decoding}
-        return self._kind(**found)
+        values = self._kind(**found)
+        check_parameters(values)
+        return values
 
     @property
     def _advice(self) -> str:

@@ -20,9 +20,22 @@ _WINDOWS = {
 def page(audit: Audit, index: int) -> str:
     """The page of one prompt, in one piece: it loads nothing and runs nothing.
 
-    Nothing that a model has written is markup: the template escapes all that it is given.
+    Nothing that a model has written is markup.
     """
     mismatches = {one.position: one for one in audit.mismatches if one.prompt == index}
+    return rendered(
+        "page.html",
+        title=f"Prompt {index + 1}: why each token stands there",
+        windows=_WINDOWS,
+        run=audit.run,
+        one=audit.continuations[index],
+        mismatches=mismatches,
+        rescued=sum(one.is_rescue for one in mismatches.values()),
+    )
+
+
+def rendered(template: str, **given: object) -> str:
+    """A page of this folder's template, which escapes all that it is given."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -30,16 +43,8 @@ def page(audit: Audit, index: int) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"shown": _shown, "quoted": _quoted, "nats": _nats}
-    return environment.get_template("page.html").render(
-        title=f"Prompt {index + 1}: why each token stands there",
-        palette=PALETTE,
-        kinds={why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()},
-        windows=_WINDOWS,
-        run=audit.run,
-        one=audit.continuations[index],
-        mismatches=mismatches,
-        rescued=sum(one.is_rescue for one in mismatches.values()),
-    )
+    kinds = {why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()}
+    return environment.get_template(template).render(palette=PALETTE, kinds=kinds, **given)
 
 
 def _shown(text: str) -> str:

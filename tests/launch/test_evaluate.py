@@ -115,7 +115,7 @@ def test_goes_on(models: list[str], data: Path, capsys: Captured, refused: Refus
         (["--tasks=gsm8k"], ["gsm8k", "--data"]),
         (["--tasks=mbpp"], ["--allow_code_execution"]),
         (["--tasks=gsm8k", "--data=nowhere"], ["nowhere", "test.jsonl"]),
-        (["--margin=0"], ["--margin"]),
+        (["--margin=0"], ["margin", "above 0"]),
         (["--decode=exakt:2"], ["exakt"]),
     ],
 )

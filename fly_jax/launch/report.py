@@ -1,0 +1,185 @@
+"""The command report: what bench and evaluate have measured, speed beside quality, as one page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fly_jax.errors import FlyJaxError
+from fly_jax.launch.flags import Flags, flag_group
+from fly_jax.parameters import parameter
+
+_HELP = """\
+python -m fly_jax.launch report DIR [flags]
+
+Reads what bench --json and evaluate have written into a folder and those below it, and writes
+DIR/report.html, a page that loads nothing, and DIR/report.json: the speed of each decoding beside
+what it keeps of the quality, and the items that it has lost and gained, both texts side by side.
+
+Examples:
+  python -m fly_jax.launch bench --json > runs/bench.json
+  python -m fly_jax.launch evaluate --output runs/problems
+  python -m fly_jax.launch report runs --margin 2
+
+{flags}
+"""
+
+_NAME = "report"
+_SHOWN = ("score", "retention", "low", "high", "gained", "lost", "verdict", "items_to_decide")
+Figures = dict[str, Any]
+
+
+@flag_group("Report")
+class _ReportFlags:
+    file: str | None = None
+    margin: float = parameter(1.0, "points of the score that may be lost", above=0, below=100)
+    items: int = parameter(20, "most items lost, and gained, of a decoding on the page", low=0)
+    json: bool = parameter(False, "all figures as one JSON object on standard output")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command."""
+    values = Flags("report", _ReportFlags).parse(arguments, _HELP)
+    if values is None:
+        return
+    if values.file is None or not (folder := Path(values.file)).is_dir():
+        raise FlyJaxError(
+            f"report was given {values.file or 'nothing'}; give the folder of files that bench "
+            "--json and evaluate have written."
+        )
+
+    from fly_jax.evaluation.answers import rows
+    from fly_jax.evaluation.audit_summary import CLASSES, aligned
+    from fly_jax.launch.page import rendered
+
+    speeds, qualities = _read(folder, values.margin)
+    speed = [row for name, one in speeds.items() for row in _speed_rows(name, one, qualities)]
+    result = {"margin": values.margin, "speed": speed, "quality": qualities}
+    (folder / f"{_NAME}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    tables = {f"Quality: {name}": rows(one["tasks"]) for name, one in qualities.items()}
+    if speed:
+        tables = {"Speed beside quality": _speed_table(speed)} | tables
+    for name, one in qualities.items():
+        tables[f"Rescued tokens by class: {name}"] = [
+            ["task", "decoding", *CLASSES],
+            *([task, decoding, *(str(of["rescued_by_class"].get(kind, 0)) for kind in CLASSES)]
+              for task, decodings in one["tasks"].items() for decoding, of in decodings.items()),
+        ]  # fmt: skip
+    page = rendered(
+        "report.html",
+        title=f"Speed and quality: {folder.resolve().name}",
+        tables=tables,
+        sources={name: one["machine"] for name, one in (speeds | qualities).items()},
+        margin=values.margin,
+        changed=[
+            one
+            for name, found in qualities.items()
+            for one in _changed(folder / name, found["tasks"], values.items)
+        ],
+    )
+    path = folder / f"{_NAME}.html"
+    path.write_text(page, encoding="utf-8", errors="replace")
+    out = sys.stderr if values.json else sys.stdout
+    for name, shown in tables.items():
+        print(name, "", *aligned(shown, left=(1,)), "", sep="\n", file=out)
+    print(f"The page is {path}.", file=out)
+    if values.json:
+        print(json.dumps(result))
+
+
+def _read(folder: Path, margin: float) -> tuple[dict[str, Figures], dict[str, Figures]]:
+    """What bench and what evaluate wrote, by file and by folder, judged by the margin."""
+    from fly_jax.evaluation.answers import compare_decodings
+
+    speeds: dict[str, Figures] = {}
+    qualities: dict[str, Figures] = {}
+    for path in sorted(folder.rglob("*.json")):
+        name = path.relative_to(folder)
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            keys = found.keys() if isinstance(found, dict) else set()
+            if {"decodings", "turns"} <= keys:
+                speeds[str(name.with_suffix(""))] = found
+                list(_speed_rows("", found, {}))
+            elif {"tasks", "setting"} <= keys:
+                qualities[str(name.parent)] = found
+                for one in found["tasks"].values():
+                    compare_decodings(one, margin)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise FlyJaxError(
+                f"{path} is no whole file of bench --json or evaluate ({error!r}); measure it "
+                "again, or move it elsewhere."
+            ) from error
+    if not speeds and not qualities:
+        raise FlyJaxError(
+            f"{folder} has no file of bench --json or evaluate; measure something into it first."
+        )
+    return speeds, qualities
+
+
+def _speed_rows(
+    name: str, found: Figures, qualities: Mapping[str, Figures]
+) -> Iterator[dict[str, Any]]:
+    """The speeds of one file, each with what evaluate says of the same models and decoding."""
+    exact = [of["tokens_per_second"] for key, of in found["decodings"].items() if "exact" in key]
+    for decoding, one in found["decodings"].items():
+        yield {
+            "file": name,
+            "decoding": decoding,
+            **{key: one[key] for key in ("tokens_per_second", "deviation", "speed_up")},
+            "over_tuned_exact": one["tokens_per_second"] / max(exact) if exact else None,
+            **{key: one[key] for key in ("mean_accepted_tokens", "rescued_per_100_tokens")},
+            "quality": {
+                task: {key: of[decoding].get(key) for key in _SHOWN}
+                for other in qualities.values()
+                if all(other[key] == found[key] for key in ("target", "draft", "dtype"))
+                for task, of in other["tasks"].items()
+                if decoding in of
+            },
+        }
+
+
+def _speed_table(speed: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    from fly_jax.evaluation.answers import kept
+
+    tasks = list(dict.fromkeys(task for one in speed for task in one["quality"]))
+    shown = [["file", "decoding", "tokens/s", "speed-up", "over tuned exact", "mean accepted"]]
+    shown[0] += [f"{task}{what}" for task in tasks for what in ("", ": retention (95%)")]
+    for one in speed:
+        several = "" if one["deviation"] is None else f" ± {one['deviation']:.1f}"
+        over = "-" if one["over_tuned_exact"] is None else f"{one['over_tuned_exact']:.2f}x"
+        row = [one["file"], one["decoding"], f"{one['tokens_per_second']:.1f}{several}"]
+        row += [f"{one['speed_up']:.2f}x", over, f"{one['mean_accepted_tokens']:.2f}"]
+        for task in tasks:
+            of = one["quality"].get(task)
+            row += ["-", "-"] if of is None else [f"{of['score']:.1%}", kept(of)]
+        shown.append(row)
+    return shown
+
+
+def _changed(folder: Path, tasks: Mapping[str, Figures], most: int) -> Iterator[dict[str, Any]]:
+    """Items that a decoding has lost or gained, with the tokens of both answers."""
+    path = folder / "answers.jsonl"
+    lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
+    answers = {(one["task"], one["item"], one["decoding"]): one for one in map(json.loads, lines)}
+    for task, decodings in tasks.items():
+        (base, first), *others = decodings.items()
+        for name, one in others:
+            for kind, now in (("lost", "0"), ("gained", "1")):
+                differ = zip(one["items"], first["right"], one["right"], strict=True)
+                items = [item for item, was, is_now in differ if was != is_now == now]
+                yield {
+                    "head": f"{folder.name}, {task}, {name}: {len(items)} {kind}",
+                    "columns": (base, name),
+                    "items": [
+                        (item, [
+                            list(zip(of["pieces"], of["why"], strict=True))
+                            for key in (base, name)
+                            if (of := answers.get((task, item, key)))
+                        ])
+                        for item in items[:most]
+                    ],
+                }  # fmt: skip

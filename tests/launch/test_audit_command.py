@@ -1,16 +1,22 @@
-"""generate --audit and the command audit, on a tiny random pair."""
+"""generate --audit and the command audit, and its page as a browser would parse it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch_types import Captured, Decoded, Refused
 
+from fly_jax.evaluation.audit_file import FORMAT, VERSION, Audit
+from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run
 from fly_jax.launch.__main__ import main
+from fly_jax.launch.page import page
 from fly_jax.models.tokenizer import Tokenizer
 
 PROMPTS = ["Ada has 3 apples", "<script>Boris", "Vera's"]
@@ -122,3 +128,129 @@ def test_bad_input(audit: Path, refused: Refused) -> None:
     refused("audit", file, "--html=/nowhere/page.html", words=["/nowhere/page.html"])
     refused("audit", file, "--htm=x", words=["--htm"])
     refused("audit", file, "--pairs=-1", words=["pairs"])
+
+
+EVIL = '<script>alert("1")</script> & \x1b[31m'
+ONE = Continuation(
+    prompt=0, prompt_text=f"{EVIL}\nBoris", token_ids=[1, 2, 3, 4, 5],
+    token_texts=[" has", "<b>", "\n\t", "", "</s>"], why="mrcbm",
+    choice_probabilities=[0.9, 0.5, 0.4, 0.3, 0.2], entropies=[0.1, 0.2, 0.3, 0.4, 0.5],
+    text=" has<b>", answer="<i>", finish_reason="stop", num_rounds=3, exact_text=EVIL,
+    exact_answer="7",
+)  # fmt: skip
+KEPT = Mismatch(
+    prompt=0, position=1, draft_id=2, draft_text="<b>", choice_id=9, choice_text="<i>",
+    draft_probability=0.25, choice_probability=0.5, entropy=0.2, entropy_measure="top_3",
+    window="completed", refused_by=None, rule="fly", regret=0.6931, budget_left=1.5, context=EVIL,
+)  # fmt: skip
+REFUSED = dataclasses.replace(
+    KEPT, position=2, draft_text="'", regret=None, window="failed", refused_by="window"
+)
+AUDIT = Audit(Run(FORMAT, VERSION, "fly | <csd>", "top_3", {}), [KEPT, REFUSED], {0: ONE})
+VOID = ("meta", "br")
+
+
+class Page(HTMLParser):
+    """Every element that was opened, and the text of those of class t within the continuation."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.opened: list[tuple[str, dict[str, str | None]]] = []
+        self.path: list[str] = []
+        self.tokens: list[dict[str, str]] = []
+        self.shown = ""
+        self.feed(text)
+        self.close()
+        assert self.path == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.opened.append((tag, given))
+        if tag in VOID:
+            return
+        self.path.append(given.get("class") or tag)
+        if "text" in self.path and self.path[-1].startswith("t "):
+            shown = {"letter": self.path[-1].split()[1], "stop": given["tabindex"] or ""}
+            self.tokens.append({**shown, "text": "", "tip": ""})
+
+    def handle_endtag(self, tag: str) -> None:
+        self.path.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "tip" in self.path:
+            self.tokens[-1]["tip"] += data
+        elif "text" in self.path:
+            self.shown += data
+            if any(name.startswith("t ") for name in self.path):
+                self.tokens[-1]["text"] += data
+
+
+@pytest.fixture(scope="module")
+def parsed() -> Page:
+    return Page(page(AUDIT, 0))
+
+
+def test_the_text_is_all_there_and_nothing_of_it_is_markup(parsed: Page) -> None:
+    shown = EVIL.replace("\x1b", "\ufffd")
+    assert parsed.shown == f"{shown}\nBoris has<b>\n\t</s>"
+    assert [token["text"] for token in parsed.tokens] == [" has", "<b>", "\n\t", "", "</s>"]
+    tags = [tag for tag, _ in parsed.opened]
+    assert not {"script", "i", "s"} & set(tags)
+    assert tags.count("b") == 4 + 5  # the page's own: in the legend, and for each token
+    assert "\x1b" not in page(AUDIT, 0)
+
+
+def test_every_token_is_of_its_colour_and_tells_why(parsed: Page) -> None:
+    assert "".join(token["letter"] for token in parsed.tokens) == ONE.why
+    assert [token["stop"] for token in parsed.tokens] == ["-1", "0", "0", "-1", "-1"]
+    matched, rescued, corrected, *_ = (token["tip"] for token in parsed.tokens)
+    assert "p = 0.9000" in matched
+    for part in ("'<b>'", "p = 0.2500", "'<i>'", "p = 0.5000", "entropy 0.200 (top_3)",
+                 "regret 0.693 nats", "completed", "budget left 1.500"):  # fmt: skip
+        assert part in rescued
+    for part in ("refused by: window", "regret infinite", "failed"):
+        assert part in corrected
+
+
+def test_it_loads_and_runs_nothing(parsed: Page) -> None:
+    names = {name for _, given in parsed.opened for name in given}
+    assert not names & {"src", "href", "srcset", "onclick", "onload"}
+    assert not re.search(r"url\(|@import|https?:", page(AUDIT, 0))
+    policies = [given.get("content") or "" for _, given in parsed.opened]
+    assert any("default-src 'none'" in policy for policy in policies)
+
+
+def test_what_the_target_alone_writes(parsed: Page) -> None:
+    text = page(AUDIT, 0)
+    assert "instead of" in text
+    for words, changed in (
+        ("the same text", {"exact_text": ONE.text}),
+        ("not decoded", {"exact_text": None, "exact_answer": None}),
+        ("writes another text.</p>", {"answer": None}),
+    ):
+        one = dataclasses.replace(ONE, **changed)
+        assert words in page(dataclasses.replace(AUDIT, continuations={0: one}), 0)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_colours_can_be_told_from_their_background() -> None:
+    """At least 4.5 to 1, as the Web Content Accessibility Guidelines ask; by day and by night."""
+    text = page(AUDIT, 0)
+    themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in
+              re.findall(r":root \{(.*?)\}", text, re.DOTALL)]  # fmt: skip
+    assert len(themes) == 2
+    for theme in themes:
+        for front, back in (("ink", "page"), ("dim", "page"), ("m", "page"), ("b", "page"),
+                            ("r", "r-back"), ("c", "c-back"), ("ink", "panel"),
+                            ("dim", "panel")):  # fmt: skip
+            light, dark = sorted((luminance(theme[front]), luminance(theme[back])), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)
+    for letter in "rcb":  # and the colour is not all there is
+        assert re.search(rf"\.{letter} \{{[^}}]*underline (double|wavy|dotted)", text)

@@ -23,6 +23,7 @@ from local_processes import PATIENCE, Job
 from fly_jax.decoding.pair import load_pair
 from fly_jax.launch import crash_handler
 from fly_jax.launch.__main__ import main
+from fly_jax.launch.crash_handler import lost_processes
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding import processes
 
@@ -231,3 +232,39 @@ def test_one_that_is_killed_stops_the_other(bereaved: list[Job], victim: int) ->
     kept = Path(sentence.rpartition("(")[2].split()[0])
     assert kept.parent == job.folder
     assert "coordination" in kept.read_text()
+
+
+MESSAGES = {
+    "killed": (
+        "E1121 17:05:29 coordination_service.cc:1549] UNAVAILABLE: The following tasks are "
+        "unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed. Check the task logs",
+        {1},
+    ),
+    "two killed": (
+        "absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending "
+        "heartbeats):\n2\n13\nThe tasks have crashed.",
+        {2, 13},
+    ),
+    "left alone": (
+        "DEADLINE_EXCEEDED: Barrier timed out. Id: Shutdown::42::0.\n# of tasks that reached the "
+        "barrier: 1/2.\nThe first task at the barrier: 3. Some timed out task names:\n1\n",
+        {3},
+    ),
+    "process 0 killed": (
+        "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the leader "
+        "task was preempted/died/restarted unexpectedly",
+        {0},
+    ),
+    "process 0 silent": (
+        "F1121 18:04:55 client.h:80] absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: "
+        "/xla.coordination.CoordinationService/Heartbeat\n*** Check failure stack trace: ***",
+        {0},
+    ),
+    "something else": ("F1121 18:04:55 client.h:80] Check failed: a == b", set()),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_lost_processes(name: str) -> None:
+    native, lost = MESSAGES[name]
+    assert lost_processes(native) == lost

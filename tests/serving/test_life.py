@@ -1,8 +1,9 @@
-"""How a server ends: by its engine, by what answers HTTP, or by a second signal."""
+"""How a server ends, and what process 0 of several tells the others."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import os
@@ -12,15 +13,20 @@ import threading
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import uvicorn
 from live_server import Stuck, serving, started, stuck_service, until
 
+from fly_jax.engine.request import Request
 from fly_jax.serving.http.connections import Connection
 from fly_jax.serving.http.protocol import ApiError, CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
 from fly_jax.serving.http.run import ServerFailed, address, bound, run
 from fly_jax.serving.http.service import Service
+from fly_jax.serving.lockstep import decoded, encoded
+from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Lossy, Margin, Rule
+from fly_jax.verification.sampling import Sampling
 
 
 @pytest.fixture
@@ -103,3 +109,27 @@ def test_an_engine_that_has_stopped_takes_nothing(service: Service) -> None:
         asyncio.run(service.answer(CompletionRequest(prompt=[1]), TextStyle()))
     assert caught.value.status == 503
     assert service.num_open == 0
+
+
+RULES_ASKED_FOR: list[Rule] = [
+    Exact(),
+    *(kind() for kind in RULES.values()),
+    (Fly(window_size=2) | Margin(gap=1.5)) & Lossy(),
+    Budget(Fly(entropy="normalized") & Margin(), total=3.0),
+    Margin(gap=np.float32(0.25)),
+]
+
+
+@pytest.mark.parametrize("rule", RULES_ASKED_FOR, ids=lambda rule: type(rule).__name__)
+def test_a_request_arrives_as_it_was_sent(rule: Rule) -> None:
+    sent = Request(
+        [1, 2, 3], 20, rule, Sampling(0.7, top_k=5), 4, ("\n", "é"), protected_token_ids=(5, 6)
+    )
+    arrived = decoded(json.loads(json.dumps(encoded(sent))))
+    assert isinstance(arrived, Request)
+    assert arrived == dataclasses.replace(sent, stop=["\n", "é"], protected_token_ids=[5, 6])
+
+
+def test_nothing_else_is_made_of_a_message() -> None:
+    with pytest.raises(KeyError):
+        decoded({"Path": {}})

@@ -1,9 +1,10 @@
-"""A drafter learns what its teacher expects, in the tokens that it knows."""
+"""A drafter learns what its teacher expects; a run that was stopped goes on as if it had not."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -32,7 +33,7 @@ from fly_jax.training.distillation import (
     first_embedding,
     frequent_tokens,
 )
-from fly_jax.training.trainer import Recipe, Row, weighted_loss
+from fly_jax.training.trainer import Recipe, Row, steps_done, train, weighted_loss
 
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 
@@ -242,3 +243,35 @@ def test_what_is_refused(
     error = capsys.readouterr().err
     assert word in error
     assert error.count("\n") == 1
+
+
+RECIPE = Recipe(
+    config=CONFIG, num_steps=9, batch_size=2, row_length=12, learning_rate=1e-2, warmup_steps=2,
+    seed=0,
+)  # fmt: skip
+
+
+def rows(start: int, *, stop: int | None = None) -> Iterator[Row]:
+    """Those of each step, from one on; Ctrl-C before another."""
+    for step in range(start, RECIPE.num_steps):
+        if step == stop:
+            raise KeyboardInterrupt
+        size = (RECIPE.batch_size, RECIPE.row_length + 1)
+        tokens = np.random.default_rng(step).integers(4, CONFIG.vocab_size, size, np.int32)
+        positions = np.broadcast_to(np.arange(size[1], dtype=np.int32), size)
+        ones = np.ones((size[0], size[1] - 1), np.float32)
+        yield Row(tokens, ones, np.ones(size, np.int32), positions)
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = train(RECIPE, rows, tmp_path / "whole", steps_per_checkpoint=4)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        train(RECIPE, lambda start: rows(start, stop=6), stopped, steps_per_checkpoint=4)
+    assert steps_done(stopped) == 4
+    again = Mock(wraps=rows)
+    resumed = train(RECIPE, again, stopped, steps_per_checkpoint=4)
+    again.assert_called_once_with(4)
+    assert steps_done(stopped) == RECIPE.num_steps
+    for name, values in whole.parameters().items():
+        np.testing.assert_array_equal(resumed.parameters()[name], values, err_msg=name)

@@ -1,4 +1,4 @@
-"""GGUF files through the commands: as target and draft, in a chat, planned, converted, refused."""
+"""Converted checkpoints and GGUF files through the commands: they decode, or are refused."""
 
 from __future__ import annotations
 
@@ -15,11 +15,63 @@ from launch_types import Captured, Decoded, Folders, Patch, Refused
 from tokenizer_makers import llama3_json
 
 from fly_jax.launch.__main__ import main
+from fly_jax.models.checkpoints import write as module
 from fly_jax.models.llama import Llama
+
+Tokens = Callable[..., list[int]]
+ADA = "Ada has 3"
+
+
+@pytest.fixture
+def tokens(decoded: Decoded) -> Tokens:
+    given = "--max_new_tokens=12"
+    return lambda prompt, *flags: decoded(*flags, f"--prompt={prompt}", given)[0]["token_ids"]
+
+
+def test_the_sources_tokens_on_meshes(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
+    target, output = tiny_pair[0], tmp_path / "output"
+    assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
+    flags = ("--rule=autoregressive", "--dtype=float32")
+    expected = tokens(ADA, f"--target={target}", *flags)
+    assert tokens(ADA, f"--target={output}", *flags) == expected
+    assert tokens(ADA, f"--target={output}", *flags, "--mesh=2x4") == expected
+
+
+def test_int8_decodes_alike(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
+    """Quantised while it loads, or converted before."""
+    for name, source in zip(("target", "draft"), tiny_pair, strict=True):
+        folder = f"--output={tmp_path / name}"
+        assert main(["convert", f"--target={source}", folder, "--dtype=int8"]) == 0
+    loaded = tokens(ADA, f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=int8")
+    folders = (f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}")
+    assert tokens(ADA, *folders, "--dtype=bfloat16") == loaded
+
+
+def test_what_is_wrong(refused: Refused, tiny_pair: Folders, tmp_path: Path) -> None:
+    target, output = f"--target={tiny_pair[0]}", f"--output={tmp_path / 'a'}"
+    refused("convert", output, words=["--target"])
+    refused("convert", target, words=["--output"])
+    refused("convert", "--target=/nowhere", output, words=["/nowhere"])
+    refused("convert", target, f"--output={tiny_pair[1]}", words=["is no conversion"])
+    refused("convert", target, output, "--dtype=int4", words=["dtype"])
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(
+    tiny_pair: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_group", interrupted)
+    arguments = ["convert", f"--target={tiny_pair[0]}", f"--output={tmp_path / 'output'}"]
+    assert main(arguments) == 130
+    assert "python -m fly_jax.launch " + " ".join(arguments) in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(arguments) == 0
+
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}<|eot|>{% endfor %}"
 EXACT = ["--rule=exact", "--num_speculative_tokens=3"]
-Tokens = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +88,20 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write(0), write(1)
 
 
-@pytest.fixture
-def tokens(decoded: Decoded) -> Tokens:
-    return lambda *flags: decoded(*flags, "--prompt=the fox", "--max_new_tokens=12")[0]["token_ids"]
-
-
 def test_target_and_drafts(files: Folders, tokens: Tokens, tmp_path: Path) -> None:
     target, draft = files
-    alone = tokens(f"--target={target}")
+    alone = tokens("the fox", f"--target={target}")
     assert len(alone) > 4
     for given in (f"--draft={draft}", "--draft=self:int4"):
-        assert tokens(f"--target={target}", given, *EXACT) == alone
+        assert tokens("the fox", f"--target={target}", given, *EXACT) == alone
     output = tmp_path / "folder"
     assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=float32"]) == 0
-    assert tokens(f"--target={output}") == alone
+    assert tokens("the fox", f"--target={output}") == alone
 
 
 def test_a_chat(files: Folders, tokens: Tokens, capsys: Captured, monkeypatch: Patch) -> None:
     """The README's command, which a file alone is enough for."""
-    expected = tokens(f"--target={files[0]}")
+    expected = tokens("the fox", f"--target={files[0]}")
     monkeypatch.setattr(builtins, "input", Mock(side_effect=["the fox", EOFError]))
     arguments = [f"--target={files[0]}", "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
     assert main(["chat", *arguments]) == 0

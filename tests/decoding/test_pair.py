@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from refusals import assert_refused
 from tiny_pair import write_pair
 
 import fly_jax
@@ -46,14 +47,10 @@ def test_a_pair_without_a_draft_takes_any_rule(alone: Pair) -> None:
 
 
 def test_what_cannot_be_decoded_is_refused(pair: Pair, folders: tuple[Path, Path]) -> None:
-    with pytest.raises(FlyJaxError, match="list of at least one prompt"):
-        generate(pair, [])
-    with pytest.raises(FlyJaxError, match="for a single text"):
-        generate(pair, "Ada has 3 apples")
-    with pytest.raises(FlyJaxError, match="batch_size of at least 1"):
-        generate(pair, PROMPTS, batch_size=0)
-    with pytest.raises(FlyJaxError, match="outside the model's vocabulary"):
-        generate(pair, [[1, 10**6]])
+    assert_refused("list of at least one prompt", generate, pair, [])
+    assert_refused("for a single text", generate, pair, "Ada has 3 apples")
+    assert_refused("batch_size of at least 1", generate, pair, PROMPTS, batch_size=0)
+    assert_refused("outside the model's vocabulary", generate, pair, [[1, 10**6]])
     with pytest.raises(FlyJaxError, match=r"protect is '\(', which is no regular expression"):
         Engine.of(pair, rule="exact", protect=["("])
     with pytest.raises(FlyJaxError, match="must be at least 0 and 1"):
@@ -62,8 +59,9 @@ def test_what_cannot_be_decoded_is_refused(pair: Pair, folders: tuple[Path, Path
         Engine.of(pair, rule="csd", memory=CorrectionMemory("other"))
     with pytest.raises(FlyJaxError, match="There is no drafter 'lucky'; there are ngram"):
         generate(pair, PROMPTS, drafter="lucky")
-    with pytest.raises(FlyJaxError, match=r"cannot be looked up|neither a folder"):
-        load_pair(folders[0], "x" * 300)  # a name that no file system takes
+    assert_refused(
+        r"cannot be looked up|neither a folder", load_pair, folders[0], "x" * 300
+    )  # a name that no file system takes
 
 
 def test_engines_share_the_pairs_weights(pair: Pair) -> None:
@@ -113,8 +111,7 @@ def test_a_drafter_from_outside_drafts_losslessly(
     assert one.num_draft_tokens > 0
     with pytest.raises(FlyJaxError, match="a drafter 'toy' already"):
         fly_jax.register_drafter("toy", lambda target, static: Toy())
-    with pytest.raises(FlyJaxError, match="proposes alone"):
-        load_pair(folders[0], ["toy", folders[1]])
+    assert_refused("proposes alone", load_pair, folders[0], ["toy", folders[1]])
 
 
 def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> None:

@@ -23,6 +23,7 @@ from gguf_files import (
     write_sized,
 )
 from golden import GOLDEN, assert_same, layout_on
+from refusals import assert_refused
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
@@ -189,8 +190,7 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path, sized: Sized, key: 
         name, fields = f"tokenizer.ggml.{key}", writer.kv_data[0]
         fields[name] = dataclasses.replace(fields[name], value=value)
 
-    with pytest.raises(FlyJaxError, match=words):
-        open_checkpoint(sized(size, put))
+    assert_refused(words, open_checkpoint, sized(size, put))
 
 
 def test_a_sentencepiece_tokenizer_gives_the_ids_of_its_model(tmp_path: Path, sized: Sized) -> None:
@@ -232,10 +232,8 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
         (b"no such thing", "no GGUF file"),
     ):
         path.write_bytes(data)
-        with pytest.raises(FlyJaxError, match=words):
-            open_gguf(path)
-    with pytest.raises(FlyJaxError, match="cannot be read"):
-        open_gguf(tmp_path / "missing.gguf")
+        assert_refused(words, open_gguf, path)
+    assert_refused("cannot be read", open_gguf, tmp_path / "missing.gguf")
     fewer = {name: tensor for name, tensor in tensors.items() if name != "blk.1.ffn_up.weight"}
     narrow = tensors | {"blk.0.attn_k.weight": tensors["blk.0.attn_k.weight"][:64]}
     biased = tensors | {"blk.0.attn_q.bias": np.zeros(256, np.float32)}
@@ -246,8 +244,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, tensors: Tensors) -
         (biased, "F32", "llama", r"blk\.0\.attn_q\.bias, which .* 'llama'"),
         (tensors, "IQ4_NL", "llama", "stored as IQ4_NL"),
     ):
-        with pytest.raises(FlyJaxError, match=words):
-            open_weights(write(path, some, kind, architecture=family))
+        assert_refused(words, open_weights, write(path, some, kind, architecture=family))
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_piece_writer])

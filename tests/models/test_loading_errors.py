@@ -15,10 +15,10 @@ import pytest
 from golden import layout_on
 from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
+from refusals import sentence
 from safetensors.numpy import load_file, save_file
 
 from fly_jax.decoding.pair import open_pair
-from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.hugging_face import HuggingFaceSource
 from fly_jax.models.checkpoints.load import load_llama, open_weights
@@ -54,17 +54,6 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def sentence(call: Callable[[], object]) -> str:
-    """What the call complains about, checked to be one sentence."""
-    with pytest.raises(FlyJaxError) as error:
-        call()
-    text = str(error.value)
-    assert text.endswith(".")
-    assert "\n" not in text
-    assert ". " not in text
-    return text
-
-
 @pytest.fixture
 def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
     """What is said about a folder before any weight is read: by the check and by loading."""
@@ -73,8 +62,8 @@ def complaint(monkeypatch: pytest.MonkeyPatch) -> Complaint:
         raise AssertionError("weights were read")
 
     def said(folder: Path) -> str:
-        text = sentence(lambda: open_weights(folder))
-        assert sentence(lambda: load_llama(folder)) == text
+        text = sentence(open_weights, folder)
+        assert sentence(load_llama, folder) == text
         return text
 
     monkeypatch.setattr(HuggingFaceSource, "read", read)
@@ -170,7 +159,7 @@ def test_a_folder_without_weights(folder: Path, tmp_path: Path, complaint: Compl
     assert f"{tmp_path / 'x'} does not exist" in complaint(tmp_path / "x")
     file = folder / "a.safetensors"
     assert f"{file} is a file" in complaint(file)
-    assert sentence(lambda: resolve(str(file))).endswith(f"give '{folder}'.")
+    assert sentence(resolve, str(file)).endswith(f"give '{folder}'.")
     assert f"{tmp_path} holds no weights" in complaint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
     text = complaint(tmp_path)
@@ -216,7 +205,7 @@ def test_weights_that_are_not_finite(folder: Path, value: float, mesh: str | Non
 
     with_up(spoil)(folder)
     open_weights(folder)
-    text = sentence(lambda: load_llama(folder, layout=layout_on(mesh), dtype=jnp.bfloat16))
+    text = sentence(load_llama, folder, layout=layout_on(mesh), dtype=jnp.bfloat16)
     assert f"{UP} in {folder / 'b.safetensors'} holds NaN or infinite weights" in text
 
 
@@ -231,7 +220,7 @@ def test_a_local_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["", " ", "llama", "/absent/llama", "./llama", "a/b/c", "../a"])
 def test_neither_a_folder_nor_a_hub_id(name: str) -> None:
-    text = sentence(lambda: resolve(name))
+    text = sentence(resolve, name)
     assert f"'{name}' is neither a folder that exists nor a hub id" in text
 
 
@@ -270,11 +259,11 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, downloads: Downloads) -> None:
 
 
 def test_a_revision_that_cannot_be_meant(tmp_path: Path, downloads: Downloads) -> None:
-    twice = sentence(lambda: resolve("org/name@main", "v1"))
+    twice = sentence(resolve, "org/name@main", "v1")
     assert "names a revision, and 'v1' was given as well" in twice
-    assert "only hub ids have revisions" in sentence(lambda: resolve(str(tmp_path), "v1"))
-    assert "neither a folder that exists nor a hub id" in sentence(lambda: resolve("org/name@"))
-    assert "given without a target" in sentence(lambda: open_pair(revision="v1"))
+    assert "only hub ids have revisions" in sentence(resolve, str(tmp_path), "v1")
+    assert "neither a folder that exists nor a hub id" in sentence(resolve, "org/name@")
+    assert "given without a target" in sentence(open_pair, revision="v1")
     assert downloads == []
 
 
@@ -282,7 +271,7 @@ def test_a_revision_that_cannot_be_meant(tmp_path: Path, downloads: Downloads) -
 def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    text = sentence(lambda: resolve(name))
+    text = sentence(resolve, name)
     assert f"'{name}' is no folder that exists, and the hub could not give it" in text
 
 
@@ -299,6 +288,6 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch, error: type[Excepti
         raise error.__new__(error)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    text = sentence(lambda: resolve("org/name", "v9"))
+    text = sentence(resolve, "org/name", "v9")
     assert "'org/name'" in text
     assert ADVICE[error] in text

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
@@ -22,7 +23,12 @@ _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 _DIRECTION = re.compile(r"direction=(\w+)")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([0-9,]*)\](\{[^}]*\})?")
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne,
+    "add": operator.add, "subtract": operator.sub,
+}  # fmt: skip
+# Beyond so many trips a loop is taken to be one that only data ends.
+_MOST_TRIPS = 2**12
 # What hands its operand on, as far as a counter is concerned.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier")
 
@@ -160,10 +166,10 @@ def _frames(
     yield Frame(scope.computation, count, in_loop, in_branch)
     for one in scope.computation.instructions.values():
         if one.opcode == "while":
-            loop = _Loop(scope, one)
-            trips = unknown_trips if loop.trips is None else loop.trips
+            trips, inside = _loop(scope, one)
+            trips = unknown_trips if trips is None else trips
             if trips:
-                yield from _frames(loop.inside, count * trips, True, in_branch, unknown_trips)
+                yield from _frames(inside, count * trips, True, in_branch, unknown_trips)
         elif one.opcode == "conditional":
             for name, operand in zip(one.called, one.operands[1:], strict=False):
                 inside = _Scope(scope.program, name, (scope.value(operand),))
@@ -176,20 +182,14 @@ def _frames(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Counter:
-    """A number that a loop carries, and what has been added to it."""
+class _Carried:
+    """What a loop carries in a slot, whatever that is."""
 
     slot: int
-    added: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """All that a loop carries."""
-
-
-# What is known of a value: a number, one of a loop, several, or nothing.
-_Value = int | _Counter | _State | tuple["_Value", ...] | None
+# What is known of a value: a number (a truth is 1 or 0), a slot of a loop, several, or nothing.
+_Value = int | _Carried | tuple["_Value", ...] | None
 
 
 class _Scope:
@@ -213,11 +213,6 @@ class _Scope:
         root = self.computation.root
         return None if root is None else self.value(root.name)
 
-    def within(self, one: Instruction) -> _Scope:
-        """The computation of a fusion or a call."""
-        given = tuple(self.value(operand) for operand in one.operands)
-        return _Scope(self.program, one.called[0], given)
-
     def _worked_out(self, one: Instruction) -> _Value:
         if any(array.shape for array in one.arrays) and not one.result.startswith("("):
             return None  # counters are scalars
@@ -227,111 +222,55 @@ class _Scope:
         if one.opcode == "constant":
             is_number = one.arrays and re.fullmatch(r"-?\d+", one.inputs)
             return int(one.inputs) if is_number else None
+        values = tuple(self.value(operand) for operand in one.operands)
         if one.opcode == "get-tuple-element":
-            at = _INDEX.search(one.attributes)
-            return _element(self.value(one.operands[0]), int(at[1]) if at else 0)
+            return _element(values[0], int(_INDEX.findall(one.attributes)[0]))
         if one.opcode == "tuple":
-            return tuple(self.value(operand) for operand in one.operands)
+            return values
         if one.opcode in _SAME:
-            return self.value(one.operands[0])
-        if one.opcode in ("add", "subtract"):
-            first, second = (self.value(operand) for operand in one.operands)
-            return _sum(first, second, -1 if one.opcode == "subtract" else 1)
+            return values[0]
         if one.opcode in ("fusion", "call") and one.called:
-            return self.within(one).result()
-        return None
-
-
-def _element(value: _Value, index: int) -> _Value:
-    if isinstance(value, _State):
-        return _Counter(index)
-    return value[index] if isinstance(value, tuple) and index < len(value) else None
-
-
-def _sum(first: _Value, second: _Value, sign: int) -> _Value:
-    if isinstance(first, int) and isinstance(second, int):
-        return first + sign * second
-    if isinstance(first, _Counter) and isinstance(second, int):
-        return _Counter(first.slot, first.added + sign * second)
-    if isinstance(first, int) and isinstance(second, _Counter) and sign > 0:
-        return _Counter(second.slot, second.added + first)
-    return None
-
-
-class _Loop:
-    """A `while` in its place: its trips at most (None where only data says them), and its body."""
-
-    def __init__(self, scope: _Scope, one: Instruction) -> None:
-        names = _LOOP.search(one.attributes)
-        condition, body = (names[1], names[2]) if names else ("", "")
-        self._init = scope.value(one.operands[0]) if one.operands else None
-        self._after = _Scope(scope.program, body, (_State(),)).result()
-        known = _KNOWN_TRIPS.search(one.attributes)
-        if known:
-            self.trips: int | None = int(known[1])
-        else:
-            bounds = list(_bounds(_Scope(scope.program, condition, (_State(),))))
-            counts = [self._count(*bound) for bound in bounds]
-            # A loop that several things end runs as often as the first of them lets it.
-            self.trips = min((count for count in counts if count is not None), default=None)
-        self.inside = _Scope(scope.program, body, (self._unchanged(),))
-
-    def _unchanged(self) -> _Value:
-        """The values that the loop carries, without those that it changes."""
-        if not isinstance(self._init, tuple):
-            return None
-        return tuple(
-            value if _element(self._after, slot) == _Counter(slot) else None
-            for slot, value in enumerate(self._init)
-        )
-
-    def _count(self, first: _Value, direction: str, second: _Value) -> int | None:
-        """Trips while `first` compares so with `second`, one a counter, the other a limit."""
-        limit = self._constant(second)
-        if limit is None or not isinstance(first, _Counter):
-            limit, first, direction = self._constant(first), second, _MIRRORED.get(direction, "")
-        if limit is None or not isinstance(first, _Counter):
-            return None
-        start = _element(self._init, first.slot)
-        # A counter whose start is data starts at 0 at the least: more trips than there will be.
-        begin = (start if isinstance(start, int) else 0) + first.added
-        after, step = _element(self._after, first.slot), 1
-        if isinstance(after, _Counter) and after.slot == first.slot:
-            step = after.added or 1
-        if direction in ("LT", "LE") or (direction == "NE" and step > 0):
-            away = limit - begin + (direction == "LE")
-        elif direction in ("GT", "GE", "NE"):
-            away, step = begin - limit + (direction == "GE"), -step
-        else:
-            return None
-        return max(-(-away // step), 0) if step > 0 else None
-
-    def _constant(self, value: _Value) -> int | None:
-        """A number, or one that the loop carries unchanged."""
-        if isinstance(value, _Counter) and _element(self._after, value.slot) == _Counter(
-            value.slot
-        ):
-            start = _element(self._init, value.slot)
-            return start + value.added if isinstance(start, int) else None
-        return value if isinstance(value, int) else None
-
-
-def _bounds(scope: _Scope) -> Iterator[tuple[_Value, str, _Value]]:
-    """Comparisons of a loop's condition, all of which have to hold."""
-    root = scope.computation.root
-    pending = [] if root is None else [root.name]
-    while pending:
-        one = scope.computation.instructions.get(pending.pop())
-        if one is None:
-            continue
+            return _Scope(self.program, one.called[0], values).result()
+        if one.opcode == "and":  # where one of them ends a loop, what the others say is no matter
+            return 0 if 0 in values else None if None in values else 1
         direction = _DIRECTION.search(one.attributes)
-        if one.opcode == "compare" and direction:
-            first, second = (scope.value(operand) for operand in one.operands)
-            yield first, direction[1], second
-        elif one.opcode == "and":
-            pending += one.operands
-        elif one.opcode == "fusion" and one.called:
-            yield from _bounds(scope.within(one))
+        work = _ARITHMETIC.get(direction[1] if direction else one.opcode)
+        numbers = [value for value in values if isinstance(value, int)]
+        return int(work(*numbers)) if work is not None and len(numbers) == 2 else None
+
+
+def _element(value: _Value, slot: int) -> _Value:
+    return value[slot] if isinstance(value, tuple) and slot < len(value) else None
+
+
+def _loop(scope: _Scope, one: Instruction) -> tuple[int | None, _Scope]:
+    """A `while` in its place: its trips at most (None where only data says them), and its body.
+
+    Its counters are counted through. Of the values that it carries the body has those that it
+    leaves as they are.
+    """
+    names = _LOOP.search(one.attributes)
+    condition, body = (names[1], names[2]) if names else ("", "")
+    init = scope.value(one.operands[0]) if one.operands else None
+    slots = range(len(one.arrays))
+    after = _Scope(scope.program, body, (tuple(map(_Carried, slots)),)).result()
+    kept = [_element(after, slot) == _Carried(slot) for slot in slots]
+    before = [_element(init, slot) for slot in slots]
+    inside = tuple(value if same else None for value, same in zip(before, kept, strict=True))
+    found = _Scope(scope.program, body, (inside,))
+    known = _KNOWN_TRIPS.search(one.attributes)
+    if known:
+        return int(known[1]), found
+    # A counter whose start is data starts at 0 at the least: more trips than there will be.
+    state: _Value = tuple(
+        0 if value is None and not same and array.kind != "pred" else value
+        for value, same, array in zip(before, kept, one.arrays, strict=True)
+    )
+    for trips in range(_MOST_TRIPS):
+        if _Scope(scope.program, condition, (state,)).result() == 0:
+            return trips, found
+        state = _Scope(scope.program, body, (state,)).result()
+    return None, found
 
 
 EXCHANGES = (

@@ -14,16 +14,17 @@ import oracle
 import pytest
 import scipy.stats
 
-from fly_jax.integrations.vllm_tpu.row_rules import RowRules, keep, sampling_of
+from fly_jax.integrations.vllm_tpu.row_rules import RowRules, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import decoding_config
-from fly_jax.verification.rules import Budget, Exact, Fly, Margin, per_row
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, RuleState, per_row
 from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.verify import verify_flat
 
 VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
 WINDOW, THRESHOLD = 1, 0.6
 NEVER = 3
 
-kept = jax.jit(keep, static_argnames="max_drafted")
+kept = jax.jit(verify_flat, static_argnames="max_drafted")
 
 
 def batch(seed: int) -> tuple[np.ndarray, ...]:
@@ -99,13 +100,13 @@ def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
         if is_mixed:  # every second request samples
             sampling = sampled(np.where(np.arange(ROWS) % 2, 0.8, -1.0), 4)
         found = kept(
-            rule, drafts, counts, logits, bonus, max_drafted=LONGEST, sampling=sampling,
+            rule, logits, drafts, counts, bonus, max_drafted=LONGEST, sampling=sampling,
             key=jax.random.key(seed), protected=protected,
         )  # fmt: skip
         greedy = slice(None, None, 2 if is_mixed else 1)
         tokens = rows_of(np.asarray(found.tokens), counts)
         assert tokens[greedy] == greedy_rows(inputs, loose)[greedy]
-        rescued += int(np.sum(found.num_rescued))
+        rescued += int(np.sum(found.verdict.num_rescued))
     assert rescued > 5
 
 
@@ -117,7 +118,7 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
     drawn = {"sampling": sampled(np.full(number, 1.3), 5), "key": jax.random.key(7)}
     inputs = np.full(number, draft, np.int32), np.ones(number, np.int32)
     logits_of_all, bonus = np.broadcast_to(logits, (number, 6)), np.zeros(number, np.int32)
-    found = kept(rule, *inputs, logits_of_all, bonus, max_drafted=1, **drawn)
+    found = kept(rule, logits_of_all, *inputs, bonus, max_drafted=1, **drawn)
     first = np.asarray(found.tokens[:number])
     assert (first[1::2] == draft).all()
     expected = oracle.processed_probs(logits, 1.3, 5, 0.9)
@@ -131,12 +132,14 @@ def test_a_budget_is_what_earlier_steps_have_left() -> None:
     logits = np.array([[2.0, 1.5, 0.0]] * 4, np.float32)  # regret of token 1: 0.5
     rule = Budget(Margin(gap=1.0), np.full(2, 1.2, np.float32))
     drafts, counts, bonus = (np.array(one, np.int32) for one in ([1] * 4, [2, 2], [7, 8]))
-    step = functools.partial(kept, rule, drafts, counts, logits, bonus, max_drafted=2)
-    found = step(budget=np.array([1.2, 0.6], np.float32))
+    step = functools.partial(kept, rule, logits, drafts, counts, bonus, max_drafted=2)
+    state = RuleState(np.array([1.2, 0.6], np.float32))
+    found = step(state=state)
     assert found.tokens.tolist() == [1, 1, 1, 0, 7, -1]
-    assert found.num_rescued.tolist() == [2, 1]
-    np.testing.assert_allclose(found.budget, [0.2, 0.1], atol=1e-6)
-    assert step(budget=found.budget).tokens.tolist() == [0, -1, 0, -1, -1, -1]
+    assert found.verdict.num_rescued.tolist() == [2, 1]
+    left = state.after(found.verdict, found.verdict.num_accepted)
+    np.testing.assert_allclose(left.budget, [0.2, 0.1], atol=1e-6)
+    assert step(state=left).tokens.tolist() == [0, -1, 0, -1, -1, -1]
 
 
 REQUESTS = {

@@ -136,6 +136,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self.model_fn = model.model.step_fn_no_options
         self.compute_logits_fn = model.compute_logits_fn
         self._drafted = jax.jit(self._draft, donate_argnums=(0, 1))
+        take_in = self._on_each(draft_inputs.take_in, max_length=self.runner.max_model_len)
+        self._taken_in = jax.jit(take_in)
         if self._lookup is not None:
             self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
 
@@ -160,19 +162,16 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         Each request may have one token more than the target's step; the programs are made for one
         more of each.
         """
-        taken = _taken_in(
-            draft_inputs.TargetStep(
-                input_ids,
-                attn_metadata.input_positions,
-                attn_metadata.query_start_loc,
-                attn_metadata.seq_lens,
-                jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id),
-                num_rejected_tokens,
-                num_reqs_dp,
-            ),
-            mesh=self.mesh,
-            max_length=self.runner.max_model_len,
+        step = draft_inputs.TargetStep(
+            input_ids,
+            attn_metadata.input_positions,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id),
+            num_rejected_tokens,
+            num_reqs_dp,
         )
+        taken = self._taken_in(step)
         metadata = dataclasses.replace(
             attn_metadata,
             input_positions=taken.positions,
@@ -346,16 +345,3 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
                     runner.kv_caches, _ = self.propose(
                         runner.kv_caches, tokens, metadata, last, None
                     )
-
-
-@functools.partial(jax.jit, static_argnames=("mesh", "max_length"))
-def _taken_in(
-    step: draft_inputs.TargetStep, *, mesh: jax.sharding.Mesh, max_length: int
-) -> draft_inputs.TakenIn:
-    """`take_in` on each device's share of the requests."""
-    return jax.shard_map(
-        functools.partial(draft_inputs.take_in, max_length=max_length),
-        mesh=mesh,
-        in_specs=SPLIT,
-        out_specs=SPLIT,
-    )(step)

@@ -1,4 +1,4 @@
-"""The rule and budget of each row of a step, and what it keeps of drafts; free of the engine."""
+"""The rule, the place and the sampling of each row of a step; free of the engine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu.startup import KEY, request_rule
-from fly_jax.verification.rules import Exact, Rule, RuleState, per_row
+from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling
-from fly_jax.verification.verify import verify_flat
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -133,65 +132,3 @@ def sampling_of(
 ) -> Sampling:
     """The engine's numbers as ours: its temperature of a greedy request is -1."""
     return Sampling(jnp.maximum(temperature, 0), jnp.maximum(top_k, 0), top_p)
-
-
-class KeptDrafts(NamedTuple):
-    """The decisions of `keep`.
-
-    Attributes:
-      tokens: at the draft positions of all requests, one after the other, what is emitted there, -1
-        for nothing; then, one for each request, the token that follows a draft kept whole, else -1.
-      num_rescued: draft tokens of each request that the rule kept though the target refused them.
-      budget: the risk budget that is left to each request; None for a rule without one.
-    """
-
-    tokens: Int32[Array, " emitted"]
-    num_rescued: Int32[Array, " requests"]
-    budget: Float32[Array, " requests"] | None
-
-
-def keep(
-    rule: Rule,
-    draft_tokens: Int[Array, " tokens"],
-    num_drafted: Int[Array, " requests"],
-    target_logits: Float[Array, "tokens vocab"],
-    bonus_tokens: Int[Array, " requests"],
-    *,
-    max_drafted: int,
-    sampling: Sampling | None = None,
-    draft_probs: Float[Array, "tokens vocab"] | None = None,
-    key: Key[Array, ""] | None = None,
-    protected: Bool[Array, " vocab"] | None = None,
-    memory: Int32[Array, "pairs 2"] | None = None,
-    budget: Float32[Array, " requests"] | None = None,
-) -> KeptDrafts:
-    """Applies a rule to the drafts of a step.
-
-    Args:
-      rule: its numbers are scalars or one for each request.
-      draft_tokens: of all requests, one after the other; the rest is padding.
-      target_logits: that predict the draft tokens, raw.
-      bonus_tokens: what the engine has drawn to follow a draft that is kept whole.
-      max_drafted: at least the largest of `num_drafted`; static.
-      sampling: of each request; None if all are greedy. With it a key is needed.
-      draft_probs: what the drafts were drawn with; None if they were not drawn.
-      protected: tokens that are never rescued, nor anything in their place.
-      memory: `CorrectionMemory.keys`, for a rule with `uses_memory`.
-    """
-    state = RuleState(budget)
-    found = verify_flat(
-        rule,
-        target_logits,
-        draft_tokens,
-        num_drafted,
-        bonus_tokens,
-        max_drafted=max_drafted,
-        draft_probs=draft_probs,
-        sampling=sampling,
-        key=None if sampling is None else key,
-        protected=protected,
-        memory=memory,
-        state=state,
-    )
-    left = state.after(found.verdict, found.verdict.num_accepted)
-    return KeptDrafts(found.tokens, found.verdict.num_rescued, left.budget)

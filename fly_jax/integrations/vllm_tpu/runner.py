@@ -28,16 +28,11 @@ from tpu_inference.worker import tpu_worker
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer, draft_cache_shape
-from fly_jax.integrations.vllm_tpu.row_rules import (
-    KeptDrafts,
-    RowRules,
-    StepRows,
-    keep,
-    sampling_of,
-)
+from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
-from fly_jax.verification.rules import Rule
+from fly_jax.verification.rules import Rule, RuleState
+from fly_jax.verification.verify import verify_flat
 
 NAME = "vllm:spec_decode_num_rescued_tokens"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
@@ -102,7 +97,7 @@ class LoosenedSampler(RejectionSampler):
         protected: Bool[np.ndarray, " vocab"],
         memory: Int32[np.ndarray, "pairs 2"] | None,
     ) -> None:
-        """Puts on the devices what stays there; see `keep`."""
+        """Puts on the devices what stays there; see `verify_flat`."""
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         self.num_rescued: Int32[Array, ""] | None = None
@@ -168,39 +163,49 @@ def kept_on(
     mesh: jax.sharding.Mesh,
     max_drafted: int,
 ) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:
-    """`keep` on every device's share of the requests.
+    """`verify_flat` on every device's share of the requests.
+
+    Args:
+      budgets: the risk budget that is left to the request of each slot, in nats.
 
     Returns:
       The tokens, in the engine's layout, how many of them are rescues, and the budgets.
     """
-    rows: dict[str, Any] = {
-        "draft_tokens": draft_tokens,
-        "num_drafted": num_drafted,
-        "target_logits": logits,
-        "bonus_tokens": bonus_tokens,
-        "draft_probs": draft_probs,
-    }
+    sampling, budget = None, None
     if metadata.do_sampling:
-        rows["sampling"] = sampling_of(metadata.temperature, metadata.top_k, metadata.top_p)
+        sampling = sampling_of(metadata.temperature, metadata.top_k, metadata.top_p)
     if step.rule.budget is not None:
         # A row without a slot has a budget of 0.
         before = budgets.at[step.slots].get(mode="fill", fill_value=0)
         is_new = step.is_new & (step.slots < budgets.shape[0])
-        rows["budget"] = jnp.where(is_new, step.rule.budget, before)
+        budget = jnp.where(is_new, step.rule.budget, before)
+    rows: dict[str, Any] = {
+        "logits": logits,
+        "draft_tokens": draft_tokens,
+        "num_drafted": num_drafted,
+        "bonus_tokens": bonus_tokens,
+        "draft_probs": draft_probs,
+        "sampling": sampling,
+        "state": RuleState(budget),
+    }
 
-    def of_a_device(rule: Rule, rows: dict[str, Any], whole: dict[str, Any]) -> KeptDrafts:
+    def of_a_device(
+        rule: Rule, rows: dict[str, Any], whole: dict[str, Any]
+    ) -> tuple[Array, Array, Array | None]:
         if whole["key"] is not None:
             rank = jax.lax.axis_index(ShardingAxisName.ATTN_DATA)
             whole = whole | {"key": jax.random.fold_in(whole["key"], rank)}
-        return keep(rule, **rows, **whole, max_drafted=max_drafted)
+        found = verify_flat(rule, **rows, **whole, max_drafted=max_drafted)
+        left = rows["state"].after(found.verdict, found.verdict.num_accepted)
+        return found.tokens, found.verdict.num_rescued, left.budget
 
     split, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
-    found = jax.shard_map(
+    tokens, num_rescued, left = jax.shard_map(
         of_a_device, mesh=mesh, in_specs=(split, split, whole), out_specs=split, check_vma=False
     )(step.rule, rows, {"key": key, "protected": protected, "memory": memory})
-    if found.budget is not None:
-        budgets = budgets.at[step.slots].set(found.budget, mode="drop")
-    return found.tokens, jnp.sum(found.num_rescued), budgets
+    if left is not None:
+        budgets = budgets.at[step.slots].set(left, mode="drop")
+    return tokens, jnp.sum(num_rescued), budgets
 
 
 class Runner(TPUModelRunner):  # type: ignore[misc]
@@ -301,18 +306,13 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
             runner.rescues.wait_for(runner.rejection_sampler.num_rescued)
         if isinstance(runner.drafter, DraftModelProposer):
             # It has the interface of the EAGLE-3 head, so that the engine drives it as that.
-            self._draft_token_ids = self.propose_eagle3_draft_token_ids(
-                of["spec_decode_metadata"],
-                of["last_sampled_token_id"],
-                of["num_rejected_tokens"],
-                of["discard_sampled_tokens_req_indices"],
-                of["aux_hidden_states"],
-                of["attn_metadata"],
-                of["scheduler_output"],
-                of["input_ids"],
-                of["async_scheduling"],
-                of["hidden_states"],
-            )
+            names = (
+                "spec_decode_metadata", "last_sampled_token_id", "num_rejected_tokens",
+                "discard_sampled_tokens_req_indices", "aux_hidden_states", "attn_metadata",
+                "scheduler_output", "input_ids", "async_scheduling", "hidden_states",
+            )  # fmt: skip
+            drafts = self.propose_eagle3_draft_token_ids(*(of[name] for name in names))
+            self._draft_token_ids = drafts
             self._req_indices_dp = of["spec_decode_metadata"].req_indices_dp
         elif runner.speculative_config.method == "ngram":
             # The engine looks up before the step's tokens stand in its text, and so drafts what

@@ -71,13 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     # A template that fails, also of a system's message alone, does so before weights are read.
     models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
     pair = load_opened(
-        config,
-        models,
-        mesh,
-        dtype=values.dtype,
-        weights_cache=values.weights_cache,
-        rows=1,
-        longest=_USUAL_TOKENS,
+        config, models, mesh, values.dtype, values.weights_cache, rows=1, longest=_USUAL_TOKENS
     )
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history

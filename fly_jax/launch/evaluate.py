@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> None:
         length = max(len(one.prompt) + one.max_new_tokens for one in requests)
         rows = min(values.batch_size, len(items))
         dtype = values.dtype
-        pair = load_opened(longest, models, mesh, dtype=dtype, rows=rows, longest=length)
+        pair = load_opened(longest, models, mesh, dtype, rows=rows, longest=length)
         try:
             answer_items(pair, configs, items, requests, answers, batch_size=rows)
         except KeyboardInterrupt:

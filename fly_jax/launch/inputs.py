@@ -22,6 +22,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
+from fly_jax.parameters import parameters_of
 from fly_jax.sharding.mesh import (
     MeshSpec,
     create_mesh,
@@ -161,35 +162,29 @@ def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
     """`load_opened` for prompts that are known."""
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
-    models, mesh = inputs.models, inputs.mesh
     return load_opened(
-        inputs.config,
-        models,
-        mesh,
-        dtype=values.dtype,
-        weights_cache=values.weights_cache,
-        rows=rows,
-        longest=longest,
-    )
+        inputs.config, inputs.models, inputs.mesh, values.dtype, values.weights_cache,
+        rows=rows, longest=longest,
+    )  # fmt: skip
 
 
 def load_opened(
     config: DecodingConfig,
     models: OpenPair,
     mesh: MeshSpec,
-    *,
     dtype: Dtype | None,
+    weights_cache: str | None = "off",
+    *,
     rows: int,
     longest: int,
-    weights_cache: str | None = "off",
 ) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie.
 
     Args:
       dtype: of the weights; None for what suits them.
+      weights_cache: see `load_pair`.
       rows: decoded together.
       longest: tokens of a row, at most.
-      weights_cache: see `load_pair`.
     """
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
@@ -436,14 +431,8 @@ def _check_unicode(text: str, source: str) -> None:
 # Added to what the service takes to miss a process.
 _MARGIN_SECONDS = 15
 # The flags that may differ between the processes.
-_OF_ONE_PROCESS = (
-    "coordinator_address",
-    "num_processes",
-    "process_id",
-    "coordinator_timeout",
-    "compilation_cache",
-    "weights_cache",
-)
+_OF_ONE_PROCESS = {"compilation_cache", "weights_cache"}
+_OF_ONE_PROCESS |= {one.name for one in parameters_of(ProcessFlags)}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import ipaddress
 import math
@@ -181,7 +182,7 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
 
 def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> None:
     """Runs in process 0: serves until it is told to stop."""
-    from fly_jax.serving.http.run import ServerFailed, run
+    from fly_jax.serving.http.run import ServerFailed, run, serve
 
     if not service.limits.api_keys and not _is_loopback(listening.getsockname()[0]):
         say(f"Whoever reaches {values.host} may ask; --api_key or {_KEY} demands a key.")
@@ -197,13 +198,11 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
                 bar.close()
 
         try:
-            run(
-                service,
-                listening,
-                grace_period=values.grace_period,
-                say=say,
+            serving = functools.partial(
+                serve, service, listening, grace_period=values.grace_period, say=say,
                 on_progress=on_progress,
-            )
+            )  # fmt: skip
+            run(serving, service.cancel)
         except ServerFailed as error:
             cause = error.__cause__
             if cause is not None and is_of_another(cause):
@@ -222,14 +221,9 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
     pair = load_opened(
-        builder.config,
-        models,
-        mesh,
-        dtype=values.dtype,
-        weights_cache=values.weights_cache,
-        rows=values.num_slots,
-        longest=length,
-    )
+        builder.config, models, mesh, values.dtype, values.weights_cache,
+        rows=values.num_slots, longest=length,
+    )  # fmt: skip
     engine = kind.of(
         pair,
         builder.for_engine,

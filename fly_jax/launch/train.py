@@ -105,7 +105,7 @@ def _distil(values: _TrainFlags) -> None:
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     rows = min(values.batch_size, len(ids))
     longest = max(map(len, ids)) + values.max_new_tokens
-    pair = load_opened(config, opened, mesh, dtype=values.dtype, rows=rows, longest=longest)
+    pair = load_opened(config, opened, mesh, values.dtype, rows=rows, longest=longest)
     documents = distillation.continued(
         Engine.of(
             pair,

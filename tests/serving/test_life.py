@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+from functools import partial
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from fly_jax.engine.request import Request
 from fly_jax.serving.http.connections import Connection
 from fly_jax.serving.http.protocol import ApiError, CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
-from fly_jax.serving.http.run import ServerFailed, address, bound, run
+from fly_jax.serving.http.run import ServerFailed, address, bound, run, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Lossy, Margin, Rule
@@ -91,7 +92,8 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
 
     asking = threading.Thread(target=client)
     asking.start()
-    run(service, listening, grace_period=3600, say=said.append, on_progress=lambda *_: None)
+    settings: dict[str, Any] = {"grace_period": 3600, "on_progress": lambda *_: None}
+    run(partial(serve, service, listening, say=said.append, **settings), service.cancel)
     asking.join()
     error, end = seen
     assert "stopped before it was done" in json.loads(error)["error"]["message"]

@@ -8,7 +8,7 @@ import functools
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -169,33 +169,19 @@ def _check_answers(serving: asyncio.Task[None]) -> None:
         raise ServerFailed(f"The HTTP server has failed: {error}") from error
 
 
-def run(
-    service: Service,
-    listening: socket.socket,
-    *,
-    grace_period: float,
-    say: Callable[[str], None],
-    on_progress: Callable[[int, int], None],
-) -> None:
-    """`serve` in a loop of its own, which SIGTERM and SIGINT stop; a second one cuts off."""
+def run(serving: Callable[..., Coroutine[Any, Any, None]], cut_off: Callable[[], object]) -> None:
+    """Runs `serve`, given all but `stop`, until SIGTERM or SIGINT; a second one cuts off."""
 
     async def until_signalled() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def signalled() -> None:
             if stop.is_set():  # again: nothing is waited for any more
-                service.cancel()
+                cut_off()
             stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signalled)
-        await serve(
-            service,
-            listening,
-            grace_period=grace_period,
-            stop=stop,
-            say=say,
-            on_progress=on_progress,
-        )
+        await serving(stop=stop)
 
     asyncio.run(until_signalled())

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from fly_jax.decoding.config import DecodingConfig as DecodingConfig
     from fly_jax.decoding.config import RoundSpec as RoundSpec
     from fly_jax.decoding.config import load_config as load_config
+    from fly_jax.decoding.drafters.chain import register_drafter as register_drafter
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
     from fly_jax.decoding.drafters.model import DraftModel as DraftModel
-    from fly_jax.decoding.drafters.registry import register_drafter as register_drafter
     from fly_jax.decoding.pair import OpenPair as OpenPair
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import load_pair as load_pair

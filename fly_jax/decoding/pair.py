@@ -15,13 +15,15 @@ from jax.sharding import Mesh
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, default_config
 from fly_jax.decoding.drafters.chain import (
+    NGRAM,
+    build_drafter,
     check_nothing_below,
+    is_registered,
     lies_on_cpu,
     runs_unstacked,
     separates_layers,
 )
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.drafters.registry import NGRAM, build_drafter, is_registered
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint

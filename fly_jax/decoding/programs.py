@@ -110,17 +110,20 @@ class AttentionBuckets:
 
 
 class Rows(NamedTuple):
-    """Prompts on the devices, as `Programs.begin` takes them.
+    """Prompts, on the host or on the devices.
 
-    `seconds` are those of a round of each depth, empty where K is fixed; None if no rate is kept.
+    Attributes:
+      limits: length at which each row is done.
+      budget: risk budget of each row, in nats; None for a rule without one.
+      seconds: those of a round of each depth, empty where K is fixed; None if no rate is kept.
     """
 
-    text: Int[Array, "rows capacity"]
-    lengths: Int[Array, " rows"]
-    limits: Int[Array, " rows"]
-    seeds: UInt32[Array, " rows"]
-    budget: Float32[Array, " rows"] | None
-    seconds: Float32[Array, " depths"] | None
+    text: Int[Any, "rows capacity"]
+    lengths: Int[Any, " rows"]
+    limits: Int[Any, " rows"]
+    seeds: UInt32[Any, " rows"]
+    budget: Float32[Any, " rows"] | None
+    seconds: Float32[Any, " depths"] | None = None
 
 
 class Programs:
@@ -193,32 +196,17 @@ class Programs:
         protected[..., [token for token in token_ids if 0 <= token < protected.shape[-1]]] = True
         return self.put(protected)
 
-    def begin(
-        self,
-        text: Int[np.ndarray, "rows capacity"],
-        lengths: Int[np.ndarray, " rows"],
-        limits: Int[np.ndarray, " rows"],
-        seeds: UInt32[np.ndarray, " rows"],
-        budgets: Float32[np.ndarray, " rows"] | None,
-        positions: int,
-    ) -> DecodeState:
+    def begin(self, rows: Rows, positions: int) -> DecodeState:
         """Rows of whose prompts nothing has been run; traced where the models are abstract.
 
         Args:
-          text: the prompts.
-          limits: length at which each row is done.
-          budgets: risk budget of each row, in nats, for a rule with one.
+          rows: on the host, without `seconds`.
           positions: of each row's caches.
         """
-        depths, needs_stats = self.static.depths, self.static.depths or self.static.deferred_window
-        rows = Rows(
-            self.put(text),
-            self.put(lengths),
-            self.put(limits),
-            self.put(seeds),
-            None if budgets is None else self.put(budgets),
-            self.put(np.zeros(len(depths), np.float32)) if needs_stats else None,
-        )
+        depths = self.static.depths
+        if depths or self.static.deferred_window:
+            rows = rows._replace(seconds=np.zeros(len(depths), np.float32))
+        rows = jax.tree.map(self.put, rows)
         return self._call(_begin, self._shapes, positions, self._drafter, rows)
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:

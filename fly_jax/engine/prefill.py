@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fly_jax.decoding.config import RoundSpec
-from fly_jax.decoding.programs import Programs
+from fly_jax.decoding.programs import Programs, Rows
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import Prefix
@@ -196,14 +196,9 @@ class Prefill:
             lengths[row], limits[row] = len(prompt), self.limit(one.request)
             seeds[row] = one.request.seed % 2**32
             budgets[row] = math.inf if one.budget is None else one.budget
-        return self._programs.begin(
-            text,
-            lengths,
-            limits,
-            seeds,
-            None if self._spec.rule.budget is None else budgets,
-            positions or self.plan.positions(number),
-        )
+        given = None if self._spec.rule.budget is None else budgets
+        rows = Rows(text, lengths, limits, seeds, given)
+        return self._programs.begin(rows, positions or self.plan.positions(number))
 
     def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
         """Takes the next prompts, of one kind, behind what they share with slots of the state."""

@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
@@ -44,7 +43,6 @@ from fly_jax.sharding.rules import Layout
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Exact
-from fly_jax.verification.sampling import Sampling
 
 STEPS = ("prefill", "insert", "round", "draft", "verify", "autoregressive")
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
@@ -433,25 +431,12 @@ def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
     drafter, spec = engine.drafter, engine.spec
     assert drafter is not None
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(
-        drafter_state: Any,
-        drafter: Drafter,
-        sampling: Sampling | None,
-        text: Array,
-        length: Array,
-        keys: Array,
-    ) -> tuple[Draft, Any]:
-        return drafter.propose(
-            drafter_state,
-            text,
-            length,
-            spec.static.num_speculative_tokens,
-            sampling=sampling,
-            keys=None if sampling is None else keys,
-        )
-
-    return step.trace(state.drafter, drafter, spec.sampling, state.tokens, state.length, state.keys)
+    propose = jax.jit(type(drafter).propose, static_argnames="num_tokens", donate_argnames="state")
+    keys = None if spec.sampling is None else state.keys
+    return propose.trace(
+        drafter, state.drafter, state.tokens, state.length, spec.static.num_speculative_tokens,
+        sampling=spec.sampling, keys=keys,
+    )  # fmt: skip
 
 
 def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:

@@ -1,13 +1,14 @@
-"""The drafter of an engine: the one that is given, or a chain of draft models over the lookup."""
+"""The drafter of an engine: of a name, or as given, or a chain of draft models over the lookup."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError
@@ -15,6 +16,11 @@ from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.rules import Layout
 
+NGRAM = "ngram"  # the lookup alone
+
+Build = Callable[[Llama, RoundStatic], Drafter]
+
+_BUILDS: dict[str, Build] = {NGRAM: lambda _, static: static.lookup or Lookup()}
 # Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
 _MOST_UNSTACKED_LAYERS = 32
 
@@ -115,3 +121,38 @@ def lies_on_cpu(model: Llama) -> bool:
     if sharding is None:
         return jax.default_backend() == "cpu"
     return next(iter(sharding.device_set)).platform == "cpu"
+
+
+def register_drafter(name: str, build: Build) -> None:
+    """Makes a drafter known by a name, which can then be given wherever a draft model can.
+
+    Args:
+      name: stands before a folder or hub id that is called so.
+      build: makes it for a target and the rounds that it is to draft for. A target that lies
+        on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
+
+    Raises:
+      FlyJaxError: another drafter has the name.
+    """
+    if name in _BUILDS and _BUILDS[name] is not build:
+        raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")
+    _BUILDS[name] = build
+
+
+def is_registered(name: str) -> bool:
+    """Whether a drafter has this name."""
+    return name in _BUILDS
+
+
+def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
+    """The drafter of a name.
+
+    Raises:
+      FlyJaxError: there is none.
+    """
+    if name not in _BUILDS:
+        raise FlyJaxError(
+            f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "
+            "register yours with register_drafter."
+        )
+    return _BUILDS[name](target, static)

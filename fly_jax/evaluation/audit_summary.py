@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from fly_jax.evaluation.audit_file import Audit
-from fly_jax.evaluation.mismatches import Mismatch
+from fly_jax.evaluation.audit_file import Audit, Mismatch
 
 # In this order: a pair is of the first class that one of its two tokens belongs to.
 CLASSES = {

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_file import check_writable
+from fly_jax.evaluation.audit_file import Run, audited, check_writable, write_prompt, write_run
 from fly_jax.launch.flags import (
     AuditFlags,
     BatchFlags,
@@ -35,6 +37,7 @@ from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
+    from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import Generation
@@ -192,11 +195,7 @@ def _decode(
         stack.enter_context(_learning(values, config, engine))
         audit = None
         if values.audit is not None:
-            from fly_jax.launch.auditing import auditing
-
-            texts = [prompt.text for prompt in prompts]
-            given = (values.audit, values, config, pair, engine.spec, texts, ids)
-            audit = stack.enter_context(auditing(*given, exact=values.audit_exact is not False))
+            audit = stack.enter_context(_auditing(values, values.audit, pair, engine.spec, inputs))
         states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:
@@ -226,6 +225,50 @@ def _decode(
             while num_ended < len(states) and states[num_ended].is_finished:
                 ended(num_ended)
                 num_ended += 1
+
+
+@contextlib.contextmanager
+def _auditing(
+    values: GenerateFlags, file: str, pair: Pair, spec: RoundSpec, inputs: Inputs
+) -> Iterator[Callable[[int, Generation], None]]:
+    """Opens the audit, and gives what writes the generation of the prompt with an index.
+
+    The prompts are decoded losslessly before the engine begins, since it would stand still
+    meanwhile, and prompts seem slow. Only process 0 writes.
+    """
+    from fly_jax.engine.engine import Engine
+
+    config, ids, rule, most = inputs.config, inputs.ids, spec.rule, values.max_new_tokens
+    measure = spec.static.needs(rule).entropy
+    assert measure is not None
+    settings = {**config.to_dict(), "max_new_tokens": most, "num_prompts": len(ids)}
+    run = Run(config.rule, measure.name, settings)
+    own: Sequence[Generation | None] = [None] * len(ids)
+    # Unless all are decoded so anyhow, or are drawn.
+    if values.audit_exact is not False and config.is_loosened and spec.sampling is None:
+        say(f"Decoding {len(ids)} prompts exactly, to say what differs from that ...")
+        # By exact speculation, which is faster than doing without.
+        lossless = Engine.of(
+            pair, config.side_by_side()[1], prompts=ids, max_new_tokens=most,
+            num_slots=values.batch_size, with_texts=False,
+        )  # fmt: skip
+        own = lossless.generate(ids, most)
+        lossless.forget()
+    if process_id() != 0:
+        yield lambda *_: None
+        return
+    budget = None if rule.budget is None else float(np.max(rule.budget))
+    with Path(file).open("w", encoding="utf-8") as out:
+        write_run(out, run)
+
+        def add(index: int, generation: Generation) -> None:
+            found = audited(
+                index, inputs.prompts[index].text, generation, pair.tokenizer, run,
+                has_window=rule.longest_window > 0, budget=budget, exact=own[index],
+            )  # fmt: skip
+            write_prompt(out, *found)
+
+        yield add
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import fly_jax
+from fly_jax.evaluation.audit_file import Mismatch
 from fly_jax.evaluation.audit_summary import CLASSES
-from fly_jax.evaluation.mismatches import Mismatch
 from fly_jax.integrations.vllm_tpu.startup import asked_for, decoding_config, known
 from fly_jax.launch import generate, inputs
 from fly_jax.launch.__main__ import main

@@ -12,12 +12,18 @@ import pytest
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation import audit_file
-from fly_jax.evaluation.audit_file import check_writable, read_audit
+from fly_jax.evaluation.audit_file import (
+    Continuation,
+    Mismatch,
+    Run,
+    check_writable,
+    final_answer,
+    read_audit,
+)
 from fly_jax.evaluation.audit_summary import CLASSES, summarise, table, token_class
-from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run, final_answer
 
 SETTINGS = {"window_size": 6, "num_prompts": 4}
-RUN = Run(audit_file.FORMAT, audit_file.VERSION, "fly & margin", "top_3", SETTINGS)
+RUN = Run("fly & margin", "top_3", SETTINGS)
 
 
 def mismatch(prompt: int, position: int, draft: str, choice: str, **changes: Any) -> Mismatch:

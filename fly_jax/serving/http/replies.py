@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from fly_jax.decoding.reports import TokenLogprobs, TokenReport
 from fly_jax.engine.request import Generation, RequestState
-from fly_jax.evaluation.mismatches import Mismatch, Run, audited, refused_by
+from fly_jax.evaluation.audit_file import Mismatch, Run, audited, refused_by
 from fly_jax.models.tokenizer import Tokenizer
 
 # What JSON has instead of -inf, as in OpenAI's and vLLM's replies.

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.engine.request import Request, RequestState, Settled
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_file import FORMAT, VERSION
-from fly_jax.evaluation.mismatches import Run
+from fly_jax.evaluation.audit_file import Run
 from fly_jax.serving.async_engine import AsyncEngine, EngineStopped, TokenStream
 from fly_jax.serving.http import replies
 from fly_jax.serving.http.limits import ServerLimits
@@ -123,7 +122,7 @@ class Service:
 
     def run_of(self, request: GenerationRequest) -> Run:
         """The rule of a request and what entropies are, for its audit."""
-        return Run(FORMAT, VERSION, self.builder.rule_name(request), self._entropy, {})
+        return Run(self.builder.rule_name(request), self._entropy, {})
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""

@@ -344,11 +344,7 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_config(*, is_embedded: bool) -> DecodingConfig:
-    """How a pair is decoded where nobody says how, in Python and on the command line.
-
-    Args:
-      is_embedded: the pair is the one that ships with the package.
-    """
+    """How a pair is decoded where nobody says how, in Python and on the command line."""
     values = tomllib.loads(_EMBEDDED.read_text(encoding="utf-8")) if is_embedded else {}
     return DecodingConfig(**values)
 

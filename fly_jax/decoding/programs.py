@@ -18,7 +18,6 @@ from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_stats, rows_begun
 from fly_jax.decoding.drafters.chain import for_backend, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.first_rows import inputs_of, put_back, row_axis, row_steps, taken
 from fly_jax.decoding.round import decode_rounds
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
@@ -35,23 +34,17 @@ LEAST_ATTENDED = 256
 # their shapes waste: all rows together have so many positions too many at most.
 _LARGE_BYTES = 2**30
 _WASTED_POSITIONS = 512
+# A state of this many rows is decoded by this many, or that part of it.
+_GROWTH = 4
 
 
 def cache_capacity(length: int, room: int, step: int = CAPACITY_STEP) -> int:
-    """Cache positions of a row of so many tokens, in whole steps.
-
-    Args:
-      room: positions beyond its last token that a round may write to.
-    """
+    """Cache positions of a row of so many tokens, and `Programs.room`, in whole steps."""
     return -(-(length + room) // step) * step
 
 
 def attention_steps(capacity: int, *, is_whole: bool, least: int = 0) -> tuple[int, ...]:
-    """How many positions of a cache attention may read, in ascending order; the last is all.
-
-    Args:
-      least: the first of them is no less.
-    """
+    """Positions of a cache that attention may read, ascending, from `least` on to all."""
     steps, least = [capacity], max(least, LEAST_ATTENDED)
     while not is_whole and steps[0] // 2 >= least:
         steps.insert(0, -(-steps[0] // 2 // CAPACITY_STEP) * CAPACITY_STEP)
@@ -71,9 +64,7 @@ class AttentionBuckets:
         """For rows of any length.
 
         Args:
-          room: positions beyond a row's last token that a round may write to.
           is_whole: all positions are always read.
-          least: so many are read at least.
         """
         self.steps = attention_steps(capacity, is_whole=is_whole, least=least)
         window = static.deferred_window
@@ -107,6 +98,17 @@ class AttentionBuckets:
 
     def _step(self, length: int) -> int:
         return next(step for step in self.steps if step >= length + self._room)
+
+
+def row_steps(rows: int) -> tuple[int, ...]:
+    """How many rows a round may be made for, in ascending order; the last is all.
+
+    Each is about four times the one before it, so that few programs are compiled.
+    """
+    steps = [rows]
+    while steps[0] >= _GROWTH:
+        steps.insert(0, steps[0] // _GROWTH)
+    return tuple(steps)
 
 
 class Rows(NamedTuple):
@@ -201,7 +203,6 @@ class Programs:
 
         Args:
           rows: on the host, without `seconds`.
-          positions: of each row's caches.
         """
         depths = self.static.depths
         if depths or self.static.deferred_window:
@@ -454,3 +455,51 @@ def _run(
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)
     return _whole_numbers(layout, state), output
+
+
+# A round takes as long as it has rows, used or not: where only some are used they are the first
+# ones, and it is made for these. A cache stays whole: a pass reads and writes the rows that it is
+# fed, and a copy of some would cost more than it saves.
+
+
+def row_axis(few: Array | jax.ShapeDtypeStruct, many: Array) -> int | None:
+    """The axis in which an array of some rows differs from that of more.
+
+    None where it has no rows, or there are no more.
+    """
+    differing = (axis for axis in range(few.ndim) if few.shape[axis] != many.shape[axis])
+    return next(differing, None)
+
+
+def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
+    """The first rows of a state, with whole caches: as many as `few` has, by its shapes."""
+
+    def rows(shape: Any, one: Any) -> Any:
+        if isinstance(one, KVCache):
+            return one.with_length(one.length[: len(shape.length)])
+        axis = row_axis(shape, one)
+        return one if axis is None else jax.lax.slice_in_dim(one, 0, shape.shape[axis], axis=axis)
+
+    return map_caches(rows, few, whole)
+
+
+def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
+    """A state with its first rows as they have become since they were `taken`."""
+
+    def rows(mine: Any, one: Any) -> Any:
+        if isinstance(one, KVCache):
+            return mine.with_length(one.length.at[: len(mine.length)].set(mine.length))
+        axis = row_axis(mine, one)
+        return mine if axis is None else jax.lax.dynamic_update_slice_in_dim(one, mine, 0, axis)
+
+    return map_caches(rows, part, whole)
+
+
+def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
+    """The numbers of the first rows; what all share stays as it is."""
+    whole = (inputs.rule, inputs.sampling, inputs.ends, inputs.seated)
+    rule, sampling, ends, seated = jax.tree.map(
+        lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole
+    )
+    protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
+    return RuleInputs(rule, sampling, protected, inputs.memory, ends, seated)

@@ -54,12 +54,7 @@ def report(
     why: Int[Array, "rows block"],
     deferred: Bool[Array, "rows draft"] | None = None,
 ) -> Reports:
-    """The reports of a block.
-
-    Args:
-      why: the block's tokens stand there.
-      deferred: mismatches whose window is left open.
-    """
+    """The reports of a block, with `Why` each of its tokens stands there."""
     is_bonus, pad = why == Why.BONUS.value, ((0, 0), (0, 1))
     return Reports(
         draft=jnp.where(is_bonus, _NO_DRAFT, jnp.pad(draft_tokens, pad)).astype(jnp.int32),
@@ -74,11 +69,7 @@ def report(
 
 
 def no_reports(rows: int, tokens: int, num_top: int) -> Reports:
-    """Room for the reports of provisional tokens, of which there are none yet.
-
-    Args:
-      num_top: tokens of `TopTokens`; 0 for None.
-    """
+    """Room for reports of provisional tokens, none yet; of no top tokens `TopTokens` is None."""
     ids = jnp.zeros((rows, tokens), jnp.int32)
     numbers = jnp.zeros((rows, tokens), jnp.float32)
     no = jnp.zeros((rows, tokens), bool)
@@ -172,12 +163,7 @@ class TokenLogprobs:
 def token_logprobs(
     token_ids: tuple[int, ...], reports: Reports, at: tuple[int, int], num_top: int
 ) -> list[TokenLogprobs]:
-    """The log-probabilities of what one round settles in one row.
-
-    Args:
-      reports: of a dispatch, on the host, with `top`.
-      at: index of the round and of the row.
-    """
+    """The log-probabilities of what one round settles in one row, of `reports` with `top`."""
     assert reports.top is not None
     column = functools.partial(_column, at=at, number=len(token_ids))
     found = []

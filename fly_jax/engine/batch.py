@@ -36,8 +36,6 @@ def generate(
     Args:
       config: how, but for what is given below; None for `default_config`, which the command line
         takes too.
-      max_new_tokens: limit of each prompt's continuation.
-      batch_size: prompts decoded together.
       seed: of the draws, where the rule samples.
       memory: of corrections; it learns. Or the file that holds one.
       audits: fills `Generation.reports`.

@@ -152,12 +152,7 @@ class DepthCosts:
 
 
 def rounds_run(output: RoundOutput, num_seats: int) -> list[Round]:
-    """The rounds of a dispatch, where K is chosen, without those that had nothing to do.
-
-    Args:
-      output: on the host.
-      num_seats: slots that somebody was in.
-    """
+    """The rounds of a dispatch (on the host), where K is chosen, that had something to do."""
     assert output.depth is not None
     assert output.expected is not None
     num_live = np.sum((output.count > 0) | (output.num_drafted > 0), axis=1)

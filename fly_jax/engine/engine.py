@@ -94,7 +94,6 @@ class Engine:
         """Checks the pair against the rule. The caches are made when they are first needed.
 
         Args:
-          target: the model whose text is wanted.
           draft: the model that proposes, or several, each of which proposes to the one before it;
             or any other drafter. Without one the spec's lookup proposes alone, if it has one.
           spec: of the rounds; its rule is that of requests without one of their own. They are
@@ -193,17 +192,13 @@ class Engine:
         """An engine of a pair; see `__init__` and `RoundStatic` for what is not said here.
 
         Args:
-          pair: from `load_pair`.
           config: how requests are decoded that do not say; None for `default_config`.
           prompts: all that will be decoded, where that is known: the engine is offline then, with
             no more slots and no longer caches than they need.
-          max_new_tokens: limit of each of their continuations.
           audits: fills `Generation.reports`.
           reports_mismatches: the memory learns, whatever the rule.
           memory: see `__init__`; None for an empty one, if the rule uses one.
           with_texts: fills `Settled.texts`.
-          offline: so it is with `prompts` in any case.
-          shared_block: see `__init__`.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -344,11 +339,7 @@ class Engine:
         return not (self.num_waiting or self.slots.live or self._pending)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
-        """Runs prompts, dispatches rounds, and reads those that were dispatched before.
-
-        Returns:
-          What has settled of whom.
-        """
+        """Runs prompts, dispatches rounds, and returns what those before have settled, of whom."""
         # 1) Prompts, in chunks: so much of them that the rows in the slots wait for a round or two.
         self._run_prompts()
 

@@ -134,7 +134,6 @@ class ChunkPlan:
         """The programs that run these prompts, in whatever order they come.
 
         Args:
-          held: what slots hold.
           shares: a prompt also begins behind what it has in common with another, or with a slot.
           block: tokens that are shared come in multiples of this.
         """

@@ -186,10 +186,6 @@ class RequestState:
     ) -> Settled | None:
         """Adds what one round has done to its row.
 
-        Args:
-          output: of a dispatch, on the host.
-          at: the round in the dispatch, and the row.
-
         Returns:
           What has settled; None where nothing has.
         """
@@ -226,11 +222,7 @@ class RequestState:
         return Settled(row, tokens, why, reason)
 
     def detokenize(self, settled: Settled) -> Settled | None:
-        """Adds the texts to what has settled, and ends the generation at a stop string.
-
-        Returns:
-          What may be handed out; None for nothing yet.
-        """
+        """What may be handed out, with its texts; ends the generation at a stop string."""
         if self._stop_checker is None:
             return settled
         shown, num_kept = self._stop_checker.push(settled)

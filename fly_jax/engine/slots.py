@@ -43,7 +43,6 @@ class Slots:
 
         Args:
           steps: how many slots, from the first on, rounds may be made for; the last is all.
-          block: see the class.
         """
         self.block = block
         number = steps[-1]

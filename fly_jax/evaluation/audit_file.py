@@ -152,10 +152,7 @@ def audited(
     """The events of one prompt.
 
     Args:
-      index: of the prompt.
-      generation: what it became, with its reports.
       has_window: every rescue has a deferred window behind it, whichever part of the rule made it.
-      budget: the risk budget that it began with.
       exact: what the target alone continues it with, if that is known.
     """
     ids, reports = generation.token_ids, generation.reports

@@ -38,7 +38,6 @@ def fill_memory(
     first one has the file; the others return what they have counted themselves.
 
     Args:
-      pair: with a draft model.
       path: where the memory goes, now and then and at the end.
       models: what tells this pair from others, so that a run does not go on with another one.
 

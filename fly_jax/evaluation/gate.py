@@ -118,7 +118,6 @@ def find_gate(
     too.
 
     Args:
-      pair: with a draft model.
       config: the rule, K, and all that is not varied.
       window_size: FLy's W; None tries `WINDOWS`.
 

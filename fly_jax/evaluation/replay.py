@@ -84,7 +84,6 @@ def record(
 
     Args:
       engine: of a spec with `reports_evidence`.
-      bar: is moved on by one for each prompt.
     """
     parts: list[dict[str, Any]] = []
     numbers: dict[RequestState, int] = {}

@@ -107,9 +107,6 @@ class Flags(Generic[_Values]):
         Where they have a field `file`, it gets the one argument that is no flag, wherever that
         stands.
 
-        Args:
-          help: with a place for {flags}.
-
         Raises:
           FlyJaxError: an unknown flag, a value that is not allowed, or an argument too many.
         """

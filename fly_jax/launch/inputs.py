@@ -181,10 +181,7 @@ def load_opened(
     """Reads the weights, laid out for what is to be decoded, and says where they lie.
 
     Args:
-      dtype: of the weights; None for what suits them.
       weights_cache: see `load_pair`.
-      rows: decoded together.
-      longest: tokens of a row, at most.
     """
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
@@ -326,7 +323,6 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
     Lines of nothing but white space are passed over.
 
     Args:
-      path: the file; "-" is standard input.
       skip_bad: a line that is no prompt is only told of.
 
     Raises:

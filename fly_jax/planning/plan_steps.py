@@ -321,8 +321,6 @@ def _compiled(
     """Compiles a step.
 
     Args:
-      layouts: with the mesh that it is compiled for.
-      traced: its program.
       caches: those that are not to be copied, nor the models' stacks of matrices.
       times: that the program runs.
       beside: bytes that the engine holds while it runs and that are not its arguments.

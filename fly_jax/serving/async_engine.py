@@ -241,11 +241,7 @@ class AsyncEngine:
         self._end.set_result(None)
 
     def _take_commands(self) -> bool:
-        """Does what was asked for meanwhile, and waits for it where nothing is to be decoded.
-
-        Returns:
-          Whether the thread goes on.
-        """
+        """Does what was asked for, or waits for it where nothing is decoded; False for the end."""
         while True:
             is_idle = self.engine.is_idle
             if is_idle:

@@ -67,7 +67,6 @@ def continued(
     """The teacher's continuations. What the file has of an earlier run is not decoded again.
 
     Args:
-      engine: of the teacher.
       file: takes a JSON object for each prompt.
       seed: of the draws of the first prompt, each other one's being one more.
     """
@@ -223,12 +222,7 @@ class OwnTokens(NamedTuple):
 def frequent_tokens(
     documents: Sequence[Expected], vocab_size: int, num_rows: int
 ) -> tuple[OwnTokens, float]:
-    """The most frequent tokens, and the share of the answers that they are.
-
-    Args:
-      vocab_size: of the teacher.
-      num_rows: what the drafter has, at most.
-    """
+    """The most frequent tokens, and the share of the answers that they are."""
     said, seen = np.zeros(vocab_size), np.zeros(vocab_size)
     for one in documents:
         said += np.bincount(one.tokens[one.num_prompt :], minlength=vocab_size)

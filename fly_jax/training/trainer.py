@@ -214,7 +214,6 @@ def train(
 
     Args:
       batches: what it learns from, from a step on.
-      directory: takes the checkpoints.
       known: parameters that do not begin at random.
 
     Raises:

@@ -20,10 +20,9 @@ import uvicorn
 from live_server import Stuck, serving, started, stuck_service, until
 
 from fly_jax.engine.request import Request
-from fly_jax.serving.http.connections import Connection
 from fly_jax.serving.http.protocol import ApiError, CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
-from fly_jax.serving.http.run import ServerFailed, address, bound, run, serve
+from fly_jax.serving.http.run import Connection, ServerFailed, address, bound, run, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
 from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Lossy, Margin, Rule

@@ -62,13 +62,7 @@ def checked_drafter(
 
 
 def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
-    """The drafter that rounds ask for: a chain of draft models above the lookup, or less.
-
-    Args:
-      models: the draft models, the first proposing to the target and each other one to the one
-        before it.
-      static: its lookup proposes to the last of them, or to the target.
-    """
+    """The drafter that rounds ask for: a chain of draft models above the lookup, or less."""
     drafter: Drafter | None = static.lookup
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):

@@ -139,7 +139,6 @@ def _request_rule(config: DecodingConfig, override: Any, temperature: float) -> 
     """The rule of one request.
 
     Args:
-      config: the engine's.
       override: `SamplingParams.extra_args["fly_jax"]` of the request, if it is there, or that as
         JSON: "rule" may be "exact", and the numbers of the engine's rule may be others.
       temperature: of the request. The rule csd is greedy, and requests that sample are decoded

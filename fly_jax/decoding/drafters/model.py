@@ -71,23 +71,57 @@ class _Passed(NamedTuple):
     new: NewEntries
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DraftModel(Drafter):
-    """A Llama that proposes.
+class ModelDrafter(Drafter):
+    """A drafter that is a Llama.
 
     Attributes:
       parameters: as `Llama.parameters` gives them.
+    """
+
+    parameters: Parameters
+    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+
+    num_models = 1
+
+    @property
+    def _model(self) -> Llama:
+        return Llama(self.config, self.parameters, self.layout)
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
+        """An empty cache."""
+        return DraftModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
+
+    def prefill(
+        self,
+        state: DraftModelState,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        hidden: Float[Array, "rows time embed"] | None,
+    ) -> DraftModelState:
+        """Runs the piece, which begins at `start` of every row, through the model."""
+        at = jnp.broadcast_to(start, tokens.shape[:1])
+        cache = self._model.extend(tokens, state.cache.with_length(at))[1]
+        # A row of which the model has rested may lack tokens before these: then it still does.
+        held = state.cache.length
+        cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
+        return dataclasses.replace(state, cache=cache)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftModel(ModelDrafter):
+    """A Llama that proposes token by token.
+
+    Attributes:
       margin: nats that a proposal from below may be less probable than the model's own choice.
       lags: it lies below another drafter, and so is asked only now and then.
       rests: there may be rounds in which it is not asked at all.
     """
 
-    parameters: Parameters
     below: Drafter | None = None
-    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
-    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
     margin: float = dataclasses.field(default=0.0, kw_only=True, metadata={"static": True})
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
     rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
@@ -107,16 +141,10 @@ class DraftModel(Drafter):
         """With those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
 
-    @property
-    def _model(self) -> Llama:
-        return Llama(self.config, self.parameters, self.layout)
-
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
         """Empty caches."""
-        return DraftModelState(
-            empty_cache(self.config, rows, capacity, dtype, self.layout),
-            None if self.below is None else self.below.init(rows, capacity, dtype),
-        )
+        below = None if self.below is None else self.below.init(rows, capacity, dtype)
+        return dataclasses.replace(super().init(rows, capacity, dtype), below=below)
 
     def prefill(
         self,
@@ -126,7 +154,7 @@ class DraftModel(Drafter):
         hidden: Float[Array, "rows time embed"] | None,
     ) -> DraftModelState:
         """Runs the piece through all models."""
-        state = prefilled(self._model, state, tokens, start)
+        state = super().prefill(state, tokens, start, hidden)
         if self.below is None:
             return state
         return DraftModelState(state.cache, self.below.prefill(state.below, tokens, start, hidden))
@@ -339,18 +367,6 @@ class _Run:
             logits=kept,
             num_passes=progress.num_passes + 1,
         )
-
-
-def prefilled(
-    model: Llama, state: DraftModelState, tokens: Int[Array, "rows time"], start: Int[Array, ""]
-) -> DraftModelState:
-    """The state once a piece of the prompts has run, which begins at `start` of every row."""
-    at = jnp.broadcast_to(start, tokens.shape[:1])
-    cache = model.extend(tokens, state.cache.with_length(at))[1]
-    # A row of which the model has rested may lack tokens before these: then it still does.
-    held = state.cache.length
-    cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
-    return dataclasses.replace(state, cache=cache)
 
 
 def caught_up(

@@ -6,62 +6,33 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
-from fly_jax.decoding.drafters.model import DraftModelState, caught_up, prefilled, slice_rows
-from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.cache import empty_cache
-from fly_jax.models.llama import Llama, Parameters
-from fly_jax.sharding.rules import Layout
+from fly_jax.decoding.drafters.drafter import Draft
+from fly_jax.decoding.drafters.model import DraftModelState, ModelDrafter, caught_up, slice_rows
 from fly_jax.verification.sampling import Sampling, sample_at
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ParallelDraft(Drafter):
+class ParallelDraft(ModelDrafter):
     """A Llama that has learned to answer K - 1 copies of a token behind the text with tokens.
 
     It needs nothing of the target, so one drafts for a whole family. The keys and values of the
     copies are dropped: the next pass writes over them.
 
     Attributes:
-      parameters: as `Llama.parameters` gives them.
       config: its `pard_token` is the one that is copied.
       num_tokens: K, the most that it drafts at a time.
       may_lag: more tokens than a round of K settles may have come since it was asked last.
     """
 
-    parameters: Parameters
-    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
-    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
     may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
-
-    num_models = 1
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
         """Unless it lags: then its cache has less than the text."""
         return not self.may_lag
-
-    @property
-    def _model(self) -> Llama:
-        return Llama(self.config, self.parameters, self.layout)
-
-    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
-        """An empty cache."""
-        return DraftModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
-
-    def prefill(
-        self,
-        state: DraftModelState,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time embed"] | None,
-    ) -> DraftModelState:
-        """Runs the piece through the model."""
-        return prefilled(self._model, state, tokens, start)
 
     def room(self, num_tokens: int) -> int:
         """The copies behind a text that is shorter than what a pass feeds of it."""

@@ -211,11 +211,6 @@ class DecodingConfig:
         """This config for a target that nothing proposes to."""
         return self.replace(rule="autoregressive", temperature=self.sampling.temperature)
 
-    def with_lookup(self) -> DecodingConfig:
-        """This config with a lookup: its own, or one of the usual size."""
-        found = self.to_dict()["prompt_lookup_max"]
-        return self if found else self.replace(prompt_lookup_max=Lookup.max_ngram)
-
     @property
     def is_loosened(self) -> bool:
         """The rule may keep mismatches."""
@@ -559,11 +554,6 @@ class RoundStatic:
     def reports(self) -> bool:
         """Rounds report on every token."""
         return self.reports_mismatches or self.audits or self.max_logprobs > 0
-
-    @property
-    def learns_stats(self) -> bool:
-        """A row that joins others begins with their rates: where no token depends on them."""
-        return bool(self.depths) and not self.deferred_window
 
     def needs(self, rule: Rule) -> Needs:
         """The fields of the evidence: the rule's, those that are asked for, an audit's entropy.

@@ -24,6 +24,7 @@ from fly_jax.decoding.drafters.chain import (
     separates_layers,
 )
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
@@ -112,8 +113,8 @@ class Pair:
             del given["num_speculative_tokens"]
         config = config or default_config(is_embedded=self.is_embedded)
         config = config.replace(**given) if given else config
-        if self.drafter == NGRAM:
-            config = config.with_lookup()
+        if self.drafter == NGRAM and not config.to_dict()["prompt_lookup_max"]:
+            config = config.replace(prompt_lookup_max=Lookup.max_ngram)
         proposes = self.drafts or self.drafter or config.to_dict()["prompt_lookup_max"]
         return config if drafts and proposes else config.without_draft()
 

@@ -397,7 +397,8 @@ def _insert(
     leaves, structure = jax.tree.flatten(state)
     both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
     found = jax.tree.unflatten(structure, [inserted(*one) for one in both])
-    if shapes.static.learns_stats and state.stats is not None:
+    if shapes.static.depths and not shapes.static.deferred_window and state.stats is not None:
+        # No token depends on the rates: a row that joins others begins with theirs.
         found = dataclasses.replace(found, stats=rows_begun(state.stats, slots))
     return _whole_numbers(shapes.layout, found), found.length[slots]
 

@@ -518,7 +518,8 @@ class Engine:
 
     def _forget_rounds(self) -> None:
         """Those on their way, if all that were in them are finished."""
-        if self._pending is not None and not self._pending.is_awaited:
+        pending = self._pending
+        if pending is not None and all(one is None or one.is_finished for one in pending.occupants):
             self._pending = None
 
     def _run_prompts(self) -> None:

@@ -171,16 +171,6 @@ class RequestState:
         """Its tokens are the target's own greedy ones, whatever is drafted."""
         return isinstance(self.rule, Exact) and self.request.sampling is None
 
-    @property
-    def sampling(self) -> Sampling:
-        """How its tokens are drawn, with every step in the program."""
-        given = self.request.sampling
-        if given is None:
-            return Sampling(0.0, top_k=0, top_p=1.0)
-        top_k = 0 if given.top_k is None else given.top_k
-        top_p = 1.0 if given.top_p is None else given.top_p
-        return Sampling(given.temperature, top_k=top_k, top_p=top_p)
-
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
     ) -> Settled | None:
@@ -276,12 +266,8 @@ def check_request(
       request: its prompt has been checked.
       rule: the request's own, or the engine's.
     """
-    length, stop, logprobs, drawn = (
-        len(request.prompt),
-        request.stop,
-        request.logprobs,
-        request.sampling,
-    )
+    length, stop = len(request.prompt), request.stop
+    logprobs, drawn = request.logprobs, request.sampling
     if length >= max_length:
         raise FlyJaxError(
             f"The prompt has {length} tokens and the engine was made for {max_length} with the "
@@ -357,9 +343,9 @@ class StopChecker:
             added = self._stream.push([pair[0]])
             text += added
             self._held.append(_Token(*pair, added))
-            begin = self._begin_of_stop(text)
-            if begin is not None:
-                self._cut(begin)
+            stops = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+            if stops:  # before the one that is complete first, of several the longest
+                self._cut(min(stops)[1])
                 stopped = dataclasses.replace(settled, finish_reason="stop")
                 return self._released(stopped, len(self._held)), number
         if settled.finish_reason is not None:
@@ -367,11 +353,6 @@ class StopChecker:
             self._held[-1] = last._replace(text=last.text + self._stream.finish())
             return self._released(settled, len(self._held)), len(settled.token_ids)
         return self._released(settled, self._num_safe(text)), len(settled.token_ids)
-
-    def _begin_of_stop(self, text: str) -> int | None:
-        """Where the stop string begins that is complete first; of several the longest."""
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
 
     def _cut(self, length: int) -> None:
         """Shortens the text of the tokens held to so many characters."""

@@ -175,11 +175,6 @@ class Dispatch:
         return sum(one is not None for one in self.occupants)
 
     @property
-    def is_awaited(self) -> bool:
-        """Something of it may still settle."""
-        return any(one is not None and not one.is_finished for one in self.occupants)
-
-    @property
     def teaching(self) -> list[int]:
         """Slots from which a memory may learn: of greedy requests whose tokens are handed out."""
         return [
@@ -187,9 +182,6 @@ class Dispatch:
             for slot, one in enumerate(self.occupants)
             if one is not None and not one.is_finished and one.request.sampling is None
         ]
-
-
-_GREEDY = Sampling(0.0, top_k=0, top_p=1.0)  # with every step in the program
 
 
 class RowInputs:
@@ -272,8 +264,10 @@ class RowInputs:
         if self._like is None:
             return self._own, self._sampling
         rules = [self._own if one is None else one.rule for one in who]
-        samplings = [_GREEDY if one is None else one.sampling for one in who]
-        return per_row(rules, self._like), sampling_per_row(samplings)
+        samplings = [None if one is None else one.request.sampling for one in who]
+        # With one more row, so that every step is in the program.
+        sampling = sampling_per_row([*samplings, Sampling(0.0, top_k=0, top_p=1.0)])
+        return per_row(rules, self._like), jax.tree.map(lambda leaf: leaf[:-1], sampling)
 
     def _protected_of(self, who: Sequence[RequestState | None]) -> Bool[Array, "slots vocab"]:
         for slot, one in enumerate(who):

@@ -127,6 +127,8 @@ class Flags(Generic[_Values]):
         for name in self._flags:
             value = self._flags[name].value
             found[name] = tuple(value) if isinstance(value, list) else value
+        for one in parameters_of(self._kind):  # type: ignore[arg-type]
+            dataclasses.replace(one, name=f"--{one.name}").check_given(found[one.name])
         if rest:
             found["file"] = rest[0]
         if found.pop("help"):

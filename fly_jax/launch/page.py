@@ -42,7 +42,11 @@ def rendered(template: str, **given: object) -> str:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"shown": _shown, "quoted": _quoted, "nats": _nats}
+    environment.filters |= {
+        "shown": _shown,
+        "quoted": lambda text: repr(_shown(text)),
+        "nats": lambda value: "infinite" if value is None else f"{value:.3f}",
+    }
     kinds = {why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()}
     return environment.get_template(template).render(palette=PALETTE, kinds=kinds, **given)
 
@@ -50,12 +54,3 @@ def rendered(template: str, **given: object) -> str:
 def _shown(text: str) -> str:
     """Without control characters, which a model may write."""
     return text.translate(CONTROLS)
-
-
-def _quoted(text: str) -> str:
-    """With white space that shows."""
-    return repr(_shown(text))
-
-
-def _nats(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.3f}"

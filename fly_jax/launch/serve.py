@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import ipaddress
-import math
 import os
 import signal
 import socket
@@ -119,12 +118,15 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     max_body: int = parameter(2 * 2**20, "bytes of a request's body", low=1)
     max_connections: int = parameter(512, "connections that may be open at a time", low=1)
     request_timeout: float = parameter(
-        600.0, "seconds a request may take; it has to arrive within 60 of them"
+        600.0, "seconds a request may take; it has to arrive within 60 of them", above=0.0
     )
-    client_timeout: float = parameter(30.0, "seconds in which a client has to take what it is sent")
+    client_timeout: float = parameter(
+        30.0, "seconds in which a client has to take what it is sent", above=0.0
+    )
     grace_period: float = parameter(
-        30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)"
-    )
+        30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
+        above=0.0,
+    )  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -252,16 +254,6 @@ def _limits(values: ServeFlags, address: str) -> ServerLimits:
     if not allowed_hosts and not api_keys and _is_loopback(address):
         given = (f"[{one}]" if ":" in one else one for one in (values.host, address))
         allowed_hosts = tuple(dict.fromkeys((*_LOOPBACK_NAMES, *given)))
-    timeouts = {
-        "request_timeout": values.request_timeout,
-        "client_timeout": values.client_timeout,
-        "grace_period": values.grace_period,
-    }
-    for name, seconds in timeouts.items():
-        if not 0 < seconds < math.inf:
-            raise FlyJaxError(
-                f"--{name} is {seconds}; it must be a number of seconds above 0: correct it."
-            )
     return ServerLimits(
         max_queue=values.max_queue,
         max_body=values.max_body,

@@ -52,7 +52,7 @@ class _TrainFlags(PromptFlags):
         "of the teacher; the fastest here if not given",
         choices=("float32", "bfloat16", "int8"),
     )  # fmt: skip
-    temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy")
+    temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
     draft_vocab_size: int = parameter(
         8192,
         "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
@@ -169,8 +169,6 @@ def _checked(values: _TrainFlags) -> tuple[str, str]:
             f"--embed_size is {values.embed_size}; the drafter has heads of {HEAD_SIZE} in pairs: "
             f"give a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}."
         )
-    if values.temperature < 0:
-        raise FlyJaxError(f"--temperature is {values.temperature}; give 0 or more.")
     return values.teacher, values.prompts_file
 
 

@@ -34,6 +34,7 @@ class Service:
       state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
         replies are cut off.
       created: when it began, in seconds since 1970.
+      entropy_measure: see `Run`.
       num_open: requests that are decoded or wait.
     """
 
@@ -58,7 +59,7 @@ class Service:
         self.num_speculative_tokens = spec.static.num_speculative_tokens
         entropy = spec.static.needs(spec.rule).entropy
         assert entropy is not None, "the engine audits"
-        self._entropy = entropy.name
+        self.entropy_measure = entropy.name
 
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Does once what the first request would wait for; see `Engine.warm_up`."""
@@ -119,10 +120,6 @@ class Service:
         if self.state == "stopped":  # while the prompts were made into tokens
             stream.cancel()
         return stream
-
-    def run_of(self, request: GenerationRequest) -> Run:
-        """The rule of a request and what entropies are, for its audit."""
-        return Run(self.builder.rule_name(request), self._entropy, {})
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""
@@ -354,9 +351,9 @@ class ResponseStream:
                 generation.logprobs[here], texts, num_before, tokenizer
             )
         if self._request.fly.audit and is_last:
-            extras["audit"] = replies.AnswerAudit.of(
-                answer.state, tokenizer, self._service.run_of(self._request)
-            )
+            rule = self._service.builder.rule_name(self._request)
+            run = Run(rule, self._service.entropy_measure, {})
+            extras["audit"] = replies.AnswerAudit.of(answer.state, tokenizer, run)
         if self._request.fly.stream_why and not is_whole:
             extras["tokens"] = [
                 replies.Token.of(report, text, tokenizer)

@@ -18,7 +18,7 @@ from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_stats, rows_begun
 from fly_jax.decoding.drafters.chain import for_backend, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.round import decode_rounds
+from fly_jax.decoding.round import RoundProgram
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
@@ -447,11 +447,11 @@ def _run(
 ) -> tuple[DecodeState, RoundOutput]:
     target, layout = shapes.target(parameters), shapes.layout
     if num_rows in (None, len(state.length)):
-        state, output = decode_rounds(shapes.static, target, drafter, state, inputs)
+        state, output = RoundProgram(shapes.static, target, drafter, inputs).dispatch(state)
     else:
         few = jax.eval_shape(lambda: _like(shapes, drafter, state, num_rows))
         part, inputs = taken(state, few), inputs_of(inputs, num_rows)
-        part, output = decode_rounds(shapes.static, target, drafter, part, inputs)
+        part, output = RoundProgram(shapes.static, target, drafter, inputs).dispatch(part)
         state = put_back(state, part)
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)

@@ -24,118 +24,290 @@ from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
 
 
-def settle_all(
-    static: RoundStatic,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    verdict: Verdict,
-    ends: Bool[Array, " rows"] | None,
-) -> tuple[DecodeState, Emitted]:
-    """Appends what was accepted; `ends` is `RuleInputs.ends`."""
-    if state.stats is not None:
-        stats = observe(state.stats, verdict, ~state.finished)
-        state = dataclasses.replace(state, stats=stats)
-    state, tokens, why, count = append(static, state, proposal.tokens, verdict, ends)
-    state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
-    reports = report(proposal.tokens, seen, verdict.why, why) if static.reports else None
-    return state, Emitted(tokens, why, count, reports)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundProgram:
+    """The rounds of a dispatch: their static part, the models, and what the host may exchange."""
 
+    static: RoundStatic
+    target: Llama
+    drafter: Drafter | None
+    inputs: RuleInputs
 
-def settle_deferring(
-    static: RoundStatic,
-    state: DecodeState,
-    proposal: Draft,
-    seen: TargetEvidence,
-    verdict: Verdict,
-    ends: Bool[Array, " rows"] | None,
-) -> tuple[DecodeState, Emitted]:
-    """`settle_all`, where the end of a row may be provisional."""
-    drafted = proposal.num_drafted
-    assert state.stats is not None
-    assert state.window is not None
-    live, before, window = ~state.finished, state.length, state.window
-    room = state.limit - state.length
-    whole, new = defer(verdict, seen, state.stats, room, drafted, static.deferred_window)
-    stats = observe(state.stats, whole, live)
-    state, _, why, count = append(static, state, proposal.tokens, whole, ends)
-    ended = state.finished & live
-    reports = None
-    if static.reports:
-        deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
-        decided = jnp.where(deferred, verdict.why, whole.why)
-        reports = report(proposal.tokens, seen, decided, why, deferred)
-    block = (why, reports)
-    left = close(
-        window, new, verdict.next_token, state.tokens, before, block, count, drafted,
-        seen.accepted, ended,
-    )  # fmt: skip
-    assert left.emitted.rolled_back is not None
-    rule = state.rule.after(whole, left.charged)
-    if rule.budget is not None:
-        rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-    ends_anew = _is_end(left.window.replacement, static.eos_token_ids, ends)
-    ends_anew |= left.length >= state.limit
-    state = dataclasses.replace(
-        state,
-        tokens=left.text,
-        length=left.length,
-        finished=jnp.where(left.emitted.rolled_back, ends_anew, state.finished),
-        rule=rule,
-        stats=stats,
-        window=left.window,
-    )
-    return state, left.emitted
+    def dispatch(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
+        """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
+        With `RuleInputs.seated` it ends with the first row that is done: another is to have its
+        place.
 
-def append(
-    static: RoundStatic,
-    state: DecodeState,
-    draft_tokens: Int[Array, "rows draft"],
-    verdict: Verdict,
-    ends: Bool[Array, " rows"] | None = None,
-) -> tuple[DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]]:
-    """Appends what was accepted, up to an end of text or the row's limit.
+        A single round runs without a loop around it. Within one, the TPU compiler gives matrices
+        that are split finely another order in memory than they arrive in, and copies them whole: a
+        405B target would not fit (docs/planner.md). The price is the round that the host has
+        dispatched ahead when the last row finishes: it runs, and changes nothing.
+        """
+        # Jitted to be traced once, for its shapes and for the loop.
+        one_round, most = jax.jit(self.decode, inline=True), self.static.rounds_per_dispatch
+        if most == 1:
+            return one_round(state)
+        shapes = jax.eval_shape(one_round, state)[1]
+        empty = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape[1:]), leaf.dtype), shapes)
 
-    Returns:
-      The state, the block's tokens, why each stands there, and how many of them are settled.
-    """
-    drafted = draft_tokens.shape[1]
-    steps = jnp.arange(drafted + 1, dtype=jnp.int32)
-    kept = verdict.num_accepted[:, None]
-    pad = ((0, 0), (0, 1))
-    tokens = jnp.where(
-        steps < kept, jnp.pad(draft_tokens, pad), verdict.next_token[:, None]
-    ).astype(jnp.int32)
-    why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
-        jnp.int8
-    )
-    is_end = _is_end(tokens, static.eos_token_ids, ends) & (steps <= kept)
-    until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
-    room = state.limit - state.length
-    count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_end), room)
-    count = jnp.where(state.finished, 0, count).astype(jnp.int32)
-    ended = jnp.any(is_end & (steps < count[:, None]), axis=1)
-    text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
-        state.tokens, tokens, state.length
-    )
-    length = state.length + count
-    finished = state.finished | ended | (length >= state.limit)
-    state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
-    return state, tokens, why, count
+        def run(
+            carry: tuple[Array, DecodeState, RoundOutput],
+        ) -> tuple[Array, DecodeState, RoundOutput]:
+            index, state, outputs = carry
+            state, output = one_round(state)
+            outputs = jax.tree.map(
+                lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
+                outputs,
+                output,
+            )
+            return index + 1, state, outputs
 
+        def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
+            index, state, _ = carry
+            goes_on = (index < most) & ~jnp.all(state.finished)
+            if self.inputs.seated is not None:
+                goes_on &= jnp.all(state.finished == ~self.inputs.seated)
+            return goes_on
 
-def _is_end(
-    tokens: Int[Array, rows * block],
-    eos_token_ids: tuple[int, ...],
-    ends: Bool[Array, " rows"] | None,
-) -> Bool[Array, rows * block]:
-    """Tokens that end the text of their row."""
-    none = jnp.zeros(tokens.shape, bool)
-    found = functools.reduce(jnp.logical_or, (tokens == one for one in eos_token_ids), none)
-    if ends is None:
-        return found
-    return found & ends.reshape(-1, *(1,) * (tokens.ndim - 1))
+        _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
+        return state, outputs
+
+    def decode(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
+        """Drafts up to K tokens, verifies them and keeps a prefix.
+
+        Returns:
+          The next state, and this round's output with a leading axis of one round.
+        """
+        static, drafter, inputs, live = self.static, self.drafter, self.inputs, ~state.finished
+        keys, draft_keys, verify_keys = _split(inputs.sampling, state.keys)
+        state = dataclasses.replace(state, keys=keys)
+
+        # 1) Propose.
+        depth, expected = self._depth(state, live)
+        draft, drafter_state = self._propose(state, draft_keys, depth)
+
+        # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
+        seen, new, hidden = self._verify(state, draft, verify_keys)
+        cache = state.target.with_length(state.length - 1).written(new, self.target.layout)
+        state = dataclasses.replace(state, target=cache, drafter=drafter_state)
+        verdict = accept(
+            inputs.rule,
+            seen,
+            draft.tokens,
+            protected=inputs.protected,
+            memory=inputs.memory,
+            state=state.rule,
+            num_drafted=draft.num_drafted if self._may_be_short else None,
+        )
+
+        # 3) Commit: what is kept is appended, and what is certain settles.
+        settle = self._settle_deferring if static.deferred_window else self._settle_all
+        state, settled = settle(state, draft, seen, verdict)
+
+        # 4) Observe.
+        if drafter is not None:
+            observed = drafter.observe(state.drafter, verdict, hidden, draft=draft, live=live)
+            state = dataclasses.replace(state, drafter=observed)
+
+        # What an end of text or the limit cuts off is counted nowhere.
+        counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
+        rescued = counts & (settled.why == Why.RESCUED)
+        matched = counts & (settled.why == Why.MATCHED)
+        output = RoundOutput(
+            tokens=settled.tokens,
+            why=settled.why,
+            count=settled.count,
+            num_drafted=jnp.where(live, draft.num_drafted, 0),
+            num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
+            num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
+            num_draft_passes=draft.num_passes[0] if draft.num_passes.size else jnp.int32(0),
+            finished=state.finished,
+            reports=settled.reports,
+            budget=state.rule.budget,
+            rolled_back=settled.rolled_back,
+            depth=depth,
+            expected=expected,
+            draft_tokens=draft.tokens if static.reports_evidence else None,
+            evidence=seen if static.reports_evidence else None,
+        )
+        return state, jax.tree.map(lambda leaf: leaf[None], output)
+
+    def _depth(
+        self, state: DecodeState, live: Bool[Array, " rows"]
+    ) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
+        """K of this round, where it is chosen, and the tokens that are expected of it."""
+        static = self.static
+        if not static.depths or state.stats is None:
+            return None, None
+        strict_tail = 0 if static.deferred_window else self.inputs.rule.strict_tail
+        chosen, expected = choose_depth(state.stats, live, static.depths, strict_tail)
+        if state.window is not None:  # which only draft tokens can complete
+            is_open = jnp.any(state.window.is_open & live)
+            chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
+        return jnp.asarray(static.depths, jnp.int32)[chosen], expected[chosen]
+
+    def _propose(
+        self, state: DecodeState, keys: Key[Array, " rows"] | None, depth: Int[Array, ""] | None
+    ) -> tuple[Draft, object]:
+        drafter, k = self.drafter, self.static.num_speculative_tokens
+        if drafter is None:
+            nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
+            return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
+        wanted = None if depth is None else jnp.full_like(state.length, depth)
+        if drafter.adapts:  # for a finished row nobody is to wait
+            all_wanted = k if wanted is None else wanted
+            wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
+        return drafter.propose(
+            state.drafter, state.tokens, state.length, k,
+            wanted=wanted, sampling=self.inputs.sampling, keys=keys,
+        )  # fmt: skip
+
+    def _verify(
+        self, state: DecodeState, draft: Draft, keys: Key[Array, " rows"] | None
+    ) -> tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]:
+        """The target's pass, as wide as the longest draft of a live row.
+
+        A branch only reads the cache: one that returned it would have it copied.
+        """
+        target, drafter, inputs = self.target, self.drafter, self.inputs
+        cache = state.target.with_length(state.length - 1)
+        num_draft, is_short = draft.tokens.shape[1], self._may_be_short
+
+        def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
+            def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
+                tokens, missing = draft.tokens[:, :width], num_draft - width
+                block = _block(state.tokens, state.length, tokens)
+                layers = () if drafter is None else drafter.hidden_layers
+                hidden, new, read = target.hidden_and_inputs(block, cache, layers)
+                seen = evidence(
+                    target.logits(hidden),
+                    tokens,
+                    needs=self.static.needs(inputs.rule),
+                    sampling=inputs.sampling,
+                    draft_logits=None if draft.logits is None else draft.logits[:, :width],
+                    key=keys,
+                    num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
+                    layout=target.layout,
+                )
+                whole = (0, 0), (0, missing)
+                seen = jax.tree.map(
+                    lambda leaf: jnp.pad(leaf, (*whole, *((0, 0),) * (leaf.ndim - 2))), seen
+                )
+                wanted = drafter is not None and drafter.needs_hidden
+                padded = jnp.pad(read, (*whole, (0, 0))) if wanted else None
+                return seen, new.padded(num_draft + 1), padded
+
+            return run
+
+        widths = self.static.widths(drafter)
+        if len(widths) == 1:
+            return at(num_draft)()
+        longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
+        index = jnp.searchsorted(jnp.asarray(widths), longest)
+        return jax.lax.switch(index, [at(width) for width in widths])
+
+    @property
+    def _may_be_short(self) -> bool:
+        """Rows may have fewer than K draft tokens."""
+        drafter = self.drafter
+        some_fall_short = drafter is not None and drafter.may_fall_short
+        return some_fall_short or len(self.static.widths(drafter)) > 1
+
+    def _settle_all(
+        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
+    ) -> tuple[DecodeState, Emitted]:
+        """Appends what was accepted."""
+        if state.stats is not None:
+            stats = observe(state.stats, verdict, ~state.finished)
+            state = dataclasses.replace(state, stats=stats)
+        state, tokens, why, count = self._append(state, proposal.tokens, verdict)
+        state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
+        reports = report(proposal.tokens, seen, verdict.why, why) if self.static.reports else None
+        return state, Emitted(tokens, why, count, reports)
+
+    def _settle_deferring(
+        self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
+    ) -> tuple[DecodeState, Emitted]:
+        """`_settle_all`, where the end of a row may be provisional."""
+        static, drafted = self.static, proposal.num_drafted
+        assert state.stats is not None
+        assert state.window is not None
+        live, before, window = ~state.finished, state.length, state.window
+        room = state.limit - state.length
+        whole, new = defer(verdict, seen, state.stats, room, drafted, static.deferred_window)
+        stats = observe(state.stats, whole, live)
+        state, _, why, count = self._append(state, proposal.tokens, whole)
+        ended = state.finished & live
+        reports = None
+        if static.reports:
+            deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
+            decided = jnp.where(deferred, verdict.why, whole.why)
+            reports = report(proposal.tokens, seen, decided, why, deferred)
+        block = (why, reports)
+        left = close(
+            window, new, verdict.next_token, state.tokens, before, block, count, drafted,
+            seen.accepted, ended,
+        )  # fmt: skip
+        assert left.emitted.rolled_back is not None
+        rule = state.rule.after(whole, left.charged)
+        if rule.budget is not None:
+            rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
+        ends_anew = self._is_end(left.window.replacement)
+        ends_anew |= left.length >= state.limit
+        state = dataclasses.replace(
+            state,
+            tokens=left.text,
+            length=left.length,
+            finished=jnp.where(left.emitted.rolled_back, ends_anew, state.finished),
+            rule=rule,
+            stats=stats,
+            window=left.window,
+        )
+        return state, left.emitted
+
+    def _append(
+        self, state: DecodeState, draft_tokens: Int[Array, "rows draft"], verdict: Verdict
+    ) -> tuple[
+        DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]
+    ]:
+        """Appends what was accepted, up to an end of text or the row's limit.
+
+        Returns:
+          The state, the block's tokens, why each stands there, and how many of them are settled.
+        """
+        drafted = draft_tokens.shape[1]
+        steps = jnp.arange(drafted + 1, dtype=jnp.int32)
+        kept = verdict.num_accepted[:, None]
+        pad = ((0, 0), (0, 1))
+        tokens = jnp.where(
+            steps < kept, jnp.pad(draft_tokens, pad), verdict.next_token[:, None]
+        ).astype(jnp.int32)
+        why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
+            jnp.int8
+        )
+        is_end = self._is_end(tokens) & (steps <= kept)
+        until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
+        room = state.limit - state.length
+        count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_end), room)
+        count = jnp.where(state.finished, 0, count).astype(jnp.int32)
+        ended = jnp.any(is_end & (steps < count[:, None]), axis=1)
+        text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
+            state.tokens, tokens, state.length
+        )
+        length = state.length + count
+        finished = state.finished | ended | (length >= state.limit)
+        state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
+        return state, tokens, why, count
+
+    def _is_end(self, tokens: Int[Array, rows * block]) -> Bool[Array, rows * block]:
+        """Tokens that end the text of their row."""
+        none = jnp.zeros(tokens.shape, bool)
+        found = functools.reduce(
+            jnp.logical_or, (tokens == one for one in self.static.eos_token_ids), none
+        )
+        ends = self.inputs.ends
+        return found if ends is None else found & ends.reshape(-1, *(1,) * (tokens.ndim - 1))
 
 
 def verify_step(
@@ -158,170 +330,6 @@ def verify_step(
     return model.logits(hidden), cache.written(new, model.layout)
 
 
-def decode_round(
-    static: RoundStatic,
-    target: Llama,
-    drafter: Drafter | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    """Drafts up to K tokens, verifies them and keeps a prefix.
-
-    Returns:
-      The next state, and this round's output with a leading axis of one round.
-    """
-    live = ~state.finished
-    keys, draft_keys, verify_keys = _split(inputs.sampling, state.keys)
-    state = dataclasses.replace(state, keys=keys)
-
-    # 1) Propose.
-    depth, expected = _depth(static, state, inputs, live)
-    draft, drafter_state = _propose(static, drafter, state, inputs, draft_keys, depth)
-
-    # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
-    seen, new, hidden = _verify(static, target, drafter, state, inputs, draft, verify_keys)
-    cache = state.target.with_length(state.length - 1).written(new, target.layout)
-    state = dataclasses.replace(state, target=cache, drafter=drafter_state)
-    verdict = accept(
-        inputs.rule,
-        seen,
-        draft.tokens,
-        protected=inputs.protected,
-        memory=inputs.memory,
-        state=state.rule,
-        num_drafted=draft.num_drafted if _may_be_short(static, drafter) else None,
-    )
-
-    # 3) Commit: what is kept is appended, and what is certain settles.
-    settle = settle_deferring if static.deferred_window else settle_all
-    state, settled = settle(static, state, draft, seen, verdict, inputs.ends)
-
-    # 4) Observe.
-    if drafter is not None:
-        observed = drafter.observe(state.drafter, verdict, hidden, draft=draft, live=live)
-        state = dataclasses.replace(state, drafter=observed)
-
-    # What an end of text or the limit cuts off is counted nowhere.
-    counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
-    rescued = counts & (settled.why == Why.RESCUED)
-    matched = counts & (settled.why == Why.MATCHED)
-    output = RoundOutput(
-        tokens=settled.tokens,
-        why=settled.why,
-        count=settled.count,
-        num_drafted=jnp.where(live, draft.num_drafted, 0),
-        num_accepted=jnp.sum(matched | rescued, axis=1, dtype=jnp.int32),
-        num_rescued=jnp.sum(rescued, axis=1, dtype=jnp.int32),
-        num_draft_passes=draft.num_passes[0] if draft.num_passes.size else jnp.int32(0),
-        finished=state.finished,
-        reports=settled.reports,
-        budget=state.rule.budget,
-        rolled_back=settled.rolled_back,
-        depth=depth,
-        expected=expected,
-        draft_tokens=draft.tokens if static.reports_evidence else None,
-        evidence=seen if static.reports_evidence else None,
-    )
-    return state, jax.tree.map(lambda leaf: leaf[None], output)
-
-
-def _depth(
-    static: RoundStatic, state: DecodeState, inputs: RuleInputs, live: Bool[Array, " rows"]
-) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
-    """K of this round, where it is chosen, and the tokens that are expected of it."""
-    if not static.depths or state.stats is None:
-        return None, None
-    strict_tail = 0 if static.deferred_window else inputs.rule.strict_tail
-    chosen, expected = choose_depth(state.stats, live, static.depths, strict_tail)
-    if state.window is not None:  # which only draft tokens can complete
-        is_open = jnp.any(state.window.is_open & live)
-        chosen = jnp.where(is_open & (static.depths[0] == 0), jnp.maximum(chosen, 1), chosen)
-    return jnp.asarray(static.depths, jnp.int32)[chosen], expected[chosen]
-
-
-def _propose(
-    static: RoundStatic,
-    drafter: Drafter | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-    keys: Key[Array, " rows"] | None,
-    depth: Int[Array, ""] | None,
-) -> tuple[Draft, object]:
-    if drafter is None:
-        nothing = jnp.zeros((state.tokens.shape[0], 0), jnp.int32)
-        return Draft(nothing, None, jnp.zeros_like(state.length), jnp.zeros(0, jnp.int32)), None
-    wanted = None if depth is None else jnp.full_like(state.length, depth)
-    if drafter.adapts:  # for a finished row nobody is to wait
-        all_wanted = static.num_speculative_tokens if wanted is None else wanted
-        wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
-    draft, drafter_state = drafter.propose(
-        state.drafter,
-        state.tokens,
-        state.length,
-        static.num_speculative_tokens,
-        wanted=wanted,
-        sampling=inputs.sampling,
-        keys=keys,
-    )
-    return draft, drafter_state
-
-
-def _verify(
-    static: RoundStatic,
-    target: Llama,
-    drafter: Drafter | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-    draft: Draft,
-    keys: Key[Array, " rows"] | None,
-) -> tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]:
-    """The target's pass, as wide as the longest draft of a live row.
-
-    A branch only reads the cache: one that returned it would have it copied.
-    """
-    cache = state.target.with_length(state.length - 1)
-    num_draft = draft.tokens.shape[1]
-    is_short = _may_be_short(static, drafter)
-
-    def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
-        def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
-            tokens, missing = draft.tokens[:, :width], num_draft - width
-            block = _block(state.tokens, state.length, tokens)
-            layers = () if drafter is None else drafter.hidden_layers
-            hidden, new, read = target.hidden_and_inputs(block, cache, layers)
-            seen = evidence(
-                target.logits(hidden),
-                tokens,
-                needs=static.needs(inputs.rule),
-                sampling=inputs.sampling,
-                draft_logits=None if draft.logits is None else draft.logits[:, :width],
-                key=keys,
-                num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
-                layout=target.layout,
-            )
-            seen = jax.tree.map(
-                lambda leaf: jnp.pad(leaf, ((0, 0), (0, missing), *((0, 0),) * (leaf.ndim - 2))),
-                seen,
-            )
-            wanted = drafter is not None and drafter.needs_hidden
-            padded = jnp.pad(read, ((0, 0), (0, missing), (0, 0))) if wanted else None
-            return seen, new.padded(num_draft + 1), padded
-
-        return run
-
-    widths = static.widths(drafter)
-    if len(widths) == 1:
-        return at(num_draft)()
-    longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
-    index = jnp.searchsorted(jnp.asarray(widths), longest)
-    return jax.lax.switch(index, [at(width) for width in widths])
-
-
-def _may_be_short(static: RoundStatic, drafter: Drafter | None) -> bool:
-    """Rows may have fewer than K draft tokens."""
-    return len(static.widths(drafter)) > 1 or (drafter is not None and drafter.may_fall_short)
-
-
 def _block(
     text: Int[Array, "rows capacity"], length: Int[Array, " rows"], draft: Int[Array, "rows draft"]
 ) -> Int[Array, "rows block"]:
@@ -337,53 +345,3 @@ def _split(
         return keys, None, None
     split = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
     return split[:, 0], split[:, 1], split[:, 2]
-
-
-def decode_rounds(
-    static: RoundStatic,
-    target: Llama,
-    drafter: Drafter | None,
-    state: DecodeState,
-    inputs: RuleInputs,
-) -> tuple[DecodeState, RoundOutput]:
-    """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
-
-    With `RuleInputs.seated` it ends with the first row that is done: another is to have its place.
-
-    A single round runs without a loop around it. Within one, the TPU compiler gives matrices that
-    are split finely another order in memory than they arrive in, and copies them whole: a 405B
-    target would not fit (docs/planner.md). The price is the round that the host has dispatched
-    ahead when the last row finishes: it runs, and changes nothing.
-    """
-    # Jitted to be traced once, for its shapes and for the loop.
-    one_round = jax.jit(
-        functools.partial(decode_round, static, target, drafter, inputs=inputs), inline=True
-    )
-    if static.rounds_per_dispatch == 1:
-        return one_round(state)
-    shapes = jax.eval_shape(one_round, state)[1]
-    empty = jax.tree.map(
-        lambda leaf: jnp.zeros((static.rounds_per_dispatch, *leaf.shape[1:]), leaf.dtype), shapes
-    )
-
-    def run(
-        carry: tuple[Array, DecodeState, RoundOutput],
-    ) -> tuple[Array, DecodeState, RoundOutput]:
-        index, state, outputs = carry
-        state, output = one_round(state)
-        outputs = jax.tree.map(
-            lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
-            outputs,
-            output,
-        )
-        return index + 1, state, outputs
-
-    def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
-        index, state, _ = carry
-        goes_on = (index < static.rounds_per_dispatch) & ~jnp.all(state.finished)
-        if inputs.seated is not None:
-            goes_on &= jnp.all(state.finished == ~inputs.seated)
-        return goes_on
-
-    _, state, outputs = jax.lax.while_loop(unfinished, run, (jnp.int32(0), state, empty))
-    return state, outputs

@@ -71,6 +71,9 @@ def _status(arguments: list[str]) -> int:
     except FlyJaxError as error:
         print(error, file=sys.stderr)
         return _EXIT_WRONG_INPUT
+    except SystemExit as ended:  # of the help with 0
+        if ended.code:
+            raise
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return _EXIT_INTERRUPTED

@@ -24,8 +24,6 @@ Examples:
   python -m fly_jax.launch --audit audit.jsonl
   python -m fly_jax.launch audit audit.jsonl
   python -m fly_jax.launch audit audit.jsonl --html page.html --prompt 2
-
-{flags}
 """
 
 
@@ -41,8 +39,6 @@ class _AuditFlags:
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("audit", _AuditFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     if values.file is None:
         raise FlyJaxError(
             "audit needs a file to sum up; give one that python -m fly_jax.launch --audit FILE has "

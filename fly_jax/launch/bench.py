@@ -39,8 +39,6 @@ Examples:
   python -m fly_jax.launch bench --decode autoregressive --decode exact:2,4,8 --decode fly:15
   python -m fly_jax.launch bench --target target.gguf --draft draft.gguf --turns 3 \\
     --prompts_file question.jsonl --picture speed.svg --json > speed.json
-
-{flags}
 """
 
 # K of exact decoding where nothing else is asked for: the fastest of them is tuned exact decoding.
@@ -80,8 +78,6 @@ def main(arguments: Sequence[str]) -> None:
         bench_serve.main(arguments[1:])
         return
     values = Flags("bench", BenchFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     with distributed_session(values):
         _run(values)
 

@@ -26,8 +26,6 @@ Examples:
   python -m fly_jax.launch bench serve --url http://localhost:8000
   python -m fly_jax.launch bench serve --url http://localhost:8000 --chat \\
     --prompts_file question.jsonl --concurrency 1,16
-
-{flags}
 """
 
 
@@ -60,8 +58,6 @@ class BenchServeFlags:
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("bench serve", BenchServeFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     try:
         import httpx as httpx
     except ImportError as error:

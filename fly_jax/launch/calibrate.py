@@ -41,8 +41,6 @@ Examples:
   python -m fly_jax.launch calibrate --prompts_file prompts.jsonl --gate two_percent.toml \\
     --max_disagreement 0.02 --batch_size 8
   python -m fly_jax.launch --config two_percent.toml --prompts_file questions.jsonl
-
-{flags}
 """
 
 
@@ -91,8 +89,6 @@ class _CalibrateFlags(BatchFlags, _GateFlags, ProcessFlags):
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("calibrate", _CalibrateFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     _check_flags(values)
     if not values.has_draft:
         raise FlyJaxError(

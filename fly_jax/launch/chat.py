@@ -36,8 +36,6 @@ Ctrl-C stops an answer, which stays as it is; Ctrl-D ends the program.
 Examples:
   python -m fly_jax.launch chat --target model.gguf
   python -m fly_jax.launch chat --target model.gguf --draft ngram --system "Answer in one sentence."
-
-{flags}
 """
 
 _PROMPT = "> "
@@ -59,8 +57,6 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     # A conversation does not fill a memory of corrections.
     values = Flags("chat", ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
-    if values is None:
-        return
     config = proposing(values, values.to_config(is_embedded=values.is_embedded))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:

@@ -23,8 +23,6 @@ that was interrupted goes on where it stopped when the same command is run again
 Examples:
   python -m fly_jax.launch convert --target meta-llama/Llama-3.1-8B-Instruct --output llama-8b
   python -m fly_jax.launch convert --target ./llama-70b --output llama-70b-int8 --dtype int8
-
-{flags}
 """
 
 
@@ -44,8 +42,6 @@ class _ConvertFlags:
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("convert", _ConvertFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     if not values.target or not values.output:
         name = "output" if values.target else "target"
         raise FlyJaxError(f"convert needs --{name}; see python -m fly_jax.launch convert --help.")

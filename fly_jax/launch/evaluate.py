@@ -33,8 +33,6 @@ Examples:
   python -m fly_jax.launch evaluate --target target.gguf --draft draft.gguf --output runs/code \\
     --tasks humaneval,mbpp --data sets --allow_code_execution \\
     --decode autoregressive --decode exact:4 --decode fly:15
-
-{flags}
 """
 
 
@@ -66,8 +64,6 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     given = Flags("evaluate", EvaluateFlags, without=("memory", "csd_min_count"))
     values = given.parse(arguments, _HELP)
-    if values is None:
-        return
     items = _items(values)
     config = values.to_config(is_embedded=values.is_embedded)
     proposes = values.has_draft or config.to_lookup()

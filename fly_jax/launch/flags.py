@@ -101,14 +101,15 @@ class Flags(Generic[_Values]):
                 self._add(group, dataclasses.replace(one, low=None, high=None), None, text)
                 self._decoding.append(one.name)
 
-    def parse(self, arguments: Sequence[str], help: str) -> _Values | None:
-        """The flags' values; None where the help was asked for, which is printed.
+    def parse(self, arguments: Sequence[str], help: str) -> _Values:
+        """The flags' values; where the help was asked for, it is printed with them.
 
         Where they have a field `file`, it gets the one argument that is no flag, wherever that
         stands.
 
         Raises:
           FlyJaxError: an unknown flag, a value that is not allowed, or an argument too many.
+          SystemExit: the help was printed.
         """
         takes_file = hasattr(self._kind, "file")
         self._flags.set_gnu_getopt(takes_file)
@@ -132,8 +133,8 @@ class Flags(Generic[_Values]):
         if rest:
             found["file"] = rest[0]
         if found.pop("help"):
-            print(help.format(flags=self.help()))
-            return None
+            print(f"{help}\n{self.help()}", flush=True)
+            raise SystemExit(0)
         if self._decoding:
             found["decoding"] = {name: found.pop(name) for name in self._decoding}
         values = self._kind(**found)

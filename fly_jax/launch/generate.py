@@ -56,8 +56,6 @@ Examples:
   python -m fly_jax.launch --mesh 8x8 --prompts_file prompts.jsonl --json > answers.jsonl
   python -m fly_jax.launch --target meta-llama/Llama-3.1-8B-Instruct \\
     --draft meta-llama/Llama-3.2-1B-Instruct --prompt "Once upon a time" --compare
-
-{flags}
 """
 
 
@@ -82,8 +80,6 @@ class GenerateFlags(BatchFlags, DecodingFlags, SeedFlags, AuditFlags, ProcessFla
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("generate", GenerateFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     with distributed_session(values):
         _run(values)
 

@@ -28,8 +28,6 @@ Examples:
   python -m fly_jax.launch plan --target llama-3.1-405b --draft llama-3.1-8b --chip v5e --mesh 8x8
   python -m fly_jax.launch plan --target llama-3.1-70b --draft llama-3.1-8b --chip h200 --mesh 2
   python -m fly_jax.launch plan --config configs/fly_llama3_405b.toml --num_speculative_tokens auto
-
-{flags}
 """
 
 _DRAFT = "llama-3.1-8b"
@@ -74,8 +72,6 @@ def main(arguments: Sequence[str]) -> None:
     # What is looked up on the host is the same to a chip.
     without = ("protect", "memory", "csd_min_count")
     values = Flags("plan", _PlanFlags, without).parse(arguments, _HELP)
-    if values is None:
-        return
     # An accelerator that is there is not needed, nor locked; JAX may have read the variable before.
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax

@@ -49,9 +49,7 @@ Examples:
   python -m fly_jax.launch serve
   python -m fly_jax.launch serve --target model.gguf --draft self:int4 --num_slots 16
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"prompt": "import os\\n", "max_tokens": 32}}'
-
-{flags}
+    -d '{"prompt": "import os\\n", "max_tokens": 32}'
 """
 
 _Engine = TypeVar("_Engine", bound="Engine")
@@ -133,8 +131,6 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     without = ("memory", "csd_min_count", "csd_online")  # the server takes no memory
     values = Flags("serve", ServeFlags, without).parse(arguments, _HELP)
-    if values is None:
-        return
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise FlyJaxError(

@@ -30,8 +30,6 @@ when it is started again.
 Examples:
   python -m fly_jax.launch train --teacher model.gguf --prompts_file prompts.jsonl --batch_size 32
   python -m fly_jax.launch train --teacher MODEL --prompts_file prompts.txt --num_layers 2
-
-{flags}
 """
 
 # Says what the answers in the directory are answers to.
@@ -66,8 +64,6 @@ class _TrainFlags(PromptFlags):
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("train", _TrainFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     try:
         _distil(values)
     except KeyboardInterrupt as interrupt:

@@ -28,7 +28,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add, "subtract": operator.sub,
 }  # fmt: skip
 # Beyond so many trips a loop is taken to be one that only data ends.
-_MOST_TRIPS = 2**12
+_MOST_TRIPS = 2**10
 # What hands its operand on, as far as a counter is concerned.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier")
 

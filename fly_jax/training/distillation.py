@@ -292,24 +292,17 @@ def first_embedding(
     return np.asarray(narrow / np.sqrt(np.mean(narrow**2) * embed_size), np.float32)
 
 
-def distilled_rows(
-    documents: Sequence[Expected], own: OwnTokens, recipe: Recipe, start_row: int = 0
-) -> Iterator[Row]:
-    """Endless rows of documents, in the drafter's tokens, from `start_row` on.
-
-    Each row is a function of the seed and its number alone.
-    """
-    for index in itertools.count(start_row):
-        rng = random.Random(f"{recipe.seed}/{index}")
-        yield _packed(documents, own, recipe.row_length, rng)
-
-
 def batches(
     documents: Sequence[Expected], own: OwnTokens, recipe: Recipe, start_step: int
 ) -> Iterator[Row]:
-    """`distilled_rows` by the batch, from a step on."""
-    first = start_step * recipe.batch_size
-    return stacked(distilled_rows(documents, own, recipe, first), recipe.batch_size)
+    """Endless rows of documents, in the drafter's tokens, by the batch, from a step on.
+
+    Each row is a function of the seed and its number alone.
+    """
+    numbers = itertools.count(start_step * recipe.batch_size)
+    draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
+    rows = (_packed(documents, own, recipe.row_length, one) for one in draws)
+    return stacked(rows, recipe.batch_size)
 
 
 def _packed(documents: Sequence[Expected], own: OwnTokens, length: int, rng: random.Random) -> Row:

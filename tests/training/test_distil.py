@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import jax
@@ -26,8 +28,8 @@ from fly_jax.training.distillation import (
     Document,
     Expected,
     OwnTokens,
+    batches,
     continued,
-    distilled_rows,
     drafter_recipe,
     expected,
     first_embedding,
@@ -124,10 +126,14 @@ def recipe_of(own: OwnTokens) -> Recipe:
 def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr(distillation, "ROW_LENGTH", 16)
     own, _ = frequent_tokens(heard(), 12, 4)
-    recipe = recipe_of(own)
-    rows = list(itertools.islice(distilled_rows(heard(), own, recipe), 4))
-    later = next(distilled_rows(heard(), own, recipe, start_row=3))
-    jax.tree.map(np.testing.assert_array_equal, rows[3], later)
+    recipe = dataclasses.replace(recipe_of(own), batch_size=1)
+
+    def rows_from(step: int) -> Iterator[Any]:
+        for batch in batches(heard(), own, recipe, step):
+            yield jax.tree.map(lambda leaf: leaf[0], batch)
+
+    rows = list(itertools.islice(rows_from(0), 4))
+    jax.tree.map(np.testing.assert_array_equal, rows[3], next(rows_from(3)))
     for row in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
         assert row.weights.shape == row.likely.shape[:1] == row.shares.shape[:1] == (16,)

@@ -122,22 +122,6 @@ def _in_additional_config() -> Iterator[None]:
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
     """The rule of one request: whatever fails in it is that request's fault, not the engine's.
 
-    See `_request_rule`.
-    """
-    try:
-        return _request_rule(config, override, temperature)
-    except FlyJaxError:
-        raise
-    except Exception as error:
-        raise FlyJaxError(
-            f"extra_args[{KEY!r}] is {str(override)[:200]}, of which no rule can be made "
-            f"({error}); correct it."
-        ) from error
-
-
-def _request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
-    """The rule of one request.
-
     Args:
       override: `SamplingParams.extra_args["fly_jax"]` of the request, if it is there, or that as
         JSON: "rule" may be "exact", and the numbers of the engine's rule may be others.
@@ -150,22 +134,27 @@ def _request_rule(config: DecodingConfig, override: Any, temperature: float) -> 
     if isinstance(override, str):  # the OpenAI-compatible server hands on no objects
         with contextlib.suppress(ValueError):
             override = json.loads(override)
-    if override is None:
-        made = config
-    elif isinstance(override, Mapping):
-        override = from_vllm_names(override)
-        check_keys(override, set(known()) - _OF_THE_ENGINE - _OF_THE_LOOKUP)
-        made = config.replace(**override)
-    else:
+    if override is not None and not isinstance(override, Mapping):
         raise FlyJaxError(
             f"extra_args[{KEY!r}] is {override!r}; give an object, such as {{'rule': 'exact'}}."
         )
-    rule = made.to_rule()
-    if isinstance(rule, Exact) or ("csd" in rule_names(made.rule) and temperature > 0):
-        return Exact()
-    engines = config.to_rule()
-    mine: Any = jax.tree.structure(per_row([rule], like=[engines]))
-    if mine != jax.tree.structure(per_row([engines])):
+    try:
+        own = from_vllm_names(override or {})
+        check_keys(own, set(known()) - _OF_THE_ENGINE - _OF_THE_LOOKUP)
+        made = config.replace(**own)
+        rule, engines = made.to_rule(), config.to_rule()
+        if isinstance(rule, Exact) or ("csd" in rule_names(made.rule) and temperature > 0):
+            return Exact()
+        mine: Any = jax.tree.structure(per_row([rule], like=[engines]))
+        is_same = mine == jax.tree.structure(per_row([engines]))
+    except FlyJaxError:
+        raise
+    except Exception as error:
+        raise FlyJaxError(
+            f"extra_args[{KEY!r}] is {str(override)[:200]}, of which no rule can be made "
+            f"({error}); correct it."
+        ) from error
+    if not is_same:
         raise FlyJaxError(
             f"The request asks for the rule {made.rule} with other conditions than the engine's, "
             f"{config.rule}; a request may ask for the rule exact and for other numbers: ask for "

@@ -75,7 +75,8 @@ def test_where_another_process_may_be_gone_the_session_says_which(
     monkeypatch.setattr("fly_jax.serving.http.run.run", failing)
     monkeypatch.setattr(crash_handler, "installed", object() if together else None)
     values: Any = SimpleNamespace(host="127.0.0.1", grace_period=1.0)
-    service: Any = SimpleNamespace(limits=SimpleNamespace(api_keys=("a",)))
+    limits = SimpleNamespace(api_keys=("a",))
+    service: Any = SimpleNamespace(limits=limits, cancel=None)
     with pytest.raises(jax.errors.JaxRuntimeError if together else SystemExit) as caught:
         serve._answer(values, service, cast(Any, None))
     assert (caught.value is cause) == together

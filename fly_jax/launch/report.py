@@ -23,8 +23,6 @@ Examples:
   python -m fly_jax.launch bench --json > runs/bench.json
   python -m fly_jax.launch evaluate --output runs/problems
   python -m fly_jax.launch report runs --margin 2
-
-{flags}
 """
 
 _NAME = "report"
@@ -43,8 +41,6 @@ class _ReportFlags:
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("report", _ReportFlags).parse(arguments, _HELP)
-    if values is None:
-        return
     if values.file is None or not (folder := Path(values.file)).is_dir():
         raise FlyJaxError(
             f"report was given {values.file or 'nothing'}; give the folder of files that bench "

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from launch_types import Captured, Decoded, Refused
 
-from fly_jax.evaluation.audit_file import FORMAT, VERSION, Audit
-from fly_jax.evaluation.mismatches import Continuation, Mismatch, Run
+from fly_jax.evaluation.audit_file import Audit, Continuation, Mismatch, Run
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.page import page
 from fly_jax.models.tokenizer import Tokenizer
@@ -146,7 +145,7 @@ KEPT = Mismatch(
 REFUSED = dataclasses.replace(
     KEPT, position=2, draft_text="'", regret=None, window="failed", refused_by="window"
 )
-AUDIT = Audit(Run(FORMAT, VERSION, "fly | <csd>", "top_3", {}), [KEPT, REFUSED], {0: ONE})
+AUDIT = Audit(Run("fly | <csd>", "top_3", {}), [KEPT, REFUSED], {0: ONE})
 VOID = ("meta", "br")
 
 

@@ -262,7 +262,7 @@ def test_the_names_if_nobody_says(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], address: str, names: tuple[str, ...]
 ) -> None:
     monkeypatch.delenv("FLY_JAX_API_KEY", raising=False)
-    values = Flags("serve", ServeFlags, ()).parse(arguments, "{flags}")
+    values = Flags("serve", ServeFlags, ()).parse(arguments, "")
     assert values is not None
     assert _limits(values, address).allowed_hosts == names
 

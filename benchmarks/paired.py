@@ -11,7 +11,7 @@ from texts import MAX_NEW_TOKENS
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair
 from fly_jax.evaluation.compare import Comparison, compare
-from fly_jax.evaluation.paired import redrawn, retention
+from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.problems import Problem, is_correct
 
 
@@ -41,40 +41,11 @@ def side_by_side(
 
 def paired_interval(
     worded: Sequence[Problem], base: Sequence[str], other: Sequence[str]
-) -> dict[str, float]:
-    """Retention with a 95% interval: problems are redrawn, both decoders' verdicts together."""
-    verdicts = np.array(
-        [[is_correct(p, a), is_correct(p, b)] for p, a, b in zip(worded, base, other, strict=True)]
+) -> dict[str, Any]:
+    """Retention with a 95% interval, and what became of the problems; see `compare_paired`."""
+    ours, theirs = (
+        np.array([is_correct(*one) for one in zip(worded, texts, strict=True)])
+        for texts in (base, other)
     )
-    kept = retention(verdicts[:, 0], verdicts[:, 1])
-    assert kept is not None
-    return {
-        **dict(zip(("retention", "low", "high"), kept, strict=True)),
-        "only_baseline_correct": int((verdicts[:, 0] & ~verdicts[:, 1]).sum()),
-        "only_this_correct": int((~verdicts[:, 0] & verdicts[:, 1]).sum()),
-        "same_text": float(np.mean([a == b for a, b in zip(base, other, strict=True)])),
-    }
-
-
-def paired_difference(
-    base: Sequence[Sequence[bool]], other: Sequence[Sequence[bool]]
-) -> dict[str, float]:
-    """Both decoders' scores in per cent, and their difference in points with a 95% interval.
-
-    Prompts are redrawn, each with all that was asked in it and with both decoders' verdicts.
-
-    Args:
-      base: for each prompt, which of the things that it asks for were done.
-      other: the same of the other decoder.
-    """
-    counts = np.array([(len(a), sum(a), sum(b)) for a, b in zip(base, other, strict=True)])
-    sums = counts[redrawn(len(counts))].sum(axis=1)
-    low, high = np.quantile(100 * (sums[:, 2] - sums[:, 1]) / sums[:, 0], (0.025, 0.975))
-    asked, done, by_other = counts.sum(axis=0)
-    return {
-        "baseline": float(100 * done / asked),
-        "this": float(100 * by_other / asked),
-        "points": float(100 * (by_other - done) / asked),
-        "low": float(low),
-        "high": float(high),
-    }
+    same = float(np.mean([a == b for a, b in zip(base, other, strict=True)]))
+    return compare_paired(ours, theirs, margin=1.0) | {"same_text": same}

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from hugging_face import GREEDY, ONE_ROW_ONLY, WAYS, HuggingFace
 from machine import run, write
-from real_decodings import DRAFTER, TARGET_ALONE, decoding, draft_of, is_exact, of_batch
+from tables import TARGET_ALONE
 from tqdm import tqdm
 
 from fly_jax.decoding.pair import load_pair, open_pair
@@ -59,6 +59,13 @@ _BATCHES = flags.DEFINE_multi_integer("batch", [1, 4], "prompts decoded together
 _NAME = "real_model"
 # 80 of the 480 are MT-bench's, in its own eight categories.
 _CATEGORIES = {"translation", "summarization", "qa", "math_reasoning", "rag"}
+DRAFTER = "drafter"  # one that was trained for the target, which --drafter names
+_DRAFTS = {"lookup": "ngram", "self:int4": "self:int4", DRAFTER: DRAFTER}
+_RULES: Mapping[str, dict[str, Any]] = {
+    "exact": {"rule": "exact"},
+    "fly": {"rule": "fly"},
+    "fly | margin 0.3": {"rule": "fly | margin", "margin_gap": 0.3},
+}
 _TIE = 1e-3  # between the two best logits, where float32 may round either way
 
 _LOOSENED = ("fly", "fly | margin 0.3")
@@ -131,10 +138,11 @@ class Ways:
         return job
 
     def _of_ours(self, batch: int, name: str) -> Way:
-        one, limit = decoding(name), _MAX_NEW_TOKENS.value
+        draft, values = decoding(name)
+        limit = _MAX_NEW_TOKENS.value
         engine = Engine.of(
-            self.pair(draft_of(one, _DRAFTER.value)), prompts=self._prompts, max_new_tokens=limit,
-            num_slots=batch, with_texts=False, **one.values,
+            self.pair(_DRAFTER.value if draft == DRAFTER else draft), prompts=self._prompts,
+            max_new_tokens=limit, num_slots=batch, with_texts=False, **values,
         )  # fmt: skip
         engine.warm_up_for(engine.requests(self._prompts, limit))
 
@@ -166,6 +174,19 @@ class Ways:
         for name, model in models.items():
             save_hf(model, self._folder / name, jnp.float32)
         return HuggingFace(_PYTHON.value, *(str(self._folder / name) for name in models))
+
+
+def decoding(name: str) -> tuple[str | None, dict[str, Any]]:
+    """What drafts, and how is decoded, by a name such as "self:int4, fly, K = 15"."""
+    if name == TARGET_ALONE:
+        return None, {"rule": TARGET_ALONE}
+    draft, rule, depth = name.split(", ")
+    return _DRAFTS[draft], {**_RULES[rule], "num_speculative_tokens": int(depth[len("K = ") :])}
+
+
+def is_exact(name: str) -> bool:
+    """Whether a name's rule is exact decoding."""
+    return ", exact, " in name
 
 
 def questions(path: Path, each: int) -> list[tuple[str, str]]:
@@ -338,9 +359,9 @@ def _report(
             gaps = _gaps(target, prompts, turns[0].tokens, reference)
             one["gaps_where_answers_part"] = gaps
             one["parted_beyond_rounding"] = sum(gap > _TIE for gap in gaps)
-        summaries[of_batch(batch)][name] = one
+        summaries[f"batch {batch}"][name] = one
         shown = ("tokens_per_second", "mean_accepted_tokens", "same_answers")
-        print(of_batch(batch), name, {key: one[key] for key in shown if key in one})
+        print(f"batch {batch}", name, {key: one[key] for key in shown if key in one})
     write(_NAME, {"setting": setting, "answers_compared_with": first[1], "summaries": summaries})
 
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 
@@ -105,49 +105,3 @@ async def work_off(
 
     async with httpx.AsyncClient(base_url=at.url, limits=limits, timeout=600) as session:
         await asyncio.gather(*(client(session) for _ in range(clients)))
-
-
-@dataclasses.dataclass
-class Answer:
-    """An answer as a client saw it.
-
-    Attributes:
-      text: of the answer.
-      first: seconds to the first token.
-      seconds: to the last.
-      num_tokens: of the answer.
-      metrics: the server's own of this request.
-      status: of HTTP.
-    """
-
-    text: str = ""
-    first: float = 0.0
-    seconds: float = 0.0
-    num_tokens: int = 0
-    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
-    status: int = 200
-
-
-async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Streams an answer to its end."""
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-    answer, begin = Answer(), time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=asked) as reply:
-        answer.status = reply.status_code
-        if answer.status != 200:
-            answer.text = (await reply.aread()).decode()
-            return answer
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                answer.first = answer.first or time.perf_counter() - begin
-                answer.text += choice["text"]
-            if "usage" in chunk:
-                answer.num_tokens = chunk["usage"]["completion_tokens"]
-                answer.metrics = chunk["metrics"]
-    answer.seconds = time.perf_counter() - begin
-    return answer

@@ -26,11 +26,13 @@ from absl import flags
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 import attacks
 from machine import run, write
-from served import Server, ask, conversing, server, work_off
+from served import Server, conversing, server, work_off
 from texts import library_beginnings, word_problems
 
 from fly_jax import generate, load_pair
 from fly_jax.decoding.pair import Pair
+from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.load import ask
 
 _REQUESTS = flags.DEFINE_integer("num_requests", 2000, "in all", lower_bound=10)
 _CLIENTS = flags.DEFINE_integer("clients", 64, "at a time", lower_bound=1)
@@ -81,10 +83,8 @@ class Soak:
             if reply.status_code == 200:
                 text = reply.json()["choices"][0]["text"]
         else:
-            answer = await ask(session, body)
-            self._note(kind, answer.status)
-            if answer.status == 200:
-                text = answer.text
+            text = (await ask(session, "/v1/completions", body)).text
+            self._note(kind, 200)
         is_exact = rule == "exact" and not drawn and "stop" not in body
         if is_exact and text is not None:
             self.exact[index, limit].add(text)
@@ -158,7 +158,7 @@ async def _run(soak: Soak, at: Server, number: int) -> None:
     async def one(session: httpx.AsyncClient, _: int) -> None:
         try:
             await soak.one(session)
-        except (httpx.HTTPError, RuntimeError) as error:
+        except (httpx.HTTPError, FlyJaxError) as error:
             soak.outcomes[f"{type(error).__name__}: {error}"] += 1
 
     hostile = [asyncio.create_task(soak.attack(at)) for _ in range(_HOSTILE.value)]

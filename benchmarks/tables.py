@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import machine
-import real_tables
 from hugging_face import GREEDY
-from real_decodings import TARGET_ALONE
 
+TARGET_ALONE = "autoregressive"
+_ONE, _FOUR = "batch 1", "batch 4"  # keys of real_model.json
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: python benchmarks/tables.py -->\n", "<!-- end of results -->"
 
@@ -36,31 +36,34 @@ def _named(simd: str | None) -> str:
     return f" with {simd.upper()}" if simd else ""
 
 
-def _pair_table(result: dict[str, Any]) -> list[str]:
+def _pair_table(pair: dict[str, Any]) -> list[str]:
+    """From what `report` wrote of benchmarks/results/embedded."""
+    about = json.loads((machine.RESULTS / "embedded" / "problems.json").read_text())
+    judged = len(pair["quality"]["quality"]["tasks"]["problems"]["autoregressive"]["right"])
     lines = [
-        f"The embedded pair on {result['num_problems']} held-out word problems, batch "
-        f"{result['batch_size']}, each rule with its best K ({_where(result)}; "
-        "[script](benchmarks/embedded_pair.py), [file](benchmarks/results/embedded_pair.json)):",
+        f"The embedded pair on held-out word problems, the speed of {about['prompts']} of them one "
+        f"at a time, in {about['turns']} turns, the answers of {judged}; K is the fastest on other "
+        f"problems, and FLy's published 15 besides ({_where(about)}; [files]"
+        "(benchmarks/results/embedded), [commands](docs/measuring.md#the-tables-of-the-readme)):",
         "",
         "| decoding | tokens/s | speed-up | mean accepted tokens | rescued per 100 | solved | "
         "retention (95% interval) |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, row in result["problems"].items():
-        paired = result["paired"].get(name)
-        kept = (
-            ""
-            if paired is None
-            else (f"{paired['retention']:.1%} ({paired['low']:.1%} to {paired['high']:.1%})")
-        )
+    for row in _rows(pair, "problems"):
+        found = row["quality"]["problems"]
+        kept = ""
+        if found["retention"] is not None:
+            kept = f"{found['retention']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
         lines.append(
-            f"| {name} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f}x "
-            f"| {row['mean_accepted_tokens']:.2f} | {row['rescued_per_100_tokens']:.1f} "
-            f"| {row['num_correct'] / row['num_checked']:.1%} | {kept} |"
+            f"| {_named_decoding(row)} | {row['tokens_per_second']:.0f} ± {row['deviation']:.0f} "
+            f"| {row['speed_up']:.2f}x | {row['mean_accepted_tokens']:.2f} "
+            f"| {row['rescued_per_100_tokens']:.1f} | {found['score']:.1%} | {kept} |"
         )
     library = ", ".join(
-        f"{name} {row['speed_up']:.2f}x ({row['mean_accepted_tokens']:.2f} tokens a pass)"
-        for name, row in list(result["library"].items())[1:]
+        f"{row['speed_up']:.2f}x with {_named_decoding(row)} ({row['mean_accepted_tokens']:.2f} "
+        "tokens a pass)"
+        for row in _rows(pair, "library")[1:]
     )
     return [
         *lines,
@@ -68,6 +71,15 @@ def _pair_table(result: dict[str, Any]) -> list[str]:
         f"On held-out library text, where nothing can be checked, each with its best K there: "
         f"{library}.",
     ]
+
+
+def _rows(pair: dict[str, Any], file: str) -> list[dict[str, Any]]:
+    return [one for one in pair["speed"] if one["file"] == file]
+
+
+def _named_decoding(row: dict[str, Any]) -> str:
+    """Without what a decoding has to say of the pair's own config."""
+    return str(row["decoding"]).removesuffix(", protect=")
 
 
 def _reference(result: dict[str, Any]) -> list[str]:
@@ -109,26 +121,25 @@ def _rules_rows(measured: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _in_three_lines(pair: dict[str, Any], rules: dict[str, Any], real: dict[str, Any]) -> list[str]:
+def _in_three_lines(pair: dict[str, Any], real: dict[str, Any]) -> list[str]:
     """The result in three lines, the unfavourable too."""
-    rows, of_k = pair["problems"], rules["batch_size"]["1"]["k"]["15"]
-    exact = next(row for name, row in rows.items() if name.startswith("exact"))
-    of_fly = (name for name in rows if name.startswith("fly"))
-    best = max(of_fly, key=lambda name: rows[name]["speed_up"])
-    fly, kept, library = rows[best], pair["paired"][best], of_k["library"]
-    alone = real["summaries"][real_tables.ONE]
+    rows, library = _rows(pair, "problems"), _rows(pair, "library")
+    fly = next(row for row in rows if row["decoding"].startswith("fly, K = 15"))
+    kept = fly["quality"]["problems"]
+    slow = next(row for row in library if row["decoding"].startswith("fly"))
+    alone = real["summaries"][_ONE]
     plain, theirs = (alone[name]["tokens_per_second"] for name in (TARGET_ALONE, GREEDY))
     fastest = max(
         (name for name in alone if ", " in name and not name.startswith("Hugging")),
         key=lambda name: alone[name]["tokens_per_second"],
     )
     return [
-        f"1. **On the pair that ships inside**, word problems, one at a time: FLy decodes "
+        f"1. **On the pair that ships inside**, word problems, one at a time: FLy (K = 15) decodes "
         f"{fly['speed_up']:.1f} times as fast as one token at a time and "
-        f"{fly['speed_up'] / exact['speed_up']:.2f} times as fast as tuned exact speculation, for "
+        f"{fly['over_tuned_exact']:.2f} times as fast as tuned exact speculation, for "
         f"{kept['retention']:.1%} of the answers (95% interval {kept['low']:.1%} to "
-        f"{kept['high']:.1%}). On library text it is slower than tuned exact speculation "
-        f"({library['fly']['speed_up']:.2f}x at K = 15).",
+        f"{kept['high']:.1%}). On library text it decodes {slow['over_tuned_exact']:.2f} times as "
+        "fast as tuned exact speculation.",
         f"2. **On a real model on a CPU** (SmolLM2-135M-Instruct) speculation brings hardly "
         f"anything on average: one token at a time decodes {plain:.1f} tokens/s, the fastest draft "
         f"{alone[fastest]['tokens_per_second']:.1f} ({fastest}), Hugging Face {theirs:.1f}.",
@@ -158,6 +169,72 @@ def _rules_all(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _ways(real: dict[str, Any], where: str) -> list[str]:
+    setting, alone = real["setting"], real["summaries"][_ONE]
+    return [
+        f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
+        f"tokens, {_turns(real)} ({where}; "
+        "[file](../benchmarks/results/real_model.json)). Tokens/s are without what the prompts "
+        f"take; *same* counts the answers that are those of '{real['answers_compared_with']}', "
+        "one prompt at a time:",
+        "",
+        "| decoding | tokens/s | batch 4 | mean accepted tokens | rescued per 100 | same "
+        "| batch 4: same |",
+        "|---|---|---|---|---|---|---|",
+        *(
+            f"{_row(real, name)} {_number(one, 'rescued_per_100_tokens', 1)} "
+            f"| {one['same_answers']} | {_of_four(real, name, 'same_answers', 0)} |"
+            for name, one in alone.items()
+        ),
+    ]
+
+
+def _turns(real: dict[str, Any]) -> str:
+    turns = next(iter(real["summaries"][_ONE].values()))["turns"]
+    return f"{turns} turns" if turns > 1 else "one turn"
+
+
+def _categories(real: dict[str, Any]) -> list[str]:
+    ways = real["summaries"][_ONE]
+    names = list(next(iter(ways.values()))["by_category"])
+    lines = [
+        "",
+        "By category, one prompt at a time: tokens/s (mean accepted tokens).",
+        "",
+        f"| decoding | {' | '.join(name.replace('_', ' ') for name in names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for way, one in ways.items():
+        cells = []
+        for name in names:
+            found = one["by_category"][name]
+            mean = _number(found, "mean_accepted_tokens", 2)
+            cells.append(f"{found['tokens_per_second']:.1f}" + (f" ({mean})" if mean else ""))
+        lines.append(f"| {_way(way)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _row(real: dict[str, Any], name: str) -> str:
+    one = real["summaries"][_ONE][name]
+    return (
+        f"| {_way(name)} | {one['tokens_per_second']:.1f} "
+        f"| {_of_four(real, name, 'tokens_per_second', 1)} "
+        f"| {_number(one, 'mean_accepted_tokens', 2)} |"
+    )
+
+
+def _of_four(real: dict[str, Any], name: str, field: str, digits: int) -> str:
+    return _number(real["summaries"].get(_FOUR, {}).get(name, {}), field, digits)
+
+
+def _number(one: dict[str, float], field: str, digits: int) -> str:
+    return f"{one[field]:.{digits}f}" if field in one else ""
+
+
+def _way(way: str) -> str:
+    return ("one token at a time" if way == TARGET_ALONE else way).replace("|", "\\|")
+
+
 def _put(path: Path, lines: Sequence[str]) -> None:
     text = path.read_text(encoding="utf-8")
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
@@ -165,11 +242,13 @@ def _put(path: Path, lines: Sequence[str]) -> None:
 
 
 def main() -> None:
-    rules, real, ifeval = _read("rules"), _read("real_model"), _read("ifeval")
-    pair = _read("embedded_pair")
-    _put(ROOT / "README.md", _in_three_lines(pair, rules, real) + _pair_table(pair))
-    _put(ROOT / "docs" / "rules.md", _rules_all(rules) + _reference(_read("against_reference")))
-    _put(ROOT / "docs" / "real_model.md", real_tables.page(real, ifeval, _where(real)))
+    real, pair = _read("real_model"), _read("embedded/report")
+    _put(ROOT / "README.md", _in_three_lines(pair, real) + _pair_table(pair))
+    _put(
+        ROOT / "docs" / "rules.md",
+        _rules_all(_read("rules")) + _reference(_read("against_reference")),
+    )
+    _put(ROOT / "docs" / "real_model.md", _ways(real, _where(real)) + _categories(real))
 
 
 if __name__ == "__main__":

@@ -44,24 +44,30 @@ class Answers:
           FlyJaxError: it is of another setting, or no such file.
         """
         self.path = path
-        first = {"fly_jax_answers": 2, **setting}
+        self.records: dict[Key, dict[str, Any]] = {}
+        first = json.dumps({"fly_jax_answers": 2, **setting})
         whole, end, cut = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
         self.dropped = bool(cut)
         if cut or not end:
-            path.write_bytes(whole + end or json.dumps(first).encode() + b"\n")
-        lines = [_read(path, at, line) for at, line in enumerate(whole.split(b"\n"), 1) if line]
-        found = lines[0] if lines else json.loads(json.dumps(first))
-        for name, value in json.loads(json.dumps(first)).items():
-            if found.get(name) != value:
+            path.write_bytes(whole + end or first.encode() + b"\n")
+        for at, line in enumerate(whole.split(b"\n") if whole else [], 1):
+            try:
+                one = json.loads(line)
+                if at > 1:
+                    self.records[one["task"], one["item"], one["decoding"]] = one
+                    continue
+                differs = [
+                    f"its {name} is {json.dumps(one.get(name))[:60]} and here it is "
+                    f"{json.dumps(value)[:60]}"
+                    for name, value in json.loads(first).items()
+                    if one.get(name) != value
+                ]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise FlyJaxError(
-                    f"{path} is of another run: its {name} is {json.dumps(found.get(name))[:60]} "
-                    f"and here it is {json.dumps(value)[:60]}; give another --output."
-                )
-        self.records: dict[Key, dict[str, Any]] = {}
-        for at, one in enumerate(lines[1:], 2):
-            if not {"task", "item", "decoding", "prompt", "is_right"} <= one.keys():
-                raise FlyJaxError(f"{path}, line {at} is no answer; give another --output.")
-            self.records[one["task"], one["item"], one["decoding"]] = one
+                    f"{path}, line {at} is no answer ({error!r}); give another --output."
+                ) from error
+            if differs:
+                raise FlyJaxError(f"{path} is of another run: {differs[0]}; give another --output.")
 
     def check_prompts(self, prompts: Mapping[tuple[str, str], str]) -> None:
         """Raises FlyJaxError for an answer to another prompt than an item now has."""
@@ -79,16 +85,6 @@ class Answers:
         self.records[record["task"], record["item"], record["decoding"]] = record
 
 
-def _read(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise FlyJaxError(
-            f"{path}, line {number} is not valid JSON; give another --output."
-        ) from error
-    return found if isinstance(found, dict) else {}
-
-
 def answer_items(
     pair: Pair,
     configs: Mapping[str, DecodingConfig],
@@ -103,39 +99,37 @@ def answer_items(
     Args:
       requests: of the items, in their order.
     """
-    engines: dict[str, Engine] = {}
-    missing = {
-        name: [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
-        for name in configs
-    }
-    for name, indices in missing.items():
-        if indices:
-            wanted = [requests[at] for at in indices]
-            engines[name] = Engine.of(
+    engines: dict[str, tuple[Engine, list[int]]] = {}
+    for name, config in configs.items():
+        missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
+        if missing:
+            wanted = [requests[at] for at in missing]
+            engine = Engine.of(
                 pair,
-                configs[name],
+                config,
                 prompts=[one.prompt for one in wanted],
                 max_new_tokens=max(one.max_new_tokens for one in wanted),
                 num_slots=batch_size,
             )
-            engines[name].warm_up_for(wanted)
-            engines[name].forget()
-    total, done = len(items) * len(configs), sum(map(len, missing.values()))
-    with tqdm(total=total, initial=total - done, disable=None, smoothing=0.02) as bar:
+            engine.warm_up_for(wanted)
+            engine.forget()
+            engines[name] = engine, missing
+    total, left = len(items) * len(configs), sum(len(missing) for _, missing in engines.values())
+    with tqdm(total=total, initial=total - left, disable=None, smoothing=0.02) as bar:
         for first in range(0, len(items), _GROUPS * batch_size):
-            group = range(first, min(first + _GROUPS * batch_size, len(items)))
-            for name, engine in engines.items():
+            group = range(first, first + _GROUPS * batch_size)
+            for name, (engine, missing) in engines.items():
                 bar.set_description(name)
                 pieces = collections.defaultdict[RequestState, list[str]](list)
                 asked = {
-                    engine.submit(replace(requests[at], sampling=engine.spec.sampling)): at
-                    for at in missing[name]
+                    engine.submit(replace(requests[at], sampling=engine.spec.sampling)): items[at]
+                    for at in missing
                     if at in group
                 }
                 for state, settled in engine.run(()):
                     pieces[state] += settled.texts
                     if settled.finish_reason is not None:
-                        answers.add(_record(items[asked[state]], name, state, pieces.pop(state)))
+                        answers.add(_record(asked[state], name, state, pieces.pop(state)))
                         bar.update()
                 engine.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import tempfile
@@ -61,11 +62,9 @@ def load_checkers() -> Any:
 
 def _provide_tables(nltk: Any) -> None:
     """Where English sentences end: from NLTK, or from a package that carries the same tables."""
-    try:
+    with contextlib.suppress(LookupError):
         nltk.data.find(_TABLES)
         return
-    except LookupError:
-        pass
     try:
         from punkt.data import english
     except ImportError as error:

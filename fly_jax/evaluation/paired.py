@@ -6,16 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 _Z = 1.959964  # of a two-sided interval of 95%
 _Z_POWER = 0.841621  # a test that decides in 80% of cases
 _SAMPLES = 10_000
-
-
-def redrawn(number: int) -> Int[np.ndarray, "samples items"]:
-    """Indices of 10,000 samples of as many items as there are."""
-    return np.random.default_rng(0).integers(number, size=(_SAMPLES, number))
 
 
 def retention(
@@ -28,7 +23,7 @@ def retention(
     """
     if not base.any():
         return None
-    drawn = redrawn(len(base))
+    drawn = np.random.default_rng(0).integers(len(base), size=(_SAMPLES, len(base)))
     ours, theirs = base[drawn].sum(axis=1), other[drawn].sum(axis=1)
     low, high = np.quantile(theirs[ours > 0] / ours[ours > 0], (0.025, 0.975))
     return float(other.sum() / base.sum()), float(low), float(high)

@@ -135,19 +135,11 @@ def _requests(values: EvaluateFlags, items: Sequence[Item], models: OpenPair) ->
     chats = models.target.tokenizer.chat_template is not None
     found = []
     for index, item in enumerate(items):
-        task = TASKS[item.task]
+        task, name = TASKS[item.task], f"{item.task} {item.name}"
         message = [{"role": "user", "content": task.ask(item.record)}]
-        prompt = models.encode(
-            message if chats else task.begin(item.record), name=f"{item.task} {item.name}"
-        )
-        found.append(
-            Request(
-                prompt,
-                values.max_new_tokens or task.max_new_tokens,
-                seed=values.seed + index,
-                stop=() if chats else task.stops,
-            )
-        )
+        prompt = models.encode(message if chats else task.begin(item.record), name=name)
+        limit, stop = values.max_new_tokens or task.max_new_tokens, () if chats else task.stops
+        found.append(Request(prompt, limit, seed=values.seed + index, stop=stop))
     return found
 
 
@@ -156,13 +148,18 @@ def _setting(values: EvaluateFlags, config: DecodingConfig, models: OpenPair) ->
     from fly_jax.models.checkpoints.source import identity
 
     named = models.drafter or models.self_draft
-    decoding = config.to_dict()
-    del decoding["rule"], decoding["num_speculative_tokens"]
+    shared = {"rule", "num_speculative_tokens"}  # which answers name
+    usual = DecodingConfig().to_dict()
+    decoding = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in shared and value != usual[name]
+    }
     return {
         "target": identity(models.target.path),
         "draft": named or [identity(one.path) for one in models.drafts],
         "dtype": values.dtype or models.default_dtype,
-        "decoding": json.loads(json.dumps(decoding)),
+        "decoding": decoding,
         "max_new_tokens": values.max_new_tokens,
         "batch_size": values.batch_size,
         "seed": values.seed,

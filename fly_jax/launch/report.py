@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     speeds, qualities = _read(folder, values.margin)
     speed = [row for name, one in speeds.items() for row in _speed_rows(name, one, qualities)]
     result = {"margin": values.margin, "speed": speed, "quality": qualities}
-    (folder / f"{_NAME}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{_NAME}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     tables = {f"Quality: {name}": rows(one["tasks"]) for name, one in qualities.items()}
     if speed:
         tables = {"Speed beside quality": _speed_table(speed)} | tables

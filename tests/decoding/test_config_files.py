@@ -68,12 +68,13 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
     assert config.to_rule() == Margin(gap=1.0)
     assert config.limits.protect == (r"\d",)
     _, lossless, published, recommended = config.side_by_side()
-    measured = json.loads((CONFIGS.parent / "benchmarks/results/embedded_pair.json").read_text())
-    best = measured["best_k"]
-    assert recommended.num_speculative_tokens == best["margin"]
+    path = CONFIGS.parent / "benchmarks/results/embedded/tuning_problems.json"
+    measured = json.loads(path.read_text())["decodings"]
+    speeds = {name: one["tokens_per_second"] for name, one in measured.items()}
     assert published.to_rule() == Fly()
-    for exact in (lossless, config.replace(rule="exact")):
-        assert exact.num_speculative_tokens == best["exact"]
+    for one in (recommended, lossless, config.replace(rule="exact")):
+        ours = speeds[f"{one.rule}, K = {one.num_speculative_tokens}"]
+        assert ours >= 0.9 * max(of for name, of in speeds.items() if name.startswith(one.rule))
 
 
 @pytest.mark.parametrize(

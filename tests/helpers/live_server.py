@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import openai
 from random_pairs import random_target
-from tiny_pair import write_pair
+from tiny_pair import TEMPLATE, write_pair
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Pair, load_pair
@@ -32,11 +32,6 @@ from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.verification.rules import Exact
 
-TEMPLATE = (
-    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
-    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 KEY, NAME, SLOTS, QUEUE = "a secret", "tiny", 4, 2
 LENGTH = 58  # fits into the shortest cache, so that few programs are compiled
 GIVEN = {
@@ -51,6 +46,10 @@ class Gated(Engine):
     """An engine whose steps a test can hold back, so that requests are going for sure."""
 
     gate: threading.Event
+
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        assert self.gate.wait(30)
+        super().warm_up(on_progress)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
         if not self.gate.is_set():
@@ -140,18 +139,20 @@ class Live:
         finally:
             self.engine.gate.set()
 
-    @contextlib.contextmanager
-    def limited(self, **limits: float) -> Iterator[None]:
-        before = self.service.limits
-        self.service.limits = dataclasses.replace(before, **limits)  # type: ignore[arg-type]
-        try:
-            yield
-        finally:
-            self.service.limits = before
-
     def wait_until_free(self) -> None:
         until(lambda: self.engine.is_idle and self.service.num_open == 0)
         assert self.engine.slots.num_free == SLOTS
+
+
+@contextlib.contextmanager
+def limited(service: Service, **limits: Any) -> Iterator[None]:
+    """The service has other limits meanwhile."""
+    before = service.limits
+    service.limits = dataclasses.replace(before, **limits)
+    try:
+        yield
+    finally:
+        service.limits = before
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -186,37 +187,34 @@ def started(service: Service, listening: socket.socket) -> tuple[Any, asyncio.Ev
 
 
 @contextlib.contextmanager
-def live_server(
-    folder: Path, *, length: int = LENGTH, keys: tuple[str, ...] = (KEY,), **given: Any
-) -> Iterator[Live]:
+def live_server(folder: Path, *, keys: tuple[str, ...] = (KEY,), **given: Any) -> Iterator[Live]:
     """Writes the pair into a folder and serves it; the rest is for the engine."""
     target, draft = write_pair(folder)
     (target / "chat_template.jinja").write_text(TEMPLATE)
     pair = load_pair(target, draft, dtype="float32")
     builder = RequestBuilder.of(pair.config(**GIVEN))
     engine = Gated.of(
-        pair, builder.for_engine, num_slots=SLOTS, max_length=length,
+        pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH,
         rules=builder.kinds, prefill_chunk=32, audits=True, max_logprobs=4, **given,
     )  # fmt: skip
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()
-    engine.gate.set()
     limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_keys=keys)
     service = Service(NAME, AsyncEngine(engine), pair, builder, limits)
     listening = bound("127.0.0.1", 0)
     url = address(listening)
     loop, stop, ended = started(service, listening)
-    statuses = set()
 
-    def is_ready() -> bool:
+    def answers(status: int) -> bool:
         if ended.done():
             ended.result()  # raises what has ended it
         with contextlib.suppress(httpx.TransportError):
-            statuses.add(httpx.get(f"{url}/health", timeout=1).status_code)
-        return 200 in statuses
+            return httpx.get(f"{url}/health", timeout=1).status_code == status
+        return False
 
-    until(is_ready)
-    assert statuses == {200, 503}  # while it compiled
+    until(lambda: answers(503))  # while it compiles
+    engine.gate.set()
+    until(lambda: answers(200))
     with contextlib.ExitStack() as clients:
         yield Live(service, engine, pair, url, loop, clients)
     loop.call_soon_threadsafe(stop.set)

@@ -17,6 +17,11 @@ CONFIG = LlamaConfig(
     vocab_size=VOCAB_SIZE, embed_size=32, ffw_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
     head_size=8, max_context=96, tied_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
 )  # fmt: skip
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
+    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def write_tokenizer(folder: Path) -> None:

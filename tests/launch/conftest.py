@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 from launch_types import Captured, Decoded, Folders, Patch, Refused
-from tiny_pair import write_pair
+from tiny_pair import TEMPLATE, write_pair
 
 from fly_jax.decoding import pair as pair_module
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import Tokenizer, load_tokenizer
-
-TEMPLATE = (
-    "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
-    "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,17 @@ from attacks import (
     Attack,
     sent,
 )
-from live_server import HEADERS, KEY, NAME, Live, live_server, serving, stuck_service, until
+from live_server import (
+    HEADERS,
+    KEY,
+    NAME,
+    Live,
+    limited,
+    live_server,
+    serving,
+    stuck_service,
+    until,
+)
 
 import fly_jax
 from fly_jax.engine.request import Request, RequestState
@@ -61,18 +71,8 @@ def url(service: Service) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("pair")
-    with live_server(folder, length=96, keys=(KEY, OTHER), shared_block=64) as running:
+    with live_server(folder, keys=(KEY, OTHER), shared_block=32) as running:
         yield running
-
-
-@contextlib.contextmanager
-def limited(service: Service, **limits: Any) -> Iterator[None]:
-    before = service.limits
-    service.limits = dataclasses.replace(before, **limits)
-    try:
-        yield
-    finally:
-        service.limits = before
 
 
 def attacked(url: str, path: str, body: bytes) -> tuple[httpx.Response, float]:
@@ -176,8 +176,8 @@ def test_too_many_connections(service: Service, url: str) -> None:
 
 
 def test_nobody_reads_a_prompt_by_guessing_its_tokens(live: Live) -> None:
-    """A block of 64 tokens is guessed as a whole, and with the same key, or not at all."""
-    secret = [3 + 7 * at % 50 for at in range(90)]
+    """A block of tokens is guessed as a whole, and with the same key, or not at all."""
+    secret = [3 + 7 * at % 50 for at in range(45)]
 
     def cached(length: int, key: str = KEY, salt: str | None = None) -> int:
         reply = live.client(key).completions.create(
@@ -186,14 +186,14 @@ def test_nobody_reads_a_prompt_by_guessing_its_tokens(live: Live) -> None:
         return int(reply.usage.prompt_tokens_details.cached_tokens)  # type: ignore[union-attr]
 
     guesses: list[tuple[tuple[Any, ...], int]] = [
-        ((12,), 0), ((40,), 0), ((63,), 0), ((80,), 64),
-        ((63, OTHER), 0), ((80, OTHER), 0), ((80, KEY, "mine"), 0), ((80, OTHER, "mine"), 0),
+        ((6,), 0), ((20,), 0), ((31,), 0), ((40,), 32),
+        ((31, OTHER), 0), ((40, OTHER), 0), ((40, KEY, "mine"), 0), ((40, OTHER, "mine"), 0),
     ]  # fmt: skip
     for guess, number in guesses:
         live.completion(secret, max_tokens=4)
         assert cached(*guess) == number, guess
-    assert cached(80, OTHER, "mine") == 64, "of its own, by now"
-    assert cached(80, OTHER, "yours") == 0
+    assert cached(40, OTHER, "mine") == 32, "of its own, by now"
+    assert cached(40, OTHER, "yours") == 0
     assert live.post({"prompt": "a", "cache_salt": ""}).status_code == 400
 
 
@@ -282,23 +282,21 @@ def test_keys_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("given", NUMBERS, ids=str)
-@pytest.mark.parametrize("name", RULE_NUMBERS)
-def test_numbers_of_a_rule_that_have_no_place(live: Live, name: str, given: float) -> None:
-    fits = name not in ("window_size", "entropy_top_k") and -1 < given <= 2**64
-    fly = {"rule": "fly | margin", name: given}
-    reply = live.post({"prompt": "a", "max_tokens": 1, "fly": fly})
-    assert reply.status_code == (200 if fits else 400), reply.text
-    assert fits or name in reply.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("given", NUMBERS, ids=str)
-@pytest.mark.parametrize("name", REQUEST_NUMBERS)
-def test_numbers_of_a_request_that_have_no_place(live: Live, name: str, given: float) -> None:
+@pytest.mark.parametrize("name", [*RULE_NUMBERS, *REQUEST_NUMBERS])
+def test_numbers_that_have_no_place(live: Live, name: str, given: float) -> None:
+    """Of a rule and of a request."""
     fits = {
+        "window_size": False,
+        "entropy_top_k": False,
         "max_tokens": given == 2**31 - 1,
         "top_k": given in (-1, 2**31 - 1),
         "seed": -1 <= given <= 2**32,
-    }.get(name, False)
-    reply = live.post({"prompt": "a", "max_tokens": 1, "temperature": 0.5} | {name: given})
+    }.get(name, name in RULE_NUMBERS and -1 < given <= 2**64)
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
+    if name in RULE_NUMBERS:
+        body |= {"fly": {"rule": "fly | margin", name: given}}
+    else:
+        body |= {"temperature": 0.5, name: given}
+    reply = live.post(body)
     assert reply.status_code == (200 if fits else 400), reply.text
     assert fits or name in reply.json()["error"]["message"]

@@ -27,6 +27,7 @@ from live_server import (
     QUEUE,
     SLOTS,
     Live,
+    limited,
     live_server,
     until,
 )
@@ -342,7 +343,7 @@ def test_the_queue_is_full(live: Live) -> None:
 
 
 def test_a_request_that_takes_too_long(live: Live) -> None:
-    with live.limited(request_timeout=0.2), live.held():
+    with limited(live.service, request_timeout=0.2), live.held():
         reply = live.post({"prompt": PROMPT})
         assert reply.status_code == 408
         assert reply.headers["x-should-retry"] == "false"
@@ -355,7 +356,7 @@ def test_a_request_that_takes_too_long(live: Live) -> None:
 def test_a_prompt_whose_tokens_take_too_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, encoded = threading.Event(), live.service._encoded
     monkeypatch.setattr(live.service, "_encoded", lambda one: go_on.wait(30) and encoded(one))
-    with live.limited(request_timeout=0.2):
+    with limited(live.service, request_timeout=0.2):
         for streams in (False, True):
             assert live.post({"prompt": PROMPT, "stream": streams}).status_code == 408
             assert live.service.num_open == 0
@@ -375,7 +376,7 @@ def test_all_of_a_request_is_handed_in_or_none(live: Live, monkeypatch: pytest.M
         return await (asyncio.sleep(3600) if next(calls) else submit(*given, **named))
 
     monkeypatch.setattr(live.service.engine, "submit", only_one)
-    with live.held(), live.limited(request_timeout=0.5):
+    with live.held(), limited(live.service, request_timeout=0.5):
         assert live.post({"prompt": PROMPT, "n": 3}).status_code == 408
         until(lambda: not live.engine.waiting)
 

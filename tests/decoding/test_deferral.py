@@ -139,7 +139,7 @@ def test_windows_are_deferred_completed_and_rolled_back() -> None:
 @pytest.mark.parametrize("noise", pairs.NOISES)
 def test_a_budget_of_nothing_is_lossless(noise: float) -> None:
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
-    rows = decode(Budget(RULE, 0.0), 3, 1, noise, prompts, 20)
+    rows = decode(Budget(RULE, 0.0), 2, 1, noise, prompts, 20, rows=8)
     expected = pairs.autoregressive(pairs.random_target(1), prompts, 20)
     assert [row.token_ids for row in rows] == expected
     assert {row.regret for row in rows} == {0.0}

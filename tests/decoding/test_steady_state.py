@@ -169,7 +169,7 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
 
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     """Another request has its place; one that begins after that runs no round."""
-    engine = engine_for(RoundSpec(Exact(), RoundStatic(4, rounds_per_dispatch=3)))
+    engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=3))
     state, inputs = begun(engine, 1, 40)
     run = engine._programs.run
     state, output = run(state, inputs)

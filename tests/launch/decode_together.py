@@ -16,7 +16,7 @@ RULES = {
 }  # fmt: skip
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
-MAX_NEW_TOKENS = 24
+MAX_NEW_TOKENS = 12
 ROWS = 3
 
 

@@ -63,11 +63,10 @@ def test_the_second_start_compiles_nothing(models: list[str], tmp_path: Path) ->
     folder = tmp_path / "fly_jax" / "xla"
     assert counts(arguments, XDG_CACHE_HOME=str(tmp_path))[1] > 5
     assert list(folder.glob(f"jax-{jax.__version__}-*/*-cache"))
-    # The same folder, named in the other two ways.
+    # The same folder by name; that a variable names it as well is tested below.
     hits, misses, requests = counts([*arguments, f"--compilation_cache={folder}"])
     assert misses == 0
     assert hits == requests > 5
-    assert counts(arguments, FLY_JAX_COMPILATION_CACHE=str(folder)) == (hits, 0, requests)
 
 
 def test_the_flag_goes_before_the_variables(tmp_path: Path, monkeypatch: Patch) -> None:

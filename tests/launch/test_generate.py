@@ -126,7 +126,7 @@ def test_a_mesh_changes_no_token(models: list[str], of_pair: Decoded) -> None:
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=there
     )
     assert finished.returncode == 0, finished.stderr
-    assert "64 simulated devices" in finished.stderr.splitlines()[0]
+    assert "64 simulated devices (CPU) as mesh 8x8" in finished.stderr.splitlines()[0]
     sharded = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
 

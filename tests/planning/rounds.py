@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
+import pytest
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
@@ -24,6 +26,13 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
 EOS = (1,)
+BY_LIBTPU = [
+    pytest.mark.usefixtures("uncached"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
+    ),
+]
 LEVEL_TOKENS = 3
 
 

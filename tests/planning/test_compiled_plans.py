@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rounds import BY_LIBTPU
 
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
@@ -24,13 +24,7 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-pytestmark = [
-    pytest.mark.usefixtures("uncached"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
-    ),
-]
+pytestmark = BY_LIBTPU
 
 V5E = CHIPS["v5e"]
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))

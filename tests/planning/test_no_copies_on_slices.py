@@ -6,11 +6,10 @@ The TPU compiler says so of slices that are not there.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import jax.numpy as jnp
 import pytest
-from rounds import KINDS, copied, on_chip, repeated, round_hlo
+from rounds import BY_LIBTPU, KINDS, copied, on_chip, repeated, round_hlo
 
 from fly_jax.models.presets import preset
 from fly_jax.planning.hlo import Copy, Exchange, exchanges
@@ -20,13 +19,7 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
 
-pytestmark = [
-    pytest.mark.usefixtures("uncached"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
-    ),
-]
+pytestmark = BY_LIBTPU
 
 K = 5
 LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))

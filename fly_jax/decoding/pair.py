@@ -290,13 +290,13 @@ def load_pair(
         embedded pair is meant). Or the name of a drafter: "ngram" looks drafts up in the text so
         far, and `register_drafter` adds others. Or "self:int4" or "self:int8": the target's own
         matrices, rounded: its layers take 9/32 or half of the bytes that they take in bfloat16,
-        and on a CPU, which multiplies no such integers, as many.
+        and half on a CPU, where both are kept in int8.
       revision: branch, tag or commit of the target's hub id. A draft's stands in its id, as in
         "meta-llama/Llama-3.2-1B-Instruct@main", and a target's may.
       mesh: such as "8x8" or "data=2,x=8,y=8", or one that was made by `create_mesh`.
       dtype: of the weights and the caches; None takes float32 for the embedded pair and on
-        CPUs, and bfloat16 for other models on accelerators. "int8" is for matrices, with bfloat16
-        for the rest; those of a folder converted to int8 are int8 with any of them.
+        CPUs, and bfloat16 for other models on accelerators. "int8" is for matrices, with that
+        type for the rest; those of a folder converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
       weights_cache: folder that keeps what was converted for one device, to be mapped when it is
@@ -329,7 +329,7 @@ def load_pair(
     own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
     if own is not None:
         check_self_draft(own, int8=int8 or stored_int8)
-    width = jnp.dtype("bfloat16" if int8 else dtype)
+    width = jnp.dtype(opened.default_dtype if int8 else dtype)
     vocab_size = opened.vocab_size
     target_layout: Layout | None = None
     draft_layout: Layout | None = None
@@ -354,7 +354,8 @@ def load_pair(
             dtype=width,
             int8=int8,
             vocab_size=vocab_size,
-            unstacked=jax.default_backend() == "cpu" and separates_layers(one.config, layout),
+            unstacked=jax.default_backend() == "cpu"
+            and separates_layers(one.config, layout, has_integers=int8 or one.source.int8),
             weights_cache=weights_cache,
             say=say,
         )
@@ -362,9 +363,9 @@ def load_pair(
     loaded = load(opened.target, target_layout)
     drafts = [load(one, draft_layout) for one in opened.drafts]
     if own is not None:
-        drafts = [self_draft(loaded, own, widens=lies_on_cpu(loaded))]
+        drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):
-            one.unstack(owner=loaded)
+            one.unstack(owner=loaded if loaded.is_unstacked else None)
     return Pair(
         target=loaded,
         drafts=tuple(drafts),

@@ -246,8 +246,8 @@ class ModelFlags:
     dtype: Dtype | None = parameter(
         None,
         "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
-        "with the package, and bfloat16 for others; int8 is for matrices, with bfloat16 for the "
-        "rest",
+        "with the package, and bfloat16 for others; int8 is for matrices, with that type for "
+        "the rest",
         choices=("float32", "bfloat16", "int8"),
     )  # fmt: skip
     compilation_cache: str | None = parameter(

@@ -205,10 +205,11 @@ def load_opened(
             weights_cache=weights_cache,
             say=say,
         )
-    if models.self_draft is not None and devices.devices.flat[0].platform == "cpu":
+    on_cpu = devices.devices.flat[0].platform == "cpu"
+    if models.self_draft is not None and pair.target.has_integers and on_cpu:
         say(
-            f"On a CPU a pass of {models.self_draft} takes as long as the target's: it shows what "
-            "would be accepted, and decoding without --draft is faster."
+            f"On a CPU a pass of {models.self_draft} takes as long as an int8 target's: it shows "
+            "what would be accepted, and decoding without --draft is faster."
         )
     if pair.replicated:
         say(f"The mesh does not divide all of the target ({'; '.join(pair.replicated)}).")

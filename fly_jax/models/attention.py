@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,6 +89,8 @@ def rotate(
 
 # Numbers of a vector register; products of other widths have a slow end.
 _CPU_WIDTH = 16
+# Positions that a query which attends by itself reads at a time.
+_BLOCK = 128
 
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
@@ -166,6 +168,103 @@ def attend_cached(
         out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
     )(query, key, value, cache.keys, cache.values, layer, cache.length, window)  # fmt: skip
+
+
+def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
+    """What a function gives for each row of the arrays, stacked; one row is computed after another.
+
+    Float sums, `exp` and fused products round as the compiler orders them, and it orders them by
+    shape. Behind a barrier it cannot see how many rows there are, and so it makes one loop, whose
+    body is the same for one row as for many: a row's bits do not depend on how many stand beside.
+    """
+    count = arrays[0].shape[0]
+    # Of arrays with one row it would see that the loop reads all of them.
+    padded = [jnp.pad(one, ((0, max(2 - count, 0)), *[(0, 0)] * (one.ndim - 1))) for one in arrays]
+
+    def of(index: Array) -> Array:
+        return of_one(*(jax.lax.dynamic_index_in_dim(one, index, keepdims=False) for one in padded))
+
+    def step(index: Array, found: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(found, of(index), index, axis=0)
+
+    result = jax.eval_shape(of, jnp.int32(0))
+    found = jnp.zeros((padded[0].shape[0], *result.shape), result.dtype)
+    bound = jax.lax.optimization_barrier(jnp.int32(count))
+    return jax.lax.fori_loop(0, bound, step, found)[:count]
+
+
+def attend_alone(
+    query: Queries,
+    key: New,
+    value: New,
+    cache: KVCache,
+    layer: Int[Array, ""],
+    window: Int[Array, ""] | None = None,
+) -> Queries:
+    """`attend_cached` on one device, by loops over rows, over queries and over blocks of keys.
+
+    Keys lie at their positions, whether they are the cache's or the pass's own, and a query reads
+    those before it in blocks of one size. So its bits depend neither on the other tokens of the
+    pass, nor on how many positions the pass attends to.
+    """
+    rows, time, _, head = query.shape
+    read = cache.capacity if cache.attended is None else min(cache.attended, cache.capacity)
+    width = -(-(read + time) // _BLOCK) * _BLOCK
+
+    def of_row(query: Array, key: Array, value: Array, start: Array, row: Array) -> Array:
+        # Rows whose results nobody wants may be longer than what is read.
+        start = jnp.minimum(start, read)
+
+        def placed(own: Array, entries: Cached) -> Array:
+            size = (1, 1, *own.shape[:1], read, head)
+            cached = jax.lax.dynamic_slice(entries, (layer, row, 0, 0, 0), size)[0, 0]
+            cached = jnp.pad(cached, ((0, 0), (0, width - read), (0, 0)))
+            return jax.lax.dynamic_update_slice(cached, own.astype(cached.dtype), (0, start, 0))
+
+        keys, values = placed(key, cache.keys), placed(value, cache.values)
+
+        def of_query(one: Array, step: Array) -> Array:
+            return _attend_block_by_block(one, keys, values, start + step, window)
+
+        return each_alone(of_query, query, jnp.arange(time, dtype=jnp.int32))
+
+    return each_alone(of_row, query, key, value, cache.length, jnp.arange(rows, dtype=jnp.int32))
+
+
+def _attend_block_by_block(
+    query: Float[Array, "heads head"],
+    keys: Float[Array, "kv_heads width head"],
+    values: Float[Array, "kv_heads width head"],
+    position: Int[Array, ""],
+    window: Int[Array, ""] | None,
+) -> Float[Array, "heads head"]:
+    """One query's attention, its softmax merged from block to block."""
+    kv_heads, _, head = keys.shape
+    grouped = (query * head**-0.5).reshape(kv_heads, -1, head)
+    lowest = jnp.finfo(jnp.float32).min
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def of_block(index: Array, merged: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        before, mass, mixed = merged
+        some_keys, some_values = (
+            jax.lax.dynamic_slice_in_dim(one, index * _BLOCK, _BLOCK, axis=1)
+            for one in (keys, values)
+        )
+        distance = position - index * _BLOCK - jnp.arange(_BLOCK, dtype=jnp.int32)
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        scores = product("kgh,ksh->kgs", grouped, some_keys.astype(query.dtype))
+        scores = jnp.where(seen, scores, lowest)
+        largest = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
+        weights, kept = jnp.exp(scores - largest), jnp.exp(before - largest)
+        mass = mass * kept + weights.sum(axis=-1, keepdims=True)
+        sums = product("kgs,ksh->kgh", weights.astype(values.dtype), some_values)
+        return largest, mass, mixed * kept + sums
+
+    first = 0 if window is None else jnp.maximum(position + 1 - window, 0) // _BLOCK
+    nothing = jnp.zeros((*grouped.shape[:2], 1), jnp.float32)
+    begin = (nothing + lowest, nothing, jnp.zeros(grouped.shape, jnp.float32))
+    _, mass, mixed = jax.lax.fori_loop(first, position // _BLOCK + 1, of_block, begin)
+    return (mixed / mass).reshape(query.shape).astype(query.dtype)
 
 
 def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int8
 
 from fly_jax.models.architectures import (
     INT8,
@@ -22,9 +22,24 @@ from fly_jax.models.architectures import (
     parameter_specs,
     scale_name,
 )
-from fly_jax.models.attention import Part, attend_cached, attention, rotate, rotation
+from fly_jax.models.attention import (
+    Part,
+    attend_alone,
+    attend_cached,
+    attention,
+    each_alone,
+    rotate,
+    rotation,
+)
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.sharding.rules import Layout
+
+try:
+    from qwix import QArray, dot_general, quantize
+    from qwix import dequantize as dequantize
+except ImportError:  # older ones have them only here; tpu-inference asks for one of them
+    from qwix.pallas import QArray, dot_general, quantize
+    from qwix.pallas import dequantize as dequantize
 
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.
 Matmul = Callable[[str, Array, Array], Array]
@@ -39,12 +54,17 @@ def matmul(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = Non
     return jnp.einsum(equation, x, matrix.astype(x.dtype), preferred_element_type=dtype)
 
 
+def is_grouped(matrix: Array, scale: Array | None) -> bool:
+    """Whether groups of a matrix's inputs have scales of their own, not its outputs alone."""
+    return scale is not None and scale.ndim == matrix.ndim
+
+
 def product(equation: str, x: Array, matrix: Array, scale: Array | None, multiply: Matmul) -> Array:
     """Activations times a matrix; the outputs of a matrix of integers are scaled, in float32.
 
     Where groups of inputs have scales of their own, the matrix is scaled as it is read.
     """
-    if scale is None or scale.ndim < matrix.ndim:
+    if scale is None or not is_grouped(matrix, scale):
         outputs = multiply(equation, x, matrix)
         return outputs if scale is None else (outputs * scale).astype(outputs.dtype)
     for axis, (size, groups) in enumerate(zip(matrix.shape, scale.shape, strict=True)):
@@ -81,6 +101,27 @@ def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = N
     return outputs.T.reshape(*x.shape[:2], *matrix.shape[: matrix.ndim - len(inputs)])
 
 
+def of_integers(
+    x: Float[Array, "batch time *in"],
+    matrix: Int8[Array, "*out_in"],
+    scale: Float32[Array, "*out"],
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "batch time *out"]:
+    """Activations, rounded to int8 with a scale for each token, times a matrix [*out, *in] of int8.
+
+    The sums are integers, and so they are exact: what a token gets does not depend on how many
+    others stand beside it. XLA's CPU compiler is fast with two rows and more.
+    """
+    tokens = x.shape[0] * x.shape[1]
+    flat = x.reshape(tokens, -1).astype(jnp.float32)
+    rows = quantize(jnp.pad(flat, ((0, -tokens % 4), (0, 0))), jnp.int8, channelwise_axes=[0])
+    columns = QArray(matrix.reshape(-1, flat.shape[1]), scale.reshape(-1, 1))
+    both = (((1,), (1,)), ((), ()))
+    outputs = dot_general(columns, rows, both, preferred_element_type=jnp.float32)
+    outputs = jax.lax.optimization_barrier(outputs)[:, :tokens]
+    return outputs.T.reshape(*x.shape[:2], *scale.shape).astype(dtype or x.dtype)
+
+
 Product = Callable[[str, Array, str], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
@@ -96,7 +137,8 @@ class Llama(nnx.Module):
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer, its matrices turned.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
-        so on the device: a product widens them as it reads them, and its outputs are scaled.
+        so on the device: a product widens them as it reads them, or, `unstacked`, rounds the
+        activations (`of_integers`).
     """
 
     embedding: nnx.Param
@@ -169,6 +211,8 @@ class Llama(nnx.Module):
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
             window = self._window(layer)
+            if self._computes_alone:
+                return attend_alone(query, key, value, cache, layer, window), new
             return attend_cached(query, key, value, cache, layer, self.layout, window), new
 
         return attend
@@ -238,12 +282,25 @@ class Llama(nnx.Module):
         """Each layer has arrays of its own, matrices with their outputs before their inputs."""
         return isinstance(self._layer_weights()["query"], tuple)
 
+    @property
+    def has_integers(self) -> bool:
+        """The matrices of its layers are integers with scales."""
+        return scale_name("query") in self.layers
+
+    @property
+    def _computes_alone(self) -> bool:
+        """Activations are rounded to int8: a different last bit may become another integer."""
+        if not (self.is_unstacked and self.has_integers):
+            return False
+        weights = self._layer_weights()
+        return not is_grouped(weights["query"][0], weights[scale_name("query")][0])
+
     def unstacked(self) -> Llama:
         """The same model as programs on a CPU take it best, where its layers are not too many.
 
         It has one array per layer, run one after the other: a scan copies each layer's matrices out
-        of the stack before every product. And its matrices lie [*out, *in], but for those of
-        integers (`products.in_front`). docs/performance.md has the figures.
+        of the stack before every product. And its matrices lie [*out, *in] (`in_front`,
+        `of_integers`). docs/performance.md has the figures.
         """
         if self.is_unstacked:
             return self
@@ -261,7 +318,7 @@ class Llama(nnx.Module):
             return
         for name, stack in self.layers.items():
             stack.set_value(_one_by_one(stack.get_value(), self._turned_axes(name)))
-        if not self.config.tied_embeddings and not self.int8:
+        if not self.config.tied_embeddings:
             own = self.unembedding.get_value().T if owner is None else owner.unembedding.get_value()
             self.unembedding.set_value(own)
 
@@ -274,14 +331,15 @@ class Llama(nnx.Module):
             axes = self._turned_axes(name)
             back = None if axes is None else np.argsort(axes).tolist()
             parameters[name] = jnp.stack([_turned(one, back) for one in layers])
-        if not self.config.tied_embeddings and not self.int8:
+        if not self.config.tied_embeddings:
             parameters["unembedding"] = parameters["unembedding"].T
         return Llama(self.config, parameters, self.layout)
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
-        """Outputs before inputs, of a layer's matrix without scales; None of anything else."""
-        spec = parameter_specs(self.config, INT8)[name]
-        if not spec.inputs or scale_name(name) in self.layers:
+        """Outputs before inputs, of a layer's matrix; None of others, and of grouped ones."""
+        spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
+        scales = weights.get(scale_name(name))
+        if not spec.inputs or (scales is not None and is_grouped(weights[name][0], scales[0])):
             return None
         axes = spec.axes[1:]
         return tuple(sorted(range(len(axes)), key=lambda index: axes[index] in spec.inputs))
@@ -292,12 +350,15 @@ class Llama(nnx.Module):
         """Products with parameters, by equations for matrices that lie [*in, *out]."""
 
         def of(equation: str, x: Array, name: str) -> Array:
-            scale = weights.get(scale_name(name))
-            if self.is_unstacked and scale is None:
-                chosen = with_turned(multiply or functools.partial(in_front, dtype=dtype))
-            else:
+            matrix, scale = weights[name], weights.get(scale_name(name))
+            if not self.is_unstacked or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)
-            return product(equation, x, weights[name], scale, chosen)
+                return product(equation, x, matrix, scale, chosen)
+            if scale is not None:
+                return of_integers(x, matrix, scale, dtype)
+            return with_turned(multiply or functools.partial(in_front, dtype=dtype))(
+                equation, x, matrix
+            )
 
         return of
 
@@ -310,13 +371,14 @@ class Llama(nnx.Module):
         layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "batch time embed"], Added, Float[Array, "batch time inputs"]]:
         """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs."""
-        rope = rotation(self.config, positions)
+        rope, norm = rotation(self.config, positions), self._norm
 
         def layer(
             x: Array, index: Int[Array, ""], weights: dict[str, Array]
         ) -> tuple[Array, Added]:
             here, product = functools.partial(attend, index), self._products(weights, multiply)
-            x, added = _layer(self.config, x, weights, self._layer_rope(rope, index), here, product)
+            own_rope = self._layer_rope(rope, index)
+            x, added = _layer(self.config, x, weights, own_rope, here, product, norm)
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
@@ -344,8 +406,16 @@ class Llama(nnx.Module):
                 return (x, kept), added
 
             (x, kept), added = jax.lax.scan(step, (x, kept), (indices, weights))
-        hidden = _rms_norm(x, self.final_norm[...], self.config.norm_epsilon)
+        hidden = norm(x, self.final_norm[...])
         return hidden, added, jnp.concatenate(kept, axis=-1) if layers else hidden
+
+    def _norm(
+        self, x: Float[Array, "batch time *size"], scale: Float[Array, " embed"]
+    ) -> Float[Array, "batch time *size"]:
+        of_some = functools.partial(_rms_norm, scale=scale, epsilon=self.config.norm_epsilon)
+        if not self._computes_alone:
+            return of_some(x)
+        return each_alone(of_some, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
     def _window(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
         """How many tokens a layer sees, the newest among them; None if all layers see all."""
@@ -444,8 +514,9 @@ def _layer(
     rope: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Added]],
     product: Product,
+    norm: Callable[[Array, Array], Array],
 ) -> tuple[Float[Array, "batch time embed"], Added]:
-    normed = _rms_norm(x, weights["attention_norm"], config.norm_epsilon)
+    normed = norm(x, weights["attention_norm"])
     query, key, value = (
         product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
     )
@@ -453,12 +524,12 @@ def _layer(
         query = query + weights["query_bias"]
         key, value = key + weights["key_bias"], value + weights["value_bias"]
     if config.head_norms:
-        query = _rms_norm(query, weights["query_norm"], config.norm_epsilon)
-        key = _rms_norm(key, weights["key_norm"], config.norm_epsilon)
+        query = norm(query, weights["query_norm"])
+        key = norm(key, weights["key_norm"])
     query, key = rotate(query, *rope), rotate(key, *rope)
     mixed, added = attend(query, key, value)
     x = x + product("bthk,hkd->btd", mixed, "output")
-    normed = _rms_norm(x, weights["mlp_norm"], config.norm_epsilon)
+    normed = norm(x, weights["mlp_norm"])
     gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
     gated = gated * product("btd,df->btf", normed, "up")
     return x + product("btf,fd->btd", gated, "down"), added

@@ -18,12 +18,7 @@ from fly_jax.models.architectures import (
     scale_groups,
     scale_name,
 )
-from fly_jax.models.llama import Llama
-
-try:
-    from qwix import QArray, dequantize, quantize
-except ImportError:  # older ones have them only here; tpu-inference asks for one of them
-    from qwix.pallas import QArray, dequantize, quantize
+from fly_jax.models.llama import Llama, QArray, dequantize, quantize
 
 SELF = "self:"
 # A target's own matrices, rounded to draft for it; embedding, norms and unembedding are shared.
@@ -88,7 +83,7 @@ def quantised_rows(
     return np.clip(rounded, -128, 127).astype(np.int8), scale
 
 
-def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> Llama:
+def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None = None) -> Llama:
     """A drafter from the target itself, without training: its layers' matrices, rounded.
 
     Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
@@ -96,9 +91,10 @@ def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> 
 
     Args:
       matrices: one of `SELF_DRAFTS`.
-      widens: keeps what was rounded in the target's type. A CPU multiplies no integers: widened
-        in every pass, they make it twice to three times as long.
+      held: the type in which what was rounded is kept, if it is not that. A CPU multiplies int8
+        with a scale for each output, and nothing else that is as fast.
     """
+    held = held or matrices
     config, layout, parameters = target.config, target.layout, target.stacked().parameters()
     specs = {
         name: ParameterSpec(spec.shape[1:], spec.axes[1:], spec.inputs)
@@ -112,16 +108,14 @@ def self_draft(target: Llama, matrices: MatrixType, *, widens: bool = False) -> 
     def rounded(stacks: dict[str, tuple[Array, Array | None]]) -> dict[str, Array]:
         found: dict[str, Array] = {}
         for name, spec in specs.items():
-            a_layer = functools.partial(
-                _rounded, name, spec, matrices, target.dtype if widens else None
-            )
+            a_layer = functools.partial(_rounded, name, spec, matrices, held)
             found |= jax.lax.map(a_layer, stacks[name])
         return found
 
-    wanted = parameter_specs(config, matrices)
-    names = [*specs, *(() if widens else map(scale_name, specs))]
+    wanted = parameter_specs(config, held)
     shardings = layout and {
-        name: layout.sharding(wanted[name].axes, wanted[name].shape) for name in names
+        name: layout.sharding(wanted[name].axes, wanted[name].shape)
+        for name in (*specs, *map(scale_name, specs))
     }
     return Llama(config, parameters | jax.jit(rounded, out_shardings=shardings)(stacks), layout)
 
@@ -130,17 +124,17 @@ def _rounded(
     name: str,
     spec: ParameterSpec,
     matrices: MatrixType,
-    widened: jnp.dtype | None,
+    held: MatrixType,
     stored: tuple[Array, Array | None],
 ) -> dict[str, Array]:
-    """A layer's matrix, which may be int8 with scales, as other integers, or widened from them."""
+    """A layer's matrix, which may be int8 with scales, rounded to one type and kept in another."""
     matrix, scale = stored
     if scale is not None:
         inputs = [index for index, axis in enumerate(spec.axes) if axis in spec.inputs]
         matrix = matrix * jnp.expand_dims(scale, inputs)
-    if widened is None:
-        return quantised(name, matrix, spec, matrices)
-    return {name: dequantize(_quantised(matrix, spec, matrices)).astype(widened)}
+    if held.dtype != matrices.dtype:
+        matrix = dequantize(_quantised(matrix, spec, matrices))
+    return quantised(name, matrix, spec, held)
 
 
 def _quantised(matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType) -> QArray:

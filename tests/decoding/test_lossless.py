@@ -170,6 +170,19 @@ def test_families_with_an_array_for_each_layer(family: str) -> None:
     assert decoded(target.unstacked(), noisy(target).unstacked()) == expected(family)
 
 
+@pytest.mark.parametrize("family", ["qwen2_windows", "qwen3"])
+def test_families_in_int8_whose_activations_are_rounded(family: str) -> None:
+    """Alone, one token at a time, and in a batch: an integer that flips would change some texts."""
+    target = load_llama(GOLDEN / family, int8=True)
+    alone = pairs.batch_engine(target, None, SPEC.with_static(num_speculative_tokens=0), 1)
+    prompts = [[token, *PROMPTS[token % len(PROMPTS)]] for token in range(3, 27)]
+    expected = [one.token_ids for one in alone.generate(prompts, MAX_NEW_TOKENS)]
+    engine = pairs.batch_engine(target, noisy(load_llama(GOLDEN / family)), SPEC, len(PROMPTS))
+    found = engine.generate(prompts, MAX_NEW_TOKENS)
+    assert [one.token_ids for one in found] == expected
+    assert len({tuple(one) for one in expected}) > len(PROMPTS)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_on_a_mesh(family: str) -> None:
     target = load_llama(GOLDEN / family, layout=layout_on(*FAMILIES[family]))

@@ -17,7 +17,7 @@ import fly_jax
 from fly_jax import Exact, FlyJaxError
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.launch.__main__ import main
-from fly_jax.models.architectures import parameter_specs, scale_groups, scale_name
+from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_name
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.checkpoints.write import save_hf
@@ -74,20 +74,22 @@ def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
 @pytest.mark.parametrize("mesh", ["1x1", "2x2"])
-def test_widened_it_holds_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
+def test_kept_as_int8_it_holds_nearly_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
     spread, layout = (target, None) if mesh == "1x1" else on_a_mesh(target)
     rounded = self_draft(spread, SELF_DRAFTS[name])
-    wide = self_draft(spread, SELF_DRAFTS[name], widens=True)
-    specs = parameter_specs(target.config)
-    assert set(wide.parameters()) == set(specs)
-    for one, spec in specs.items():
-        values = wide.parameters()[one]
-        assert values.dtype == target.dtype
+    kept = self_draft(spread, SELF_DRAFTS[name], held=INT8)
+    specs = parameter_specs(target.config, INT8)
+    for one, spec in parameter_specs(target.config).items():
+        values = kept.parameters()[one]
         if spec.axes[0] == "layers" and spec.inputs:
-            np.testing.assert_allclose(values, widened(rounded, one), rtol=1e-6, err_msg=one)
+            assert values.dtype == jnp.int8
+            assert kept.parameters()[scale_name(one)].shape == specs[scale_name(one)].shape
+            expected = widened(rounded, one)
+            step = 0.51 * np.abs(expected).max() / 127 if name == "int4" else 1e-6
+            assert np.abs(widened(kept, one) - expected).max() <= step, one
         if layout is not None:
-            expected = layout.sharding(spec.axes, spec.shape)
-            assert values.sharding.is_equivalent_to(expected, values.ndim), one
+            wanted = layout.sharding(spec.axes, spec.shape)
+            assert values.sharding.is_equivalent_to(wanted, values.ndim), one
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
@@ -98,7 +100,8 @@ def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
     assert [one.token_ids for one in found] == expected
     assert sum(one.num_accepted_tokens for one in found) > 0
     same = [logits_after(one, PROMPTS[0]) for one in (draft, draft.unstacked())]
-    np.testing.assert_allclose(*same, atol=1e-4)
+    # Unstacked, the activations are rounded to int8, too.
+    np.testing.assert_allclose(*same, atol=1e-4 if name == "int4" else 0.1)
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
@@ -115,9 +118,6 @@ def test_a_mesh_rounds_alike(target: Llama, name: str) -> None:
 def test_an_int8_target_drafts_with_4_bits() -> None:
     target = load_llama(GOLDEN / "llama3", int8=True)
     draft = self_draft(target, SELF_DRAFTS["int4"])
-    wider = self_draft(target, SELF_DRAFTS["int4"], widens=True)
-    found = [logits_after(one, PROMPTS[0]) for one in (draft, wider)]
-    np.testing.assert_allclose(*found, atol=1e-4)
     assert draft.parameters()["query"].dtype == jnp.int4
     assert draft.parameters()["embedding"] is target.parameters()["embedding"]
     wide = widened(target, "up")
@@ -128,8 +128,8 @@ def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str])
     target = str(EMBEDDED_PAIR[0])
     pair = fly_jax.load_pair(target, "self:int4")
     assert pair.draft is not None
-    # A CPU has no products of integers.
-    assert pair.draft.parameters()["query"][0].dtype == jnp.float32
+    # A CPU multiplies int8, and nothing narrower.
+    assert pair.draft.parameters()["query"][0].dtype == jnp.int8
     given = {"rule": "exact", "num_speculative_tokens": 4, "max_new_tokens": 24}
     (found,) = fly_jax.generate(pair, ["import os\n"], **given)
     assert found.mean_accepted_tokens > 2
@@ -149,7 +149,7 @@ def test_what_is_not_rounded_is_in_memory_once(tmp_path: Path) -> None:
     own, drafts = pair.target.parameters(), pair.draft.parameters()
     for name in ("embedding", "unembedding", "final_norm"):
         assert drafts[name] is own[name]
-    of_unstacked = self_draft(pair.target, SELF_DRAFTS["int4"], widens=True).parameters()
+    of_unstacked = self_draft(pair.target, SELF_DRAFTS["int4"], held=INT8).parameters()
     for name, values in pair.draft.stacked().parameters().items():
         np.testing.assert_array_equal(of_unstacked[name], values, err_msg=name)
 

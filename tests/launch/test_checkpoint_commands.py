@@ -101,14 +101,15 @@ def test_target_and_drafts(files: Folders, tokens: Tokens, tmp_path: Path) -> No
 
 def test_a_chat(files: Folders, tokens: Tokens, capsys: Captured, monkeypatch: Patch) -> None:
     """The README's command, which a file alone is enough for."""
-    expected = tokens("the fox", f"--target={files[0]}")
+    given = [f"--target={files[0]}", "--dtype=int8"]
+    expected = tokens("the fox", *given)
     monkeypatch.setattr(builtins, "input", Mock(side_effect=["the fox", EOFError]))
-    arguments = [f"--target={files[0]}", "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
+    arguments = [*given, "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
     assert main(["chat", *arguments]) == 0
     said = capsys.readouterr().err
     assert f"[{len(expected)} tokens, " in said
     assert "mean accepted tokens" in said
-    assert said.count("On a CPU a pass of self:int4 takes as long as the target's") == 1
+    assert said.count("On a CPU a pass of self:int4 takes as long as an int8 target's") == 1
 
 
 def test_a_plan(files: Folders, capsys: Captured) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
@@ -14,8 +16,9 @@ import pytest
 from golden import GOLDEN, layout_on
 from test_golden import KINDS, Golden, cached, stored, uncached
 
-from fly_jax.models import quantise
+from fly_jax.models import llama, quantise
 from fly_jax.models.architectures import INT8, ParameterSpec, parameter_specs, scale_name
+from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
@@ -24,6 +27,7 @@ from fly_jax.models.quantise import SELF_DRAFTS, quantised
 # Of the golden logits, whose standard deviation is about 1: the models are tiny and their weights
 # random, so that every rounding shows.
 MEAN_ERROR, LARGEST_ERROR, LEAST_AGREEMENT = 0.06, 0.8, 0.92
+LEAST_AGREEMENT_OF_ROUNDED = 0.87  # activations
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -54,11 +58,65 @@ def test_golden_logits_are_kept(golden: Golden) -> None:
     assert np.abs(logits - exact).max() <= 1e-4
 
 
-def test_cached_and_one_array_per_layer(golden: Golden) -> None:
-    whole = uncached(golden.model, golden.tokens)
-    found, lengths = cached(golden.model.unstacked(), golden.tokens)
-    for row, length in enumerate(lengths):
-        assert np.abs(found[row, :length] - whole[row, :length]).max() <= 1e-4
+def test_one_array_per_layer_where_activations_are_rounded_too(golden: Golden) -> None:
+    found, _ = cached(golden.model.unstacked(), golden.tokens)
+    fed = ~np.isnan(found[..., 0])
+    found, expected = found[fed], golden.logits[fed]
+    error = np.abs(found - expected)
+    assert 0 < error.mean() <= MEAN_ERROR
+    assert error.max() <= LARGEST_ERROR
+    same = found.argmax(-1) == expected.argmax(-1)
+    assert same.mean() >= LEAST_AGREEMENT_OF_ROUNDED
+
+
+# Rows, and how many tokens each pass is fed: more than attention reads at a time, too.
+PASSES = {
+    "by twos, threes, fours and fives": ([0], (2, 3, 4, 5)),
+    "by six to nine": ([0], (6, 7, 8, 9)),
+    "at once": ([0], (150,)),
+    "beside others": ([2, 0], (1, 5)),
+    "in a batch": ([1, 1, 0, 2, 2], (1, 17)),
+}
+
+
+@functools.cache
+def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.ndarray]:
+    """Logits, keys and values of the rows that were fed so many tokens at a time."""
+    model = stored(kind, int8=True).model.unstacked()
+    config = model.config
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (3, 150), np.int32)[[*rows]]
+    time = tokens.shape[1]
+
+    @functools.partial(jax.jit, static_argnames="attended")
+    def step(
+        parameters: dict[str, jax.Array], some: np.ndarray, cache: KVCache, attended: int | None
+    ) -> tuple[jax.Array, KVCache]:
+        model = Llama(config, parameters)
+        hidden, cache = model.extend(some, cache.attending(attended))
+        return model.logits(hidden), cache.attending(None)
+
+    cache, logits, at = empty_cache(config, len(rows), time + 11, jnp.float32), [], 0
+    for width in itertools.cycle(widths):
+        if at >= time:
+            break
+        some = tokens[:, at : at + width]
+        # A batch attends as far as its longest row.
+        attended = None if len(rows) > 1 else -(-at // 64) * 64
+        found, cache = step(model.parameters(), some, cache, attended)
+        logits.append(found)
+        at += some.shape[1]
+        cache = cache.with_length(jnp.full(len(rows), at, jnp.int32))
+    entries = [one[:, :, :, :time].swapaxes(0, 1) for one in (cache.keys, cache.values)]
+    return [np.asarray(one) for one in (jnp.concatenate(logits, axis=1), *entries)]
+
+
+@pytest.mark.parametrize("kind", ["llama31", "qwen2_windows", "qwen3"])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(kind: str, name: str) -> None:
+    rows, widths = PASSES[name]
+    expected = fed(kind, (0,), (1,))
+    for one, alone in zip(fed(kind, tuple(rows), widths), expected, strict=True):
+        np.testing.assert_array_equal(one[rows.index(0)], alone[0])
 
 
 def test_specs_describe_the_parameters(golden: Golden) -> None:
@@ -144,12 +202,16 @@ def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(
     older = ModuleType("qwix")  # without `quantize`, which `qwix.pallas` has
     monkeypatch.setitem(sys.modules, "qwix", older)
     monkeypatch.setitem(sys.modules, "qwix.pallas", qwix.pallas)
-    made = spec_from_file_location("quantise_with_older_qwix", quantise.__file__)
+    made = spec_from_file_location("llama_with_older_qwix", llama.__file__)
     with_older = module_from_spec(made)
     made.loader.exec_module(with_older)
     spec = ParameterSpec((128, 6), ("embed", "ffw"), ("embed",))
-    matrix = jax.random.normal(jax.random.key(0), spec.shape)
-    for matrices in (INT8, SELF_DRAFTS["int4"]):
-        found = with_older.quantised("gate", matrix, spec, matrices)
-        for name, expected in quantised("gate", matrix, spec, matrices).items():
-            assert np.array_equal(found[name], expected)
+    matrix, x = (jax.random.normal(jax.random.key(0), shape) for shape in (spec.shape, (1, 5, 128)))
+    wanted = {one: quantised("gate", matrix, spec, one) for one in (INT8, SELF_DRAFTS["int4"])}
+    sums = llama.of_integers(x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
+    monkeypatch.setattr(quantise, "quantize", with_older.quantize)
+    for matrices, expected in wanted.items():
+        found = quantised("gate", matrix, spec, matrices)
+        assert all(np.array_equal(found[name], one) for name, one in expected.items())
+    found = with_older.of_integers(x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
+    assert np.array_equal(found, sums)

@@ -1,4 +1,4 @@
-"""A matrix in front of a few tokens gives what the plain product gives."""
+"""A matrix in front of a few tokens gives the plain product; int8 times int8 sums exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
-from fly_jax.models.llama import Llama, in_front, matmul, with_turned
+from fly_jax.models.llama import Llama, in_front, matmul, of_integers, with_turned
 
 # How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.
 EQUATIONS = {
@@ -50,6 +50,35 @@ def test_bfloat16_is_summed_in_float32_where_that_is_asked_for() -> None:
         expected = matmul("btd,vd->btv", x, matrix, dtype)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 20), st.booleans())
+def test_integers_are_summed_exactly(rows: int, time: int, has_heads: bool) -> None:
+    """A token's numbers become the nearest integers, and sums of integers know no order."""
+    draw = np.random.default_rng(rows * 31 + time)
+    x = draw.standard_normal((rows, time, 96), np.float32) * 3
+    x[0, 0] = 0
+    # Outputs of a unit matrix show what the numbers became.
+    drawn = draw.integers(-128, 128, (24, 96), np.int8)
+    matrix = np.concatenate((drawn, np.eye(96, dtype=np.int8)))
+    scale = np.append(draw.uniform(1e-3, 1e-2, 24), np.ones(96)).astype(np.float32)
+    if has_heads:
+        x, matrix = x.reshape(rows, time, 6, 16), matrix.reshape(12, 10, 6, 16)
+        scale = scale.reshape(12, 10)
+    found = np.asarray(jax.jit(of_integers)(x, matrix, scale))
+    assert found.shape == (rows, time, *scale.shape)
+    alone = np.asarray(jax.jit(of_integers)(x[-1:, -1:], matrix, scale))
+    np.testing.assert_array_equal(found[-1, -1], alone[0, 0])
+    found, x = found.reshape(rows, time, 120), x.reshape(rows, time, 96)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    step = np.where(largest == 0, 1, largest / np.float32(127.5))
+    integers = np.round(found[..., 24:] / step)
+    assert np.abs(integers * step - x).max() <= 0.501 * step.max()
+    assert (np.abs(integers).max(axis=-1) >= 127)[largest[..., 0] > 0].all()
+    sums = integers @ drawn.T.astype(np.float64)
+    expected = sums * step * scale.reshape(-1)[:24]
+    np.testing.assert_allclose(found[..., :24], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "mistral"])

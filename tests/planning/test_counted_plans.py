@@ -253,7 +253,7 @@ def analysed_flops(model: Llama, tokens: int) -> float:
     return float(compiled.cost_analysis()["flops"])
 
 
-# A CPU multiplies tokens, which are of two rows here, by fours or eights (`products.in_front`).
+# A CPU multiplies tokens, which are of two rows here, by fours or eights (`llama.in_front`).
 @pytest.mark.parametrize(("tokens", "multiplied"), [(1, 4), (4, 8), (9, 24), (12, 24)])
 def test_operations_are_those_of_xla_where_no_loop_hides_them(tokens: int, multiplied: int) -> None:
     model = Llama.random(CONFIG, jax.random.key(0))

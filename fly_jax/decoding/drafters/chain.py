@@ -100,12 +100,17 @@ def for_backend(model: Llama) -> Llama:
 
 def runs_unstacked(model: Llama) -> bool:
     """Whether programs take one array per layer where this model lies."""
-    return separates_layers(model.config, model.layout) and lies_on_cpu(model)
+    separate = separates_layers(model.config, model.layout, has_integers=model.has_integers)
+    return separate and lies_on_cpu(model)
 
 
-def separates_layers(config: LlamaConfig, layout: Layout | None) -> bool:
-    """Whether programs take one array per layer of such a model on a CPU."""
-    return layout is None and config.num_layers <= _MOST_UNSTACKED_LAYERS
+def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
+    """Whether programs take one array per layer of such a model on a CPU.
+
+    Args:
+      has_integers: its matrices are integers, which a CPU multiplies only so.
+    """
+    return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
 
 
 def lies_on_cpu(model: Llama) -> bool:

@@ -171,7 +171,7 @@ def load_llama(
         kept = _Kept(source, np.dtype(dtype), int8=int8)
         if kept.map(path, weights_cache, say) or unstacked:
             source = kept
-        if source is kept and unstacked and not int8:
+        if source is kept and unstacked:
             return _unstacked(kept, config)
     outer: dict[str, Array] = {}
     stacks: dict[str, Array] = {}

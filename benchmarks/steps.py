@@ -1,11 +1,11 @@
-"""The time of one pass of a model, stacked or not, against its floor.
+"""The time of one pass of a model, as its layers and numbers may lie, against its floor.
 
-    python benchmarks/steps.py [--target MODEL]
+    python benchmarks/steps.py [--target MODEL] [--variants int8 --widths 1,5]
 
-The floor is the pass's matrix products alone. Without --target the models are the embedded pair's;
-with it the model has that one's shape, in float32, and the results are in results/steps_target.json
-and not in results/steps.json. All variants are timed in turns; the minimum and the median of each
-are kept. Takes two minutes; run nothing else meanwhile.
+The floor is the pass's matrix products alone. Without --target the models are the embedded pair's.
+With it the results are in results/steps_target.json, or steps_int8.json where one variant is int8.
+All variants are timed in turns; the minimum and the median of each are kept. Takes two minutes; run
+nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -15,29 +15,43 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import machine
 from absl import flags
 
-from fly_jax.models.architectures import LlamaConfig, parameter_specs
+from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
 from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.checkpoints.load import open_checkpoint
+from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.llama import Llama, Parameters, in_front
+from fly_jax.models.llama import Llama, Parameters, in_front, of_integers
 
+_PRODUCTS = ("products alone", "int8 products alone")
+VARIANTS = (*_PRODUCTS, "scan", "one array per layer", "int8")
 _TARGET = flags.DEFINE_string("target", None, "a model: folder, GGUF file or hub id")
+_VARIANTS = flags.DEFINE_multi_enum(
+    "variants", ["products alone", "scan", "one array per layer"], VARIANTS, "what is timed"
+)
+_WIDTHS = flags.DEFINE_list("widths", ["1", "8", "12", "16"], "tokens of a pass of the target")
 CAPACITY = 192
 PASSES = 10
 TURNS = 15
-WIDTHS = {"target": (1, 8, 12, 16), "draft": (1, 2, 7)}
+DRAFT_WIDTHS = (1, 2, 7)
 
 
-def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], float]:
+@functools.cache
+def _model(folder: Path, variant: str) -> Llama:
+    return load_llama(
+        folder, int8=variant.startswith("int8"), unstacked=variant != "scan", weights_cache=None
+    )
+
+
+def _passes(folder: Path, width: int, variant: str) -> Callable[[], float]:
     """A function that runs some passes in one dispatch and returns the milliseconds of each."""
-    model = Llama.random(config, jax.random.key(0))
-    parameters = (model.unstacked() if unstacked else model).parameters()
+    model = _model(folder, variant)
+    config, parameters = model.config, model.parameters()
 
     @functools.partial(jax.jit, donate_argnames=("cache",))
     def run(parameters: Parameters, cache: KVCache, tokens: jax.Array) -> tuple[KVCache, jax.Array]:
@@ -62,24 +76,24 @@ def _passes(config: LlamaConfig, width: int, unstacked: bool) -> Callable[[], fl
     return timed
 
 
-def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
+def _products(folder: Path, width: int, variant: str) -> Callable[[], float]:
     """The same of the matrix products alone, each of which waits for the one before it."""
-    parameters = Llama.random(config, jax.random.key(0)).unstacked().parameters()
-    inputs = {
-        name: math.prod(
-            size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in spec.inputs
-        )
-        for name, spec in parameter_specs(config).items()
-        if spec.inputs and (config.tied_embeddings or name != "embedding")
-    }
+    model = _model(folder, variant)
+    parameters, inputs = model.parameters(), _inputs(model.config)
 
     @jax.jit
     def run(parameters: Parameters) -> jax.Array:
         def one(_: int, last: jax.Array) -> jax.Array:
             for name, count in inputs.items():
-                for matrix in jax.tree.leaves(parameters[name]):
+                matrices = jax.tree.leaves(parameters[name])
+                scales = jax.tree.leaves(parameters.get(scale_name(name))) or [None] * len(matrices)
+                for matrix, scale in zip(matrices, scales, strict=True):
                     given = jnp.full((1, width, count), 1.0) + last
-                    product = in_front("bti,oi->bto", given, matrix.reshape(-1, count))
+                    rows = matrix.reshape(-1, count)
+                    if scale is None:
+                        product = in_front("bti,oi->bto", given, rows)
+                    else:
+                        product = of_integers(given, rows, scale.reshape(-1))
                     last = jnp.max(product) * 1e-9
             return last
 
@@ -95,19 +109,34 @@ def _products(config: LlamaConfig, width: int) -> Callable[[], float]:
     return timed
 
 
+def _inputs(config: LlamaConfig) -> dict[str, int]:
+    """How many inputs each matrix has that a pass multiplies by."""
+    return {
+        name: math.prod(
+            size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in spec.inputs
+        )
+        for name, spec in parameter_specs(config).items()
+        if spec.inputs and (config.tied_embeddings or name != "embedding")
+    }
+
+
 def main() -> None:
-    folders, result, given = dict(zip(WIDTHS, EMBEDDED_PAIR, strict=True)), "steps", ""
+    widths = [int(one) for one in _WIDTHS.value]
+    target, draft = EMBEDDED_PAIR
+    models = {"target": (target, widths), "draft": (draft, DRAFT_WIDTHS)}
+    result, given = "steps", ""
     if _TARGET.value is not None:
-        folders = {"target": resolve(_TARGET.value)}
+        models = {"target": (resolve(_TARGET.value), widths)}
         result, given = "steps_target", f" --target {_TARGET.value.rpartition('/')[2]}"
+    if "int8" in _VARIANTS.value:
+        result = "steps_int8"
+    given += "".join(f" --variants '{one}'" for one in _VARIANTS.value)
     variants = {}
-    for model, folder in folders.items():
-        config = open_checkpoint(folder).config
-        for width in WIDTHS[model]:
-            said = f"{model}, {width} tokens"
-            variants[f"{said}, products alone"] = _products(config, width)
-            variants[f"{said}, scan"] = _passes(config, width, False)
-            variants[f"{said}, one array per layer"] = _passes(config, width, True)
+    for model, (folder, some) in models.items():
+        for width in some:
+            for variant in _VARIANTS.value:
+                made = _products if variant in _PRODUCTS else _passes
+                variants[f"{model}, {width} tokens, {variant}"] = made(folder, width, variant)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(TURNS):
         for name, timed in variants.items():
@@ -118,7 +147,7 @@ def main() -> None:
     }
     for name, row in milliseconds.items():
         print(f"{name:45} min {row['min']:.3f} ms  median {row['median']:.3f} ms")
-    command = f"python benchmarks/steps.py{given}"
+    command = f"python benchmarks/steps.py{given} --widths {','.join(_WIDTHS.value)}"
     print(machine.write(result, {"command": command, "milliseconds": milliseconds}))
 
 

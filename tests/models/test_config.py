@@ -20,16 +20,11 @@ from refusals import assert_refused
 from safetensors.numpy import load_file, save_file
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    YarnScaling,
-    config_fields,
-    config_of,
-    parameter_specs,
-    read_config,
-)
+from fly_jax.models.architectures import config_fields, config_of, parameter_specs, read_config
 from fly_jax.models.checkpoints.gguf_file import open_gguf
 from fly_jax.models.checkpoints.load import open_weights
 from fly_jax.models.presets import PRESETS, PUBLISHED, preset
+from fly_jax.models.rope_scaling import YarnScaling
 
 LLAMA31 = json.loads((GOLDEN / "llama31" / "config.json").read_text())
 LLAMA31_V4 = json.loads((GOLDEN / "llama31" / "config_v4.json").read_text())

@@ -27,13 +27,14 @@ from refusals import assert_refused
 from tokenizer_makers import HARD, MAKERS, llama3_json
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import LlamaConfig, RopeScaling
+from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.gguf_file import TYPES, open_gguf
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint, open_weights
 from fly_jax.models.checkpoints.write import convert
 from fly_jax.models.llama import Llama
+from fly_jax.models.rope_scaling import RopeScaling
 from fly_jax.models.tokenizer import load_tokenizer
 
 Tensors = dict[str, np.ndarray]

@@ -18,14 +18,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import (
-    GGUF_ARCHITECTURES,
-    Group,
-    LlamaConfig,
-    RopeScaling,
-    config_of,
-    groups,
-)
+from fly_jax.models.architectures import GGUF_ARCHITECTURES, Group, LlamaConfig, config_of, groups
 from fly_jax.models.attention import inverse_frequencies
 from fly_jax.models.checkpoints.gguf_file import GgufFile
 from fly_jax.models.checkpoints.hugging_face import (
@@ -36,6 +29,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_name,
     tensor_shape,
 )
+from fly_jax.models.rope_scaling import RopeScaling
 from fly_jax.models.tokenizer import JsonVocabulary, SentencePieceVocabulary, Tokenizer, Vocabulary
 from fly_jax.sharding.rules import Layout
 

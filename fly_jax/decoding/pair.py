@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, d
 from fly_jax.decoding.drafters.chain import (
     NGRAM,
     build_drafter,
-    check_nothing_below,
+    check_chain,
     is_registered,
     lies_on_cpu,
     runs_unstacked,
@@ -254,7 +253,7 @@ def open_pair(
         folder = resolve(str(target), revision)
     folders = [embedded_draft] if is_embedded else [resolve(str(one)) for one in drafts]
     opened = open_checkpoint(folder)
-    proposing = tuple(open_checkpoint(one) for one in folders)
+    proposing = tuple(open_checkpoint(one, opened) for one in folders)
     if draft_parallel is not None:
         if not proposing:
             raise FlyJaxError(
@@ -263,9 +262,9 @@ def open_pair(
             )
         last = proposing[-1].source
         last.config = dataclasses.replace(last.config, pard_token=draft_parallel)
-    for one, below in itertools.zip_longest(proposing, proposing[1:]):
+    for one in proposing:
         opened.check_draft(one)
-        check_nothing_below(one.config, below)
+    check_chain(opened.config, [one.config for one in proposing])
     return OpenPair(opened, proposing, is_embedded, drafter, own)
 
 

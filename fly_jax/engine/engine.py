@@ -152,7 +152,8 @@ class Engine:
         plan = ChunkPlan(self._buckets.steps, tokens=tokens, num_slots=num_slots, longest=longest)
         self._prefill = Prefill(self._programs, self.spec, plan, self._capacity, length)
         self._row_steps = (num_slots,) if offline else self._programs.row_steps(num_slots)
-        self.slots = Slots(self._row_steps, shared_block)
+        unseen = 2 if self.drafter is None else self.drafter.unseen
+        self.slots = Slots(self._row_steps, shared_block, unseen)
         self.waiting: collections.deque[RequestState] = collections.deque()
         self.num_reused_tokens = self.num_prompt_tokens = 0
         self.prefill_seconds = 0.0

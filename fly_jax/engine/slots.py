@@ -21,7 +21,6 @@ from fly_jax.verification.sampling import Sampling, sampling_per_row
 # Beginnings are shared in multiples of so many tokens, if not said otherwise: copying a row for
 # fewer takes longer than running them, and prompts that share a block begin at one position.
 SHARED_BLOCK = 16
-_UNSEEN = 2
 
 
 class Prefix(NamedTuple):
@@ -38,13 +37,14 @@ class Slots:
       block: beginnings are shared in multiples of so many tokens; 0 for not at all.
     """
 
-    def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK) -> None:
+    def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK, unseen: int = 2) -> None:
         """All are free, and hold nothing.
 
         Args:
           steps: how many slots, from the first on, rounds may be made for; the last is all.
+          unseen: see `Drafter`.
         """
-        self.block = block
+        self.block, self._unseen = block, unseen
         number = steps[-1]
         self.occupants: list[RequestState | None] = [None] * number
         self._last: list[RequestState | None] = [None] * number
@@ -122,12 +122,11 @@ class Slots:
     def _shared_blocks(self, row: Sequence[int], prompt: Sequence[int]) -> int:
         """How many tokens at the beginning of a prompt the caches of a row hold, in whole blocks.
 
-        The row's last two tokens are not relied on. A draft model has not seen the last one when
-        a round ends, nor the one before it where all of its draft was kept; and a row that is
-        finished is fed its last one again, with too little attended to, while others go on. Nor is
-        the last of the prompt: something has to be run.
+        The row's last tokens are not relied on: a drafter has not seen them when a round ends, and
+        a row that is finished is fed its last one again, with too little attended to, while others
+        go on. Nor is the last of the prompt: something has to be run.
         """
-        most = min(len(row) - _UNSEEN, len(prompt) - 1)
+        most = min(len(row) - self._unseen, len(prompt) - 1)
         same = next((at for at in range(most) if row[at] != prompt[at]), most)
         return same // self.block * self.block  # may be negative
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.models.eagle3 import EAGLE3, Eagle3, read_head
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names that `config.json` has for sizes, and for all that is read and written as it is.
@@ -60,7 +61,8 @@ class LlamaConfig:
       unrotated_layers: layers without rotary positions (SmolLM3), in ascending order.
       draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
         target's tokens; the last row stands for all others, which it never proposes. None where
-        each token has a row.
+        each token has a row. Of a head these are rows of the unembedding alone, all of tokens.
+      head: what makes it an EAGLE-3 head; None for other models.
     """
 
     vocab_size: int
@@ -85,6 +87,7 @@ class LlamaConfig:
     unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
     pard_token: int | None = None
+    head: Eagle3 | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -121,6 +124,12 @@ class LlamaConfig:
     def with_vocabulary(self, size: int) -> LlamaConfig:
         """The same model without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def unknown_row(self) -> int:
+        """What `token_rows` has for a token that is never drafted, where not all have a row."""
+        assert self.draft_vocab_size is not None
+        return self.draft_vocab_size - (self.head is None)
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -338,6 +347,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
       FlyJaxError: a family that is not known, a field is missing, or a rotary scaling that is not
         known.
     """
+    head = None
+    if "speculators_model_type" in fields or EAGLE3 in str(fields.get("architectures")):
+        fields, head = read_head(fields, source)
     name = fields.get("model_type", "llama")
     if name not in ARCHITECTURES:
         raise FlyJaxError(
@@ -377,6 +389,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
             architecture=name,
             draft_vocab_size=hf.get("draft_vocab_size"),
             pard_token=hf.get("pard_token"),
+            head=head,
             **architecture.fields,
             **architecture.read(hf, sizes["num_layers"]),
         )
@@ -600,6 +613,8 @@ def parameter_specs(
     if config.draft_vocab_size is not None:  # the row of each of the target's tokens
         rows = np.dtype(np.int32)
         specs["token_rows"] = ParameterSpec((config.vocab_size,), ("vocab",), (), rows)
+    if config.head is not None:
+        specs = _of_head(specs, config, config.head)
     return specs if matrices is None else _with_scales(specs, matrices)
 
 
@@ -633,6 +648,24 @@ def groups(config: LlamaConfig) -> list[Group]:
     outer = [name for name, spec in parameter_specs(config).items() if spec.axes[0] != "layers"]
     layers = [Group(f"layer_{index:03}", index) for index in range(config.num_layers)]
     return [Group(name, None) for name in outer] + layers
+
+
+def _of_head(
+    specs: dict[str, ParameterSpec], config: LlamaConfig, head: Eagle3
+) -> dict[str, ParameterSpec]:
+    """A head's parameters: its attention reads token and feature side by side."""
+    embed, wide = config.embed_size, head.num_features * head.target_embed_size
+    whole = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
+    specs |= {"embedding": whole} if head.has_embedding else {}
+    for name in ("query", "key", "value"):
+        specs[name] = dataclasses.replace(specs[name], shape=(1, 2 * embed, *specs[name].shape[2:]))
+    specs["hidden_norm"] = specs["attention_norm"]
+    specs["fusion"] = ParameterSpec((wide, embed), ("features", "embed"), ("features",))
+    if head.feature_norms == "all":
+        specs["features_norm"] = ParameterSpec((wide,), ("embed",))
+    for index in range(head.num_features if head.feature_norms == "each" else 0):
+        specs[f"feature_norm_{index}"] = ParameterSpec((head.target_embed_size,), ("embed",))
+    return specs
 
 
 def scale_name(name: str) -> str:

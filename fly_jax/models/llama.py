@@ -133,7 +133,7 @@ class Llama(nnx.Module):
 
     Attributes:
       layout: how its arrays lie on a mesh; None on one device.
-      embedding, final_norm, unembedding, token_rows: the parameters outside the layers.
+      embedding, final_norm, unembedding, token_rows, fusion: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
         `unstacked`, one array per layer, its matrices turned.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
@@ -145,6 +145,7 @@ class Llama(nnx.Module):
     final_norm: nnx.Param
     unembedding: nnx.Param
     token_rows: nnx.Param
+    fusion: nnx.Param
     layers: nnx.Dict
 
     def __init__(
@@ -153,7 +154,8 @@ class Llama(nnx.Module):
         """Takes parameters as arrays (or abstract shapes), named as in `parameter_specs`."""
         self.config = config
         self.layout = layout
-        self.int8 = scale_name("embedding") in parameters
+        outer = "embedding" if config.tied_embeddings else "unembedding"
+        self.int8 = scale_name(outer) in parameters
         layers: dict[str, nnx.Param] = {}
         for name, spec in parameter_specs(config, INT8).items():
             if name not in parameters and name.endswith("_scale"):
@@ -266,8 +268,8 @@ class Llama(nnx.Module):
             name, equation = "embedding", "btd,vd->btv"
         scores = product(equation, hidden, name).astype(jnp.float32)
         if self.config.draft_vocab_size is not None:
-            rows, other = self.token_rows[...], self.config.draft_vocab_size - 1
-            scores = jnp.where(rows == other, -jnp.inf, scores[..., rows])
+            rows = self.token_rows[...]
+            scores = jnp.where(rows == self.config.unknown_row, -jnp.inf, scores[..., rows])
         return self._constrain(scores, ("rows", None, "vocab"))
 
     def parameters(self) -> Parameters:
@@ -321,6 +323,8 @@ class Llama(nnx.Module):
         if not self.config.tied_embeddings:
             own = self.unembedding.get_value().T if owner is None else owner.unembedding.get_value()
             self.unembedding.set_value(own)
+        if self.config.head is not None:
+            self.fusion.set_value(self.fusion.get_value().T)
 
     def stacked(self) -> Llama:
         """The same model with its parameters as in `parameter_specs`, before `unstacked`."""
@@ -333,6 +337,8 @@ class Llama(nnx.Module):
             parameters[name] = jnp.stack([_turned(one, back) for one in layers])
         if not self.config.tied_embeddings:
             parameters["unembedding"] = parameters["unembedding"].T
+        if self.config.head is not None:
+            parameters["fusion"] = parameters["fusion"].T
         return Llama(self.config, parameters, self.layout)
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
@@ -377,8 +383,8 @@ class Llama(nnx.Module):
             x: Array, index: Int[Array, ""], weights: dict[str, Array]
         ) -> tuple[Array, Added]:
             here, product = functools.partial(attend, index), self._products(weights, multiply)
-            own_rope = self._layer_rope(rope, index)
-            x, added = _layer(self.config, x, weights, own_rope, here, product, norm)
+            normed, turn = norm(x, weights["attention_norm"]), self._layer_rope(rope, index)
+            x, added = run_layer(self.config, x, normed, weights, turn, here, product, norm)
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
@@ -393,7 +399,7 @@ class Llama(nnx.Module):
                 kept = _kept(layers, index, x, kept)
                 x, one = layer(x, jnp.int32(index), own)
                 each.append(one)
-            zero = _zero_after(x)
+            zero = zero_after(x)
             added = jax.tree.map(lambda *layers: jnp.stack(layers) + zero, *each)
         else:
 
@@ -439,7 +445,7 @@ class Llama(nnx.Module):
         return x if self.layout is None else self.layout.constrain(x, axes)
 
     def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
-        if self.config.draft_vocab_size is not None:
+        if self.config.draft_vocab_size is not None and self.config.head is None:
             tokens = self.token_rows[...][tokens]
         rows = self.embedding[...][tokens]
         scale = self._outer_weights().get(scale_name("embedding"))
@@ -478,7 +484,7 @@ def _kept(
     return tuple(jnp.where(index == layer, x, old) for layer, old in pairs)
 
 
-def _zero_after(x: Float[Array, "batch time embed"]) -> Array:
+def zero_after(x: Float[Array, "batch time embed"]) -> Array:
     """A zero that is known once `x` is.
 
     What a pass adds to the cache does not depend on how its last layer attends to it: without this
@@ -495,7 +501,7 @@ def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dic
     for index, (name, spec) in enumerate(parameter_specs(config).items()):
         if name == "token_rows":  # the first tokens have rows
             rows = jnp.arange(config.vocab_size, dtype=spec.dtype)
-            parameters[name] = jnp.minimum(rows, parameters["embedding"].shape[0] - 1)
+            parameters[name] = jnp.minimum(rows, config.unknown_row)
             continue
         if not spec.inputs:
             parameters[name] = jnp.ones(spec.shape, dtype)
@@ -507,16 +513,17 @@ def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dic
     return parameters
 
 
-def _layer(
+def run_layer(
     config: LlamaConfig,
     x: Float[Array, "batch time embed"],
+    normed: Float[Array, "batch time read"],
     weights: dict[str, Array],
     rope: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Added]],
     product: Product,
     norm: Callable[[Array, Array], Array],
 ) -> tuple[Float[Array, "batch time embed"], Added]:
-    normed = norm(x, weights["attention_norm"])
+    """A layer's output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
     query, key, value = (
         product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
     )

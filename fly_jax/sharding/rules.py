@@ -34,6 +34,7 @@ class ShardingRules:
     kv_heads: MeshAxes = ()
     ffw: MeshAxes = ()
     embed: MeshAxes = ()
+    features: MeshAxes = ()
     head: MeshAxes = ()
     layers: MeshAxes = ()
     rows: MeshAxes = ("data",)
@@ -42,9 +43,14 @@ class ShardingRules:
 
 
 _TENSOR = ShardingRules(
-    vocab=("x", "y"), q_heads=("x", "y"), kv_heads=("x",), ffw=("x", "y"), cache_batch=("data", "y")
+    vocab=("x", "y"),
+    q_heads=("x", "y"),
+    kv_heads=("x",),
+    ffw=("x", "y"),
+    features=("x", "y"),
+    cache_batch=("data", "y"),
 )
-_NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",))
+_NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",), features=("x",))
 
 
 def _caches(name: str, rules: ShardingRules) -> dict[str, ShardingRules]:

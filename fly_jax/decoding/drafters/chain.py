@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.head import HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.head import Head
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.rules import Layout
 
@@ -58,7 +61,46 @@ def checked_drafter(
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
                 "model of the target's family."
             )
+    check_chain(target.config, [one.config for one in models], static.lookup)
+    if models and models[0].config.head is not None:
+        model = Head.on(for_backend(models[0]), target)
+        size, layout = static.num_speculative_tokens, model.layout
+        return HeadDraft(model.parameters(), config=model.config, layout=layout, num_tokens=size)
     return drafter_of(models, static)
+
+
+def check_chain(
+    target: LlamaConfig, drafts: Sequence[LlamaConfig], lookup: Lookup | None = None
+) -> None:
+    """Raises FlyJaxError for draft models that cannot stand so, one below the other."""
+    for config, below in itertools.zip_longest(drafts, drafts[1:]):
+        check_nothing_below(config, below or lookup)
+        if config.head is not None:
+            _check_head(target, config)
+
+
+def _check_head(target: LlamaConfig, config: LlamaConfig) -> None:
+    """Raises FlyJaxError for a head that is none of this target."""
+    head = config.head
+    assert head is not None
+    shares = not head.has_embedding
+    layers = head.layers_of(target.num_layers)
+    wrong = {
+        f"features of width {head.target_embed_size}": head.target_embed_size != target.embed_size,
+        f"the target's embedding for a width of {config.embed_size}": shares
+        and config.embed_size != target.embed_size,
+        f"a vocabulary of {config.vocab_size}": config.vocab_size != target.vocab_size,
+        f"layers {', '.join(map(str, layers))}": not 0
+        <= min(layers)
+        <= max(layers)
+        < target.num_layers,
+    }
+    for what in (what for what, is_wrong in wrong.items() if is_wrong):
+        raise FlyJaxError(
+            f"The head reads {what}, and the target has a width of {target.embed_size}, "
+            f"{target.vocab_size} tokens and {target.num_layers} layers; give the head that was "
+            "trained for this target."
+        )
 
 
 def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
@@ -84,7 +126,13 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
 
 
 def check_nothing_below(config: LlamaConfig, below: object) -> None:
-    """Raises FlyJaxError for a draft model that drafts in one pass, and something below it."""
+    """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
+    is_head = isinstance(below, LlamaConfig) and below.head is not None
+    if is_head or (config.head is not None and below is not None):
+        raise FlyJaxError(
+            "An EAGLE-3 head was given with another draft or a lookup, and it drafts from the "
+            "target's states alone; give it as the only --draft, without prompt_lookup_max."
+        )
     if config.pard_token is not None and below is not None:
         raise FlyJaxError(
             "A draft model with a pard_token was given with another draft or a lookup below it, "
@@ -115,8 +163,8 @@ def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers
 
 def lies_on_cpu(model: Llama) -> bool:
     """Whether CPUs hold the model; where it is nowhere yet (traced), whether JAX's default does."""
-    embedding = model.embedding.get_value()
-    sharding = None if isinstance(embedding, jax.core.Tracer) else embedding.sharding
+    norm = model.final_norm.get_value()  # which every model has
+    sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     if sharding is None:
         return jax.default_backend() == "cpu"
     return next(iter(sharding.device_set)).platform == "cpu"

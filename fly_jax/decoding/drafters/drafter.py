@@ -48,6 +48,7 @@ class Drafter(abc.ABC):
       adapts: a row that wants fewer tokens may save a pass.
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
         the same state.
+      unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
       needs_hidden: `prefill` and `observe` are given the target's hidden states.
       hidden_layers: of the target, whose inputs, side by side, they are given instead of the final
         hidden states.
@@ -58,6 +59,8 @@ class Drafter(abc.ABC):
     may_fall_short: bool = False
     adapts: bool = False
     resumes: bool = False
+    # A draft model has not seen the last one, nor the one before it where all its draft was kept.
+    unseen: int = 2
     needs_hidden: bool = False
     hidden_layers: tuple[int, ...] = ()
 

@@ -26,15 +26,24 @@ from jaxtyping import Array
 from orbax.checkpoint import v1 as ocp
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.architectures import Group, ParameterSpec, groups, read_config, read_json
+from fly_jax.models.architectures import (
+    Group,
+    ParameterSpec,
+    config_of,
+    groups,
+    read_config,
+    read_json,
+)
 from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
+from fly_jax.models.eagle3 import EAGLE3
 from fly_jax.sharding.rules import Layout
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 _QUANTISED = {"F8_E4M3": jnp.float8_e4m3fn, "I8": jnp.int8, "I32": jnp.int32}
 _STORED = {name: jnp.dtype(dtype) for name, dtype in (DTYPES | _QUANTISED).items()}
+_STORED["I64"] = np.dtype(np.int64)
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
@@ -65,7 +74,19 @@ _LAYER = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "hidden_norm": "hidden_norm.weight",
 }
+# Of a head they stand without "model.", and its layer is `midlayer` or `layers.0`.
+_OF_HEAD = {"fusion": "fc.weight", "features_norm": "input_norm.weight", "token_rows": "d2t"}
+_HEAD_SAYS = "midlayer.hidden_norm.weight"
+# Which tokens the head knows is said twice; of the target there may be a copy.
+_BESIDE_HEAD = (
+    "t2d",
+    "d2t",
+    "embed_tokens.weight",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
 # What is computed of a block of so many numbers stays in a core's cache.
 _BLOCK_NUMBERS = 2**17
 
@@ -156,6 +177,12 @@ class HuggingFaceSource:
         if self.packing is not None:
             self.arranged = Unpacking(self.packing)
         self.config = read_config(folder)
+        if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
+            self.config = config_of({**fields, "architectures": [EAGLE3]}, str(path))
+        if self.config.head is not None:
+            has_embedding = "embed_tokens.weight" in self._stored
+            head = dataclasses.replace(self.config.head, has_embedding=has_embedding)
+            self.config = dataclasses.replace(self.config, head=head)
         self.config.check_layers(len(self._stored))
         needed: dict[str, Part] = {}
         for group in groups(self.config):
@@ -168,16 +195,16 @@ class HuggingFaceSource:
 
     def _check_rest(self, needed: Container[str]) -> None:
         """Raises FlyJaxError for tensors that would change the text and are no parameters."""
+        is_head = self.config.head is not None
         for name, tensor in self._stored.items():
-            is_known = (
-                name in needed or not name.startswith("model.") or _WITHOUT_EFFECT.search(name)
-            )
+            of_others = name in _BESIDE_HEAD if is_head else not name.startswith("model.")
+            is_known = name in needed or of_others or _WITHOUT_EFFECT.search(name)
             if is_known or (name.endswith(".bias") and tensor.is_zero()):
                 continue
             raise FlyJaxError(
-                f"{tensor.file} has the tensor {name}, which models of type "
-                f"'{self.config.architecture}' do not have: without it the text would be wrong; "
-                "give the folder of such a model."
+                f"{tensor.file} has the tensor {name}, which {'heads' if is_head else 'models'} of "
+                f"type '{self.config.architecture}' do not have: without it the text would be "
+                "wrong; give the folder of such a model."
             )
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Stored]:
@@ -187,6 +214,8 @@ class HuggingFaceSource:
         names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
         for name, tensors in names.items():
             for tensor in tensors.values():
+                if tensor == _OF_HEAD["token_rows"]:
+                    continue
                 stored = self._stored[tensor]
                 files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
                     stored.shape,
@@ -200,6 +229,10 @@ class HuggingFaceSource:
         with context:
             for file, abstract in files.items():
                 found |= ocp.load(file, abstract)
+        if "token_rows" in names and self.config.head is not None:
+            rows, spec = self._rows_of_head(), specs["token_rows"]
+            tensor = names["token_rows"][""]
+            found[tensor] = jax.device_put(rows, row_sharding(layout, spec, len(rows)))
         return {
             name: found[tensors[""]]
             if "" in tensors
@@ -212,7 +245,33 @@ class HuggingFaceSource:
 
         Nothing of it stays in memory when they are dropped.
         """
-        return self._stored[tensor_name(group, name)].mapped()[rows]
+        if name == "token_rows" and self.config.head is not None:
+            return self._rows_of_head()[rows]
+        return self._stored[self._name(group, name)].mapped()[rows]
+
+    def _rows_of_head(self) -> np.ndarray:
+        """`token_rows` of a head, whose file has for each row its token less the row's index."""
+        tensor = self._stored[_OF_HEAD["token_rows"]]
+        distances = tensor.mapped().astype(np.int64)
+        tokens = np.arange(len(distances)) + distances
+        size = self.config.vocab_size
+        if len(np.unique(tokens)) < len(tokens) or tokens.min() < 0 or tokens.max() >= size:
+            raise FlyJaxError(
+                f"The tensor d2t in {tensor.file} names a token twice or one beyond the vocabulary "
+                f"of {size}; each row of a head has a token of its own: download the file again."
+            )
+        rows = np.full(size, self.config.unknown_row, np.int32)
+        rows[tokens] = np.arange(len(tokens))
+        return rows
+
+    def _name(self, group: Group, name: str) -> str:
+        """The tensor that holds a parameter of a group."""
+        if self.config.head is None:
+            return tensor_name(group, name)
+        if name.startswith("feature_norm_"):
+            return f"{name.replace('feature_norm_', 'fc_norm.')}.weight"
+        found = _OF_HEAD.get(name) or tensor_name(group, name).removeprefix("model.")
+        return found.replace("layers.0.", "midlayer.") if _HEAD_SAYS in self._stored else found
 
     def describe(self, group: Group, name: str) -> str:
         """The tensor and its file."""
@@ -221,7 +280,7 @@ class HuggingFaceSource:
 
     def _tensors(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, str]:
         """The tensors that hold a parameter, by the parts of its packing, or by "" alone."""
-        parts, whole = self._parts(group, name, spec), tensor_name(group, name)
+        parts, whole = self._parts(group, name, spec), self._name(group, name)
         if "" in parts:
             return {"": whole}
         stem = whole.removesuffix("weight")
@@ -233,9 +292,11 @@ class HuggingFaceSource:
 
     def _parts(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, Part]:
         """What a parameter is made of; matrices that a packing left out are stored as they are."""
-        packing, plain = self.packing, self._stored.get(tensor_name(group, name))
+        packing, plain = self.packing, self._stored.get(self._name(group, name))
         shape = tensor_shape(name, spec)
         is_plain = plain is not None and plain.dtype in DTYPES
+        if name == "token_rows" and self.config.head is not None:
+            return {"": Part(((self.config.unknown_row,),), ("I64", "I32"))}
         if packing is None or is_plain or not is_transposed(name, spec):
             return {"": Part((shape,), ("I32",) if name == "token_rows" else tuple(DTYPES))}
         return packing.parts(*shape)

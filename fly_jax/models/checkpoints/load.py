@@ -96,6 +96,8 @@ class Checkpoint:
         Raises:
           FlyJaxError: they are others.
         """
+        if draft.config.head is not None:  # and has no tokens of its own
+            return
         if draft.config.vocab_size != self.config.vocab_size:
             shared_vocabulary(self.config, draft.config, len(self.tokenizer.vocabulary.names))
         check_same_vocabulary(self.tokenizer, draft.tokenizer)
@@ -103,13 +105,23 @@ class Checkpoint:
         draft.config.with_vocabulary(min(draft.config.vocab_size, self.config.vocab_size))
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
     """Opens a model and its tokenizer, without reading a weight.
+
+    Args:
+      target: of a draft model; an EAGLE-3 head has its tokenizer.
 
     Raises:
       FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
     """
     source = open_weights(path)
+    if source.config.head is not None:
+        if target is None:
+            raise FlyJaxError(
+                f"{path} holds an EAGLE-3 head, which is no model of its own; give it as --draft, "
+                "and the model that it was trained for as --target."
+            )
+        return Checkpoint(path, source, target.tokenizer)
     if isinstance(source, GgufSource):
         tokenizer = gguf_tokenizer(source.file, source.config.eos_token_ids)
     else:
@@ -212,12 +224,10 @@ def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
 
 def _check_rows(rows: Int[Array, " vocab"], config: LlamaConfig, where: str) -> None:
     """Raises FlyJaxError for tokens whose row is none of the embedding's."""
-    number = config.draft_vocab_size
-    assert number is not None
-    if not bool(jnp.all((rows >= 0) & (rows < number))):
+    if not bool(jnp.all((rows >= 0) & (rows <= config.unknown_row))):
         raise FlyJaxError(
             f"{where} names rows that the embedding does not have; each must be from 0 to "
-            f"{number - 1}: make the drafter again."
+            f"{config.unknown_row}: make the drafter again."
         )
 
 

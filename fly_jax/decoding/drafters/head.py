@@ -1,0 +1,200 @@
+"""A head of the target that drafts from the target's own features (EAGLE-3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.model import slice_rows
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import KVCache, NewEntries, empty_cache
+from fly_jax.models.head import Head
+from fly_jax.models.llama import Parameters
+from fly_jax.sharding.rules import Layout
+from fly_jax.verification.rules import Verdict
+from fly_jax.verification.sampling import Sampling, sample_at
+
+# The last token, all of the draft and its logits; what is fed next; the slots.
+_Carry = tuple[tuple[Array, Array, Array | None], Array, KVCache]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadState:
+    """The state of a head between rounds.
+
+    Attributes:
+      cache: slot i has what the feature of position i and token i + 1 give. Its length is that of
+        the text less one: slots whose features are the target's own, once `propose` has run.
+      features: of every position, fused; one half as keys, the other as values of as many heads.
+    """
+
+    cache: KVCache
+    features: KVCache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadDraft(Drafter):
+    """Drafts from the features of what is settled, and on from its own hidden states.
+
+    What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
+    over the features of the last K + 1 positions, which are as many as a round may have settled.
+
+    Attributes:
+      parameters: of a `Head.on` the target.
+      num_tokens: K, the most that it drafts at a time.
+    """
+
+    parameters: Parameters
+    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
+    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+
+    num_models = 1
+    resumes = True
+    needs_hidden = True
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Those whose inputs are the features."""
+        assert self.config.head is not None
+        assert self.config.head.layers is not None
+        return self.config.head.layers
+
+    @property
+    def unseen(self) -> int:  # type: ignore[override]
+        """What the last round has settled lies in no slot yet."""
+        return self.num_tokens + 2
+
+    @property
+    def _head(self) -> Head:
+        return Head(self.config, self.parameters, self.layout)
+
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HeadState:
+        """Empty caches."""
+        half = self.config.embed_size // 2
+        heads = math.gcd(half, self.config.num_kv_heads)  # so that a mesh splits them alike
+        config = dataclasses.replace(self.config, num_kv_heads=heads, head_size=half // heads)
+        return HeadState(
+            empty_cache(self.config, rows, capacity, dtype, self.layout),
+            empty_cache(config, rows, capacity, dtype, self.layout),
+        )
+
+    def prefill(
+        self,
+        state: HeadState,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        hidden: Float[Array, "rows time features"] | None,
+    ) -> HeadState:
+        """Fills the slot before the piece, and those of the piece whose next token is known."""
+        assert hidden is not None
+        rows, time = tokens.shape
+        features = self._kept(state.features, jnp.broadcast_to(start, (rows,)), hidden)
+        # A text's first piece has no slot before it: its last one gets a token that is not the
+        # next, and is filled anew with the next piece, or when the first draft is asked for.
+        tokens = jnp.where(start == 0, jnp.roll(tokens, -1, axis=1), tokens)
+        at = jnp.broadcast_to(jnp.maximum(start - 1, 0), (rows,))
+        cache = state.cache.with_length(at)
+        _, _, new = self._head.run(tokens, _read(features, at, time), cache)
+        return HeadState(cache.written(new, self.layout), features)
+
+    def propose(
+        self,
+        state: HeadState,
+        text: Int[Array, "rows capacity"],
+        length: Int[Array, " rows"],
+        num_tokens: int,
+        *,
+        wanted: Int[Array, " rows"] | None = None,
+        sampling: Sampling | None = None,
+        keys: Key[Array, " rows"] | None = None,
+    ) -> tuple[Draft, HeadState]:
+        """Drafts one token from the features, and each further one from the head's own state."""
+        head, width, rows = self._head, self.num_tokens + 1, len(length)
+        start = jnp.maximum(length - 1 - width, 0)
+        # Of a text of one token there is no feature: what stands in its place is always the same.
+        is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
+        features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)
+        tokens = jnp.where(is_known, slice_rows(text, start + 1, width), 0)
+        cache = state.cache.with_length(start)
+        hidden, fed, new = head.run(tokens, features.astype(head.dtype), cache)
+        cache = cache.written(new, self.layout)
+        last = jnp.maximum(length - 2 - start, 0)[:, None, None]
+        hidden, fed = (jnp.take_along_axis(one, last, axis=1) for one in (hidden, fed))
+        drafted = jnp.zeros((rows, num_tokens), jnp.int32)
+        scores = None
+        if sampling is not None:
+            scores = jnp.zeros((rows, num_tokens, self.config.vocab_size), jnp.float32)
+
+        def choose(
+            at: int | Int[Array, ""], hidden: Array, drafted: Array, scores: Array | None
+        ) -> tuple[Array, Array, Array | None]:
+            """The token of each row, and what was drafted and scored, with it."""
+            logits = head.logits(hidden)
+            token = sample_at(logits, sampling, keys, length[:, None] + at, self.layout)
+            drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
+            if scores is not None:
+                scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
+            return token, drafted, scores
+
+        def draft_one(index: Int[Array, ""], carry: _Carry) -> _Carry:
+            (token, drafted, scores), fed, cache = carry
+            cache = cache.with_length(length - 2 + index)
+            hidden, fed, new = head.run(token, fed, cache)
+            return choose(index, hidden, drafted, scores), fed, cache.written(new, self.layout)
+
+        most = num_tokens if wanted is None else jnp.max(wanted)
+        carry: _Carry = (choose(0, hidden, drafted, scores), fed, cache)
+        (_, drafted, scores), _, cache = jax.lax.fori_loop(1, most, draft_one, carry)
+        draft = Draft(
+            tokens=drafted,
+            logits=scores,
+            num_drafted=jnp.full_like(length, num_tokens) if wanted is None else wanted,
+            num_passes=jnp.maximum(jnp.asarray(most, jnp.int32), 1)[None],
+        )
+        known = length - 1
+        return draft, HeadState(cache.with_length(known), state.features.with_length(known))
+
+    def observe(
+        self,
+        state: HeadState,
+        verdict: Verdict,
+        hidden: Float[Array, "rows block features"] | None,
+        *,
+        draft: Draft,
+        live: Bool[Array, " rows"],
+    ) -> HeadState:
+        """Keeps the features of the block; what was not accepted is written over later."""
+        assert hidden is not None
+        features = self._kept(state.features, state.features.length, hidden)
+        return HeadState(state.cache, features)
+
+    def _kept(
+        self,
+        features: KVCache,
+        start: Int[Array, " rows"],
+        hidden: Float[Array, "rows time features"],
+    ) -> KVCache:
+        """With the fused features of the positions from `start` on."""
+        fused = self._head.fused(hidden)
+        _, _, heads, _, size = features.keys.shape
+        halves = fused.reshape(*fused.shape[:2], 2, heads, size).transpose(2, 0, 3, 1, 4)
+        new = NewEntries(*(half[None].astype(features.keys.dtype) for half in halves))
+        return features.with_length(start).written(new, self.layout)
+
+
+def _read(
+    features: KVCache, start: Int[Array, " rows"], width: int
+) -> Float[Array, "rows width embed"]:
+    """The features of some positions of the rows that are fed, which are the first ones."""
+    rows = jnp.arange(len(start))[:, None]
+    at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
+    halves = [one[0][rows, :, at] for one in (features.keys, features.values)]
+    return jnp.stack(halves, axis=2).reshape(len(start), width, -1)

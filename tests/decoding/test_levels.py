@@ -169,7 +169,7 @@ def by_hand(top: Llama, below: Llama, text: list[int], margin: float) -> list[in
     return drafted[:COUNT]
 
 
-@pytest.mark.parametrize("margin", [1.0, 4.0, 1e9])
+@pytest.mark.parametrize("margin", [4.0, 1e9])
 def test_a_margin_drafts_what_a_level_below_proposes_where_it_is_nearly_the_choice(
     margin: float,
 ) -> None:

@@ -16,7 +16,7 @@ from tiny_pair import write_pair
 import fly_jax
 from fly_jax import CorrectionMemory, DraftModel, Engine, FlyJaxError, Pair, generate, load_pair
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters import registry
+from fly_jax.decoding.drafters import chain
 from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
@@ -96,7 +96,7 @@ class Toy(fly_jax.Drafter):
 def toy() -> Iterator[None]:
     fly_jax.register_drafter("toy", lambda target, static: Toy())
     yield
-    del registry._BUILDS["toy"]
+    del chain._BUILDS["toy"]
 
 
 def test_a_drafter_from_outside_drafts_losslessly(

@@ -77,6 +77,7 @@ PASSES = {
     "beside others": ([2, 0], (1, 5)),
     "in a batch": ([1, 1, 0, 2, 2], (1, 17)),
 }
+OTHERS = ("llama31", "qwen3")
 
 
 @functools.cache
@@ -110,8 +111,11 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
     return [np.asarray(one) for one in (jnp.concatenate(logits, axis=1), *entries)]
 
 
-@pytest.mark.parametrize("kind", ["llama31", "qwen2_windows", "qwen3"])
-@pytest.mark.parametrize("name", PASSES)
+# All kinds of passes over a model with biases and windows; one kind over others.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("qwen2_windows", name) for name in PASSES), *((kind, "in a batch") for kind in OTHERS)],
+)
 def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(kind: str, name: str) -> None:
     rows, widths = PASSES[name]
     expected = fed(kind, (0,), (1,))

@@ -3,7 +3,7 @@
     python benchmarks/steps.py [--target MODEL] [--variants int8 --widths 1,5]
 
 The floor is the pass's matrix products alone. Without --target the models are the embedded pair's.
-With it the results are in results/steps_target.json, or steps_int8.json where one variant is int8.
+With it the results are in results/steps_target.json, or steps_int8_MODEL.json where a variant is.
 All variants are timed in turns; the minimum and the median of each are kept. Takes two minutes; run
 nothing else meanwhile.
 """
@@ -35,9 +35,9 @@ _VARIANTS = flags.DEFINE_multi_enum(
     "variants", ["products alone", "scan", "one array per layer"], VARIANTS, "what is timed"
 )
 _WIDTHS = flags.DEFINE_list("widths", ["1", "8", "12", "16"], "tokens of a pass of the target")
+_TURNS = flags.DEFINE_integer("turns", 15, "how often each variant is timed", lower_bound=1)
 CAPACITY = 192
 PASSES = 10
-TURNS = 15
 DRAFT_WIDTHS = (1, 2, 7)
 
 
@@ -129,7 +129,7 @@ def main() -> None:
         models = {"target": (resolve(_TARGET.value), widths)}
         result, given = "steps_target", f" --target {_TARGET.value.rpartition('/')[2]}"
     if "int8" in _VARIANTS.value:
-        result = "steps_int8"
+        result = f"steps_int8_{models['target'][0].stem}"
     given += "".join(f" --variants '{one}'" for one in _VARIANTS.value)
     variants = {}
     for model, (folder, some) in models.items():
@@ -138,7 +138,7 @@ def main() -> None:
                 made = _products if variant in _PRODUCTS else _passes
                 variants[f"{model}, {width} tokens, {variant}"] = made(folder, width, variant)
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(TURNS):
+    for _ in range(_TURNS.value):
         for name, timed in variants.items():
             times[name].append(timed())
     milliseconds = {
@@ -148,6 +148,7 @@ def main() -> None:
     for name, row in milliseconds.items():
         print(f"{name:45} min {row['min']:.3f} ms  median {row['median']:.3f} ms")
     command = f"python benchmarks/steps.py{given} --widths {','.join(_WIDTHS.value)}"
+    command += f" --turns {_TURNS.value}"
     print(machine.write(result, {"command": command, "milliseconds": milliseconds}))
 
 

@@ -91,7 +91,7 @@ def rotate(
 # Numbers of a vector register; products of other widths have a slow end.
 _CPU_WIDTH = 16
 # Positions that a query which attends by itself reads at a time.
-_BLOCK = 128
+_BLOCK = 64
 
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
@@ -209,23 +209,44 @@ def attend_alone(
     pass, nor on how many positions the pass attends to.
     """
     rows, time, _, head = query.shape
-    read = cache.capacity if cache.attended is None else min(cache.attended, cache.capacity)
-    width = -(-(read + time) // _BLOCK) * _BLOCK
+    kv_heads, capacity = cache.keys.shape[2:4]
+    entries = cache.keys, cache.values
+    if rest := -capacity % _BLOCK:
+        entries = jax.tree.map(
+            lambda one: jnp.pad(one, [(0, 0)] * 3 + [(0, rest), (0, 0)]), entries
+        )
+    own_width = (-(-time // _BLOCK) + 1) * _BLOCK  # blocks in which the pass's own tokens may lie
 
     def of_row(query: Array, key: Array, value: Array, start: Array, row: Array) -> Array:
-        # Rows whose results nobody wants may be longer than what is read.
-        start = jnp.minimum(start, read)
+        # Rows whose results nobody wants may be longer than the cache.
+        start = jnp.minimum(start, capacity)
+        first_own = start // _BLOCK
 
-        def placed(own: Array, entries: Cached) -> Array:
-            size = (1, 1, *own.shape[:1], read, head)
-            cached = jax.lax.dynamic_slice(entries, (layer, row, 0, 0, 0), size)[0, 0]
-            cached = jnp.pad(cached, ((0, 0), (0, width - read), (0, 0)))
-            return jax.lax.dynamic_update_slice(cached, own.astype(cached.dtype), (0, start, 0))
+        def placed(own: Array) -> Array:
+            nothing = jnp.zeros((kv_heads, own_width, head), cache.keys.dtype)
+            return jax.lax.dynamic_update_slice(
+                nothing, own.astype(nothing.dtype), (0, start % _BLOCK, 0)
+            )
 
-        keys, values = placed(key, cache.keys), placed(value, cache.values)
+        own = placed(key), placed(value)
+
+        def read(index: Array) -> list[Array]:
+            """A block of keys and one of values."""
+            is_cached = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32) < start
+            size = (1, 1, kv_heads, _BLOCK, head)
+            return [
+                jnp.where(
+                    is_cached[:, None],
+                    jax.lax.dynamic_slice(cached, (layer, row, 0, index * _BLOCK, 0), size)[0, 0],
+                    jax.lax.dynamic_slice_in_dim(
+                        new, jnp.maximum(index - first_own, 0) * _BLOCK, _BLOCK, axis=1
+                    ),
+                )
+                for cached, new in zip(entries, own, strict=True)
+            ]
 
         def of_query(one: Array, step: Array) -> Array:
-            return _attend_block_by_block(one, keys, values, start + step, window)
+            return _attend_block_by_block(one, kv_heads, read, start + step, window)
 
         return each_alone(of_query, query, jnp.arange(time, dtype=jnp.int32))
 
@@ -234,23 +255,19 @@ def attend_alone(
 
 def _attend_block_by_block(
     query: Float[Array, "heads head"],
-    keys: Float[Array, "kv_heads width head"],
-    values: Float[Array, "kv_heads width head"],
+    kv_heads: int,
+    read: Callable[[Int[Array, ""]], Sequence[Float[Array, "kv_heads block head"]]],
     position: Int[Array, ""],
     window: Int[Array, ""] | None,
 ) -> Float[Array, "heads head"]:
     """One query's attention, its softmax merged from block to block."""
-    kv_heads, _, head = keys.shape
-    grouped = (query * head**-0.5).reshape(kv_heads, -1, head)
+    grouped = (query * query.shape[-1] ** -0.5).reshape(kv_heads, -1, query.shape[-1])
     lowest = jnp.finfo(jnp.float32).min
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def of_block(index: Array, merged: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         before, mass, mixed = merged
-        some_keys, some_values = (
-            jax.lax.dynamic_slice_in_dim(one, index * _BLOCK, _BLOCK, axis=1)
-            for one in (keys, values)
-        )
+        some_keys, some_values = read(index)
         distance = position - index * _BLOCK - jnp.arange(_BLOCK, dtype=jnp.int32)
         seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         scores = product("kgh,ksh->kgs", grouped, some_keys.astype(query.dtype))
@@ -258,7 +275,7 @@ def _attend_block_by_block(
         largest = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
         weights, kept = jnp.exp(scores - largest), jnp.exp(before - largest)
         mass = mass * kept + weights.sum(axis=-1, keepdims=True)
-        sums = product("kgs,ksh->kgh", weights.astype(values.dtype), some_values)
+        sums = product("kgs,ksh->kgh", weights.astype(some_values.dtype), some_values)
         return largest, mass, mixed * kept + sums
 
     first = 0 if window is None else jnp.maximum(position + 1 - window, 0) // _BLOCK

@@ -60,22 +60,12 @@ class Parameter:
     flag: bool = True
 
     def check(self, value: object) -> None:
-        """Checks a value of an instance, where arrays and tracers are data, and pass.
-
-        None passes too: it leaves out what the parameter is of.
-
-        Raises:
-          FlyJaxError: a value of another kind or outside the range.
-        """
+        """The same of an instance's: arrays and tracers are data, and pass, as None does."""
         if self.choices or isinstance(value, bool | int | float | str):
             self.check_given(value)
 
     def check_given(self, value: object) -> None:
-        """Checks a value that a flag, a file or a call has given: no array, and a default's None.
-
-        Raises:
-          FlyJaxError: a value of another kind or outside the range.
-        """
+        """Raises FlyJaxError for a value that is not allowed: no array, and a default's None."""
         if not self._allows(value):
             raise FlyJaxError(f"{self.name} is {value!r}; it must be {self.described}.")
 
@@ -163,11 +153,7 @@ def parameters_of(declaring: type) -> tuple[Parameter, ...]:
 
 
 def check_parameters(declared: Any) -> None:
-    """Checks all parameters of an instance; what `__post_init__` calls.
-
-    Raises:
-      FlyJaxError: the first value that is not allowed.
-    """
+    """Checks all of an instance, in `__post_init__`; FlyJaxError names the first wrong."""
     for one in parameters_of(type(declared)):
         one.check(getattr(declared, one.field))
 

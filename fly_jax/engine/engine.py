@@ -391,11 +391,7 @@ class Engine:
         self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
 
     def forget(self) -> None:
-        """Gives the caches back, with what they hold of earlier requests; the next ones get others.
-
-        Raises:
-          FlyJaxError: requests wait or are being decoded.
-        """
+        """Gives the caches back; raises FlyJaxError while requests wait or are being decoded."""
         self._check_idle("give its caches back")
         self.slots.forget()
         self._state = None

@@ -38,11 +38,7 @@ class Answers:
     """
 
     def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
-        """Reads what is there; a line that was cut off when the program ended is dropped.
-
-        Raises:
-          FlyJaxError: it is of another setting, or no such file.
-        """
+        """Reads what is whole of the file; raises FlyJaxError for one of another setting."""
         self.path = path
         self.records: dict[Key, dict[str, Any]] = {}
         first = json.dumps({"fly_jax_answers": 2, **setting})

@@ -261,11 +261,7 @@ def _line(event: str, value: Run | Mismatch | Continuation) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a path where no audit can be written; leaves what is there as it is.
-
-    Raises:
-      FlyJaxError: it cannot be written, or holds something that is no audit.
-    """
+    """Raises FlyJaxError where no audit can be written, or something else is."""
     existed = os.path.lexists(path)
     try:
         with path.open("ab+") as file:

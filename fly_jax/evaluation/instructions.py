@@ -40,11 +40,7 @@ def follows_all(record: Mapping[str, Any], text: str) -> bool:
 
 @functools.cache
 def load_checkers() -> Any:
-    """The module of lm-eval that judges.
-
-    Raises:
-      FlyJaxError: it is not installed, or NLTK's tables are not there.
-    """
+    """lm-eval's module that judges; raises FlyJaxError where it or NLTK's tables are not."""
     try:
         import langdetect
         import nltk

@@ -47,11 +47,7 @@ class Reply:
 
 
 async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Reply:
-    """Streams an answer to its end.
-
-    Raises:
-      FlyJaxError: the server refuses, breaks off, or says what is no stream of OpenAI's.
-    """
+    """Streams an answer to its end; raises FlyJaxError where the server refuses or breaks off."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
     reply, begin = Reply(), time.perf_counter()
     last = begin

@@ -113,12 +113,7 @@ CALIBRATED = tuple(_OF_RULE)
 
 
 def strictness_of(config: DecodingConfig) -> Strictness:
-    """The number that is varied: that of the first rule that is named.
-
-    Raises:
-      FlyJaxError: a config whose decoding cannot be judged from single rounds, or has no such
-        number.
-    """
+    """The first rule's number; raises FlyJaxError where single rounds cannot judge it."""
     names = rule_names(config.rule)
     if not config.is_loosened or "csd" in names:
         raise FlyJaxError(
@@ -136,11 +131,7 @@ def strictness_of(config: DecodingConfig) -> Strictness:
 
 
 def windows_of(config: DecodingConfig, window_size: int | None) -> tuple[int, ...]:
-    """The window sizes to try: the one that is given, or all that leave room in a block.
-
-    Raises:
-      FlyJaxError: none does, or one is given for a rule without windows.
-    """
+    """The window sizes to try that leave room in a block; raises FlyJaxError where none does."""
     if "fly" not in rule_names(config.rule):
         if window_size is not None:
             raise FlyJaxError(
@@ -156,11 +147,7 @@ def windows_of(config: DecodingConfig, window_size: int | None) -> tuple[int, ..
 
 
 def check_new(path: Path) -> None:
-    """Checks that a config can be written, and replaces none.
-
-    Raises:
-      FlyJaxError: it has another kind of name, is there already, or has no folder to be in.
-    """
+    """Raises FlyJaxError unless a config can be written there and replaces none."""
     if path.suffix != ".toml":
         raise FlyJaxError(f"The config {path} is not .toml; give its file such a name.")
     if path.exists():

@@ -169,11 +169,7 @@ TASKS = {
 
 
 def named_tasks(given: str) -> list[str]:
-    """The tasks of a list with commas.
-
-    Raises:
-      FlyJaxError: there is no such task.
-    """
+    """The tasks of a list with commas; raises FlyJaxError for one that there is not."""
     names = list(dict.fromkeys(one.strip() for one in given.split(",")))
     for name in names:
         if name not in TASKS:
@@ -182,11 +178,7 @@ def named_tasks(given: str) -> list[str]:
 
 
 def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
-    """The first items of a task, all without a limit.
-
-    Raises:
-      FlyJaxError: its file is not there, or is of another format.
-    """
+    """The first items of a task, or all; raises FlyJaxError where its file is none."""
     task = TASKS[name]
     places = [folder / one for one in task.files] if folder else []
     path = next((one for one in places if one.is_file()), task.built_in)

@@ -315,11 +315,7 @@ class DecodingFlags:
         return {name: value for name, value in self.decoding.items() if value not in (None, ())}
 
     def to_config(self, *, is_embedded: bool = False) -> DecodingConfig:
-        """The flags laid over the file that is named, or over what suits the pair.
-
-        Raises:
-          FlyJaxError: a file that cannot be read, or a value of no use.
-        """
+        """The flags over the file named, or over what suits the pair; else FlyJaxError."""
         if not self.config:
             config = default_config(is_embedded=is_embedded)
         else:

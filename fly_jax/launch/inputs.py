@@ -111,11 +111,7 @@ def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
 
 
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
-    """Opens the models and checks the sizes; with the models comes the mesh for them.
-
-    Raises:
-      FlyJaxError: on every process, whatever is wrong on any of them.
-    """
+    """The models, and the mesh for them; what is wrong on one process raises on all."""
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, num_processes())  # before anything below can start a JAX backend
     try:
@@ -234,11 +230,7 @@ def _check_sizes(config: DecodingConfig, context: int) -> None:
 def encode_prompts(
     values: PromptFlags, prompts: list[Prompt], models: OpenPair
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
-    """The prompts that fit the context, and their tokens.
-
-    Raises:
-      FlyJaxError: there is none, or one that does not fit and is not to be skipped.
-    """
+    """The prompts that fit, and their tokens; raises FlyJaxError where none is left."""
     chats = _chats(values, prompts, models)
     fitting: list[tuple[Prompt, CheckedPrompt]] = []
     for prompt in prompts:
@@ -265,11 +257,7 @@ def encode_prompts(
 
 
 def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool:
-    """Whether plain texts are messages of a user.
-
-    Raises:
-      FlyJaxError: flags that need a chat, and there is none.
-    """
+    """Whether plain texts are messages of a user."""
     has_template = models.target.tokenizer.chat_template is not None
     chats = has_template if values.chat is None else values.chat
     if chats and not has_template:

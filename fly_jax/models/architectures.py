@@ -508,11 +508,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> Fields:
-    """The object that a JSON file holds.
-
-    Raises:
-      FlyJaxError: no such file, or no JSON object in it.
-    """
+    """The object that a JSON file holds; raises FlyJaxError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

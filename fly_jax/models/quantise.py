@@ -29,11 +29,7 @@ SELF_DRAFTS = {
 
 
 def check_self_draft(matrices: MatrixType | None, *, int8: bool) -> None:
-    """Checks that a target's own draft is another model than the target, which may be int8.
-
-    Raises:
-      FlyJaxError: it would be the same.
-    """
+    """Raises FlyJaxError where a target's own draft would be the target itself."""
     if matrices == SELF_DRAFTS["int8"] and int8:
         raise FlyJaxError(
             "self:int8 was given as the draft, and the target's matrices are int8 themselves, so "
@@ -42,11 +38,7 @@ def check_self_draft(matrices: MatrixType | None, *, int8: bool) -> None:
 
 
 def self_draft_type(name: str) -> MatrixType:
-    """The type that a draft such as "self:int4" names.
-
-    Raises:
-      FlyJaxError: there is none.
-    """
+    """The type that a draft such as "self:int4" names; raises FlyJaxError where there is none."""
     kind = name.removeprefix(SELF)
     if kind not in SELF_DRAFTS:
         raise FlyJaxError(

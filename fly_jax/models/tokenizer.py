@@ -92,11 +92,7 @@ class Tokenizer:
         return self.vocabulary.token_bytes(token_id, False).decode("utf-8", "replace")
 
     def matching(self, patterns: Sequence[str]) -> tuple[int, ...]:
-        """The ids of tokens in whose own text (`token_text`) one of the patterns is found.
-
-        Raises:
-          re.error, OverflowError, RecursionError: a pattern that is no regular expression.
-        """
+        """The ids of tokens whose text has one of the patterns; raises as `re` does."""
         compiled = [re.compile(pattern) for pattern in patterns]
         return tuple(
             index

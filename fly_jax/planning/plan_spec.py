@@ -38,11 +38,7 @@ _ENVIRONMENT = {
 
 
 def slice_of(chip: Chip, spec: MeshSpec) -> str:
-    """The slice with as many chips as the mesh, such as "8x8".
-
-    Raises:
-      FlyJaxError: there is none.
-    """
+    """The slice of as many chips, such as "8x8"; raises FlyJaxError where there is none."""
     if not chip.slices:
         return str(spec.num_devices)
     slices = {math.prod(map(int, shape.split("x"))): shape for shape in chip.slices}
@@ -55,11 +51,7 @@ def slice_of(chip: Chip, spec: MeshSpec) -> str:
 
 
 def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
-    """The mesh over the slice's devices, none of which has to be there.
-
-    Raises:
-      FlyJaxError: no such slice, or libtpu is not installed.
-    """
+    """The mesh of a slice that need not be there; raises FlyJaxError without libtpu."""
     shape = slice_of(chip, spec)
     if importlib.util.find_spec("libtpu") is None:
         raise FlyJaxError(

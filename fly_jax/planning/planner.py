@@ -171,11 +171,7 @@ class Plan:
 
 
 def make_plan(spec: PlanSpec, progress: Callable[[str], None] = lambda _: None) -> Plan:
-    """Chooses layouts, compiles or counts every step (`progress` is told), sees what else fits.
-
-    Raises:
-      FlyJaxError: no such slice, no compiler for it, or a spec that no memory would satisfy.
-    """
+    """Chooses layouts, compiles or counts steps; raises FlyJaxError where no slice would do."""
     spec.check()
     spec = spec.without_padding()
     compiles = spec.compiles and spec.chip.is_tpu

@@ -208,11 +208,7 @@ def mean_accepted(acceptance: float, num_speculative_tokens: int) -> float:
 
 
 def acceptance_from(mean: float, num_speculative_tokens: int) -> float:
-    """The probability that gives this mean with this K, by bisection.
-
-    Raises:
-      FlyJaxError: a mean that no probability gives.
-    """
+    """The probability that gives this mean with this K; raises FlyJaxError where none does."""
     k = num_speculative_tokens
     if not 1 <= mean <= k + 1:
         raise FlyJaxError(

@@ -112,11 +112,7 @@ class AsyncEngine:
         self._end: Future[None] = Future()
 
     async def __aenter__(self) -> Self:
-        """Starts the thread.
-
-        Raises:
-          FlyJaxError: it runs already, or somebody else uses the engine.
-        """
+        """Starts the thread; raises FlyJaxError where the engine is in use already."""
         if self._thread is not None or not self.engine.is_idle:
             raise FlyJaxError(
                 "The engine is in use already; give AsyncEngine one that decodes nothing, and enter"
@@ -181,11 +177,7 @@ class AsyncEngine:
         await asyncio.wrap_future(idle)
 
     async def ended(self) -> None:
-        """Waits until the thread has ended.
-
-        Raises:
-          FlyJaxError: it has failed; the cause says how.
-        """
+        """Waits until the thread has ended; raises FlyJaxError, with the cause, where it failed."""
         await asyncio.shield(asyncio.wrap_future(self._end))
         if self._failure is not None:
             raise self._refused()

@@ -111,11 +111,7 @@ CHIPS = {name: _chip(name) for name in _TABLES}
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of that name.
-
-    Raises:
-      FlyJaxError: there is none.
-    """
+    """The chip of that name; raises FlyJaxError where there is none."""
     if name not in CHIPS:
         raise FlyJaxError(
             f"There is no chip '{name}'; the chips are {', '.join(CHIPS)}: name one of them."

@@ -238,11 +238,7 @@ def kept_folder(given: str | Path | None, variable: str, name: str) -> Path | No
 
 
 def make_folder(path: Path, what: str, flag: str) -> None:
-    """Makes a folder that only its user reads, unless it is there.
-
-    Raises:
-      FlyJaxError: it cannot be written.
-    """
+    """Makes a folder that only its user reads; raises FlyJaxError where it cannot."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         reason = None if os.access(path, os.W_OK | os.X_OK) else "Permission denied"

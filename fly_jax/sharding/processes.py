@@ -220,11 +220,7 @@ def joint_errors() -> Iterator[None]:
 
 
 def check_same(settings: dict[str, Json]) -> None:
-    """Refuses processes that were not given the same settings.
-
-    Raises:
-      JointError: on every process; it names the first setting that differs.
-    """
+    """Raises JointError on every process unless all have the same settings; it names the first."""
     first = broadcast(settings)
     with joint_errors():
         for name, wanted in first.items():

@@ -63,11 +63,7 @@ def data_tree(declaring: _Class) -> _Class:
 
 
 def narrowed(numbers: Any) -> np.ndarray:
-    """Numbers in the types that arrays on a device have.
-
-    Raises:
-      FlyJaxError: one that has no place there, which would become another.
-    """
+    """Numbers as devices have them; raises FlyJaxError for one that would be another."""
     array = np.asarray(numbers)
     if array.dtype == bool:
         return array

@@ -192,11 +192,7 @@ def is_registered(name: str) -> bool:
 
 
 def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
-    """The drafter of a name.
-
-    Raises:
-      FlyJaxError: there is none.
-    """
+    """The drafter of a name; raises FlyJaxError where there is none."""
     if name not in _BUILDS:
         raise FlyJaxError(
             f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "

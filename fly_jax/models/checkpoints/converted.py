@@ -65,11 +65,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """The folder's record.
-
-    Raises:
-      FlyJaxError: it is damaged.
-    """
+    """The folder's record; raises FlyJaxError where it is damaged."""
     try:
         return Record(**json.loads((folder / RECORD).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -82,11 +78,7 @@ def group_folder(folder: Path, group: Group) -> Path:
 
 
 def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
-    """Writes a group's checkpoint under another name and renames it when it is whole.
-
-    Raises:
-      FlyJaxError: the disk is full, or does not let itself be written to.
-    """
+    """Writes a group under another name, renamed when whole; raises FlyJaxError for a full disk."""
     context = ocp.Context()
     context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.array_options.saving.use_compression = False  # weights hardly shrink

@@ -63,11 +63,7 @@ class GgufFile:
         return self.values.get(key, default)
 
     def needed(self, key: str) -> Any:
-        """A value that the file must have.
-
-        Raises:
-          FlyJaxError: it lacks it.
-        """
+        """A value that the file must have; raises FlyJaxError where it lacks it."""
         value = self.value(key)
         if value is None:
             raise FlyJaxError(

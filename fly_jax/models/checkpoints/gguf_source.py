@@ -299,11 +299,7 @@ _CUTS = {
 
 
 def gguf_tokenizer(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
-    """The file's tokenizer.
-
-    Raises:
-      FlyJaxError: the file has none, or one of a kind that is not known.
-    """
+    """The file's tokenizer; raises FlyJaxError where it has none, or an unknown kind."""
     try:
         return _made(file, eos_token_ids)
     except FlyJaxError:

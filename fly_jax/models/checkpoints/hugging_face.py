@@ -126,11 +126,7 @@ def row_blocks(shape: tuple[int, ...]) -> list[slice]:
 
 
 def on_all_cores(work: Callable[[Item], None], items: Iterable[Item]) -> None:
-    """Does the work for each item, in threads: NumPy lets others run while it computes.
-
-    Raises:
-      Exception: what the work for an item raised; items that wait are left out then.
-    """
+    """Does the work for each item in threads: NumPy lets others run while it computes."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(work, items):
             pass

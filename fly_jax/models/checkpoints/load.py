@@ -91,11 +91,7 @@ class Checkpoint:
         return self.source.config
 
     def check_draft(self, draft: Checkpoint) -> None:
-        """Checks that a model's tokens are this one's, so that it can draft for it.
-
-        Raises:
-          FlyJaxError: they are others.
-        """
+        """Raises FlyJaxError unless a model, which is to draft for it, has the same tokens."""
         if draft.config.head is not None:  # and has no tokens of its own
             return
         if draft.config.vocab_size != self.config.vocab_size:

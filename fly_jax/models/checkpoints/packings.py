@@ -51,11 +51,7 @@ class Packing(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        """The tensors of a matrix, by what their names end with.
-
-        Raises:
-          FlyJaxError: a matrix of these sizes cannot be stored so.
-        """
+        """The tensors of a matrix by the ends of their names; else FlyJaxError for its sizes."""
 
     @abc.abstractmethod
     def widened(

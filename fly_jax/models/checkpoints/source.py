@@ -43,11 +43,7 @@ class Source(Protocol):
         ...
 
     def read(self, group: Group, layout: Layout | None) -> Mapping[str, Stored]:
-        """The group's parameters as they are stored, by name.
-
-        Raises:
-          FlyJaxError: a file is damaged.
-        """
+        """The group's parameters as stored, by name; raises FlyJaxError for a damaged file."""
         ...
 
     def describe(self, group: Group, name: str) -> str:

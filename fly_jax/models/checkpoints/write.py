@@ -119,11 +119,7 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
 
 
 def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
-    """Writes the tokenizer of a checkpoint, and what else it has beside its weights.
-
-    Raises:
-      FlyJaxError: a GGUF file that is damaged.
-    """
+    """Writes what a checkpoint has beside its weights; raises FlyJaxError where damaged."""
     if isinstance(source, GgufSource):
         write_tokenizer(source.file, output)
         return

@@ -38,11 +38,7 @@ class _Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address (port 0: any that is free), on which nothing listens yet.
-
-    Raises:
-      FlyJaxError: it is taken, or not this machine's.
-    """
+    """A socket that does not listen yet (port 0: any); raises FlyJaxError where it is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

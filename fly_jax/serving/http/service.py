@@ -273,11 +273,7 @@ class ResponseStream:
             answer.stream.stop()
 
     async def whole(self) -> replies.Reply:
-        """The reply in one piece.
-
-        Raises:
-          ApiError: the engine has stopped, or was told to.
-        """
+        """The reply in one piece; raises ApiError where the engine has stopped."""
         async for _ in self._settled():
             pass
         choices = [
@@ -294,11 +290,7 @@ class ResponseStream:
         )
 
     async def chunks(self) -> AsyncGenerator[replies.Reply]:
-        """The reply as it comes.
-
-        Raises:
-          ApiError: the engine has stopped, or was told to.
-        """
+        """The reply as it comes; raises ApiError where the engine has stopped."""
         options = self._request.stream_options
         ends_with_usage = options is not None and options.include_usage
         unfinished = len(self._answers)
@@ -371,11 +363,7 @@ class ResponseStream:
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Settled]]:
-    """Yields from several streams as tokens come, each with the index of its stream.
-
-    Raises:
-      FlyJaxError: one of them ended before its last token.
-    """
+    """Yields tokens with their stream's index; raises FlyJaxError where one breaks off."""
 
     async def next_of(index: int) -> Settled | None:
         return await anext(streams[index], None)

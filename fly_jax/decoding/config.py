@@ -253,10 +253,7 @@ class DecodingConfig:
         return rule
 
     def to_sampling(self) -> Sampling | None:
-        """How target and draft are drawn from; None for greedy decoding.
-
-        What keeps every token is no step of the program.
-        """
+        """How target and draft are drawn from, without what keeps every token; None for greedy."""
         if self.sampling.temperature == 0:
             return None
         top_p = None if self.sampling.top_p == 1 else self.sampling.top_p

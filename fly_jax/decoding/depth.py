@@ -56,10 +56,7 @@ def initial_stats(rows: int, seconds: Float32[Array, " depths"]) -> AcceptanceSt
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
-    """With a guess for rows that begin: what all rows have seen so far, their last ones too.
-
-    Where nothing has been seen it is that of `initial_stats`.
-    """
+    """With a guess for rows that begin: what all rows have seen so far, or `initial_stats`'."""
     guess = initial_stats(1, stats.seconds)
     names = ("matched", "rescued", "refused", "cut")
     seen = {name: jnp.sum(getattr(stats, name)) for name in names}
@@ -125,10 +122,7 @@ def expected_tokens(
 def choose_depth(
     stats: AcceptanceStats, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
-    """Index of the depth from which all live rows together expect most tokens a second.
-
-    With the index come the tokens that they expect from each.
-    """
+    """Index of the depth that promises most tokens a second, and the tokens of each row there."""
     expected = [expected_tokens(stats, k, strict_tail) for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
     return jnp.argmax(totals / stats.seconds).astype(jnp.int32), totals

@@ -418,10 +418,7 @@ class Engine:
         return cast(Traced, self._programs.insert(state, rows, [0] * len(rows.length)))
 
     def trace_rounds(self, state: DecodeState) -> Traced:
-        """The program of a dispatch for all slots, given their abstract state.
-
-        Where requests say how they are decoded, some of them are drawn.
-        """
+        """The program of a dispatch for all slots, given their abstract state; some are drawn."""
         state, inputs = state.attending(self._buckets.steps[-1]), self._inputs(sampled=True)
         return cast(Traced, self._programs.run(state, inputs, self._row_steps[-1]))
 

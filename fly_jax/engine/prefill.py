@@ -181,10 +181,7 @@ class Prefill:
     def rows(
         self, requests: Sequence[RequestState], number: int, positions: int | None = None
     ) -> DecodeState:
-        """Rows of whose prompts nothing has been run; those beyond the requests are finished.
-
-        Their caches have as many positions as the plan says, if not said otherwise.
-        """
+        """Rows of whose prompts nothing has been run; those beyond the requests are finished."""
         lengths, limits = np.ones((2, number), np.int32)
         text = np.zeros((number, self._capacity), np.int32)
         seeds = np.zeros(number, np.uint32)

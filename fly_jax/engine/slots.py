@@ -94,10 +94,7 @@ class Slots:
         return best if best.length > 0 else Prefix()
 
     def take(self, request_state: RequestState, prefix: Prefix) -> int:
-        """Gives a request a free slot: the one whose text it goes on with, or the stalest.
-
-        It is one of the first, as far as these are free: so rounds are made for few.
-        """
+        """Gives a request the slot whose text it goes on with, or the stalest of the first ones."""
         few = next(step for step in self._steps if step > min(self._free))
         slot = next(slot for slot in self._free if slot < few)
         held = self._last[prefix.slot]

@@ -90,22 +90,18 @@ def answer_items(
     *,
     batch_size: int,
 ) -> None:
-    """Decodes what is missing in `answers`, in turns, and judges and writes down each answer.
-
-    Args:
-      requests: of the items, in their order.
-    """
+    """Decodes what is missing in `answers`, in turns, and judges and writes down each answer."""
     engines: dict[str, tuple[Engine, list[int]]] = {}
     for name, config in configs.items():
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
         if missing:
             wanted = [requests[at] for at in missing]
+            prompts, most = (
+                [one.prompt for one in wanted],
+                max(one.max_new_tokens for one in wanted),
+            )
             engine = Engine.of(
-                pair,
-                config,
-                prompts=[one.prompt for one in wanted],
-                max_new_tokens=max(one.max_new_tokens for one in wanted),
-                num_slots=batch_size,
+                pair, config, prompts=prompts, max_new_tokens=most, num_slots=batch_size
             )
             engine.warm_up_for(wanted)
             engine.forget()
@@ -158,17 +154,14 @@ def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -
 def figures(
     answers: Answers, items: Sequence[Item], decodings: Sequence[str], margin: float
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """The figures of each task and decoding; the first decoding is what others are held to.
-
-    Args:
-      margin: points that may be lost, see `compare_paired`.
-    """
+    """The figures by task and decoding, of which the first is the base; see `compare_paired`."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for task in dict.fromkeys(one.task for one in items):
         some = [one for one in items if one.task == task]
         base = [answers.records[_key(one, decodings[0])] for one in some]
         for name in decodings:
             ours = [answers.records[_key(one, name)] for one in some]
+            same = [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
             tokens = sum(len(one["token_ids"]) for one in ours)
             rescued = collections.Counter(
                 token_class(piece)
@@ -182,11 +175,7 @@ def figures(
                 "mean_accepted_tokens": tokens / max(sum(one["num_rounds"] for one in ours), 1),
                 "rescued_per_100_tokens": 100 * rescued.total() / max(tokens, 1),
                 "rescued_by_class": dict(rescued.most_common()),
-                "same_text": float(
-                    np.mean(
-                        [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
-                    )
-                ),
+                "same_text": sum(same) / len(same),
             }
         compare_decodings(found[task], margin)
     return found

@@ -59,8 +59,7 @@ class Mismatch:
     Probabilities are those of the target's plain softmax, whatever the temperature.
 
     Attributes:
-      prompt: index of the prompt, from 0.
-      position: index in the continuation's tokens, from 0.
+      position: index in the continuation's tokens, from 0, as `prompt` is of the prompts.
       draft_text: what the draft token spells by itself.
       choice_id: the target's most probable token.
       entropy: of the target there, measured by `entropy_measure` (see `Run`).
@@ -103,15 +102,14 @@ class Continuation:
     """The continuation of a prompt; the event "prompt".
 
     Attributes:
-      prompt: index of the prompt, from 0.
       token_texts: what each of these tokens adds to the text, control tokens by their names.
       why: a letter for each, as in `Why.letter`.
       choice_probabilities: of the target's most probable token at each.
       entropies: of the target at each.
       text: without control tokens.
       answer: `final_answer` of the text; None if the limit cut it off.
-      exact_text: what the target alone continues the prompt with; None if that was not decoded.
-      exact_answer: its `final_answer`; None if the limit cut it off.
+      exact_text: what the target alone continues the prompt with, its answer in `exact_answer`;
+        None if that was not decoded.
     """
 
     prompt: int
@@ -149,12 +147,7 @@ def audited(
     budget: float | None = None,
     exact: Generation | None = None,
 ) -> tuple[list[Mismatch], Continuation]:
-    """The events of one prompt.
-
-    Args:
-      has_window: every rescue has a deferred window behind it, whichever part of the rule made it.
-      exact: what the target alone continues it with, if that is known.
-    """
+    """The events of one prompt; `has_window`: every rescue has a deferred window behind it."""
     ids, reports = generation.token_ids, generation.reports
     # After the prompt's last token, since some tokenizers drop the space that begins a text.
     texts = tokenizer.piece_texts([generation.prompt_token_ids[-1], *ids])[1:]

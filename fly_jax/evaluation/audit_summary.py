@@ -67,10 +67,7 @@ class PairCount:
 
 @dataclasses.dataclass(frozen=True)
 class ClassCount:
-    """Mismatches of one class, kept and refused.
-
-    The mean regret of the rescues is in nats, and None without any, or if one is infinite.
-    """
+    """Mismatches of one class, kept and refused; the mean regret is the rescues', in nats."""
 
     rescues: int
     refusals: int
@@ -153,15 +150,11 @@ def summarise(audit: Audit) -> Summary:
 
 
 def _pair(found: Sequence[Mismatch]) -> PairCount:
-    return PairCount(
-        draft=found[0].draft_text,
-        choice=found[0].choice_text,
-        kind=pair_class(found[0]),
-        count=len(found),
-        mean_regret=_mean(found),
-        mean_draft_probability=statistics.fmean(one.draft_probability for one in found),
-        mean_choice_probability=statistics.fmean(one.choice_probability for one in found),
-    )
+    first = found[0]
+    draft = statistics.fmean(one.draft_probability for one in found)
+    choice = statistics.fmean(one.choice_probability for one in found)
+    texts = first.draft_text, first.choice_text
+    return PairCount(*texts, pair_class(first), len(found), _mean(found), draft, choice)
 
 
 def _sum(found: Sequence[Mismatch]) -> float | None:

@@ -50,16 +50,11 @@ def fill_memory(
     )
     is_first = process_id() == 0
     run = json.loads(memory.note)["run"] if is_first else None
+    config = pair.config(rule="exact", num_speculative_tokens=num_speculative_tokens)
     engine = Engine.of(
-        pair,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        num_slots=batch_size,
-        reports_mismatches=True,
-        with_texts=False,
-        rule="exact",
-        num_speculative_tokens=num_speculative_tokens,
-    )
+        pair, config, prompts=prompts, max_new_tokens=max_new_tokens, num_slots=batch_size,
+        reports_mismatches=True, with_texts=False,
+    )  # fmt: skip
     rows = _BATCHES * batch_size
     saved_at = time.monotonic()
     try:
@@ -92,10 +87,7 @@ def begin_memory(
 ) -> tuple[CorrectionMemory, int]:
     """The memory that `fill_memory` goes on with, and how many of the prompts it has counted.
 
-    Only process 0 looks at the file. Every process must call it.
-
-    Raises:
-      FlyJaxError: as `fill_memory`, on every process.
+    Every process calls it, and process 0 looks at the file; its FlyJaxError is raised on all.
     """
     sizes = [num_speculative_tokens, max_new_tokens, models]
     run = hashlib.sha256(json.dumps([list(map(list, prompts)), *sizes]).encode()).hexdigest()

@@ -27,6 +27,7 @@ from fly_jax.verification.rules import Fly
 
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
 _GROUPS = 4
+_COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens")
 # Tokens of each prompt by which rounds without draft models are timed.
 _FEW_TOKENS = 16
 
@@ -36,12 +37,10 @@ class RuleResult:
     """The figures of one rule on all prompts, in all turns.
 
     Attributes:
-      num_tokens: settled.
       seconds: of decoding; prefill and compilation are not counted.
       num_rounds: target passes, each row's own.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
-      num_rescued_tokens: mismatches kept.
       num_checked: prompts whose continuation can be checked.
       speeds: tokens per second of each turn.
       first_token_seconds: the median prompt's, from when it was handed in.
@@ -215,15 +214,11 @@ def compare(
     ]
 
     def measured(pair: Pair, config: DecodingConfig) -> _Measured:
+        uses = memory is not None and config.to_rule().uses_memory
         engine = Engine.of(
-            pair,
-            config,
-            prompts=ids,
-            max_new_tokens=max_new_tokens,
-            num_slots=batch_size,
-            memory=memory.copy() if memory is not None and config.to_rule().uses_memory else None,
-            with_texts=False,
-        )
+            pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
+            memory=memory.copy() if memory is not None and uses else None, with_texts=False,
+        )  # fmt: skip
         engine.warm_up_for(engine.requests(ids, max_new_tokens))
         engine.forget()
         return _Measured(engine)
@@ -279,12 +274,7 @@ class _LastToken(Drafter):
 
 @dataclasses.dataclass
 class _Measured:
-    """What one rule has decoded so far.
-
-    Attributes:
-      done: the requests, a list for each turn.
-      seconds: of each group of prompts, a list for each turn.
-    """
+    """What one rule has decoded so far: in each turn the requests, and each group's seconds."""
 
     engine: Engine
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)
@@ -335,10 +325,7 @@ class _Measured:
             name=name,
             num_tokens=sum(len(one.token_ids) for one in all_done),
             seconds=sum(map(sum, self.seconds)),
-            num_rounds=sum(one.num_rounds for one in all_done),
-            num_draft_tokens=sum(one.num_draft_tokens for one in all_done),
-            num_accepted_tokens=sum(one.num_accepted_tokens for one in all_done),
-            num_rescued_tokens=sum(one.num_rescued_tokens for one in all_done),
+            **{name: sum(getattr(one, name) for one in all_done) for name in _COUNTS},
             num_checked=sum(verdict is not None for verdict in verdicts),
             num_correct=sum(verdict is True for verdict in verdicts),
             speeds=tuple(

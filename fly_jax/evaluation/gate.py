@@ -30,10 +30,7 @@ _AIM = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A setting, and what replaying exact decoding's rounds with it promises.
-
-    `rate` is that of the risk that is bounded, per token.
-    """
+    """A setting, and what replaying exact decoding's rounds with it promises: risk per token."""
 
     config: DecodingConfig
     rate: float
@@ -89,10 +86,7 @@ class Gate:
 def upper_bound(
     amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 0.95, seed: int = 0
 ) -> float:
-    """One-sided upper end of a rate's bootstrap interval, with prompts as what is drawn.
-
-    The rate is all amounts over all tokens; both are given for each prompt.
-    """
+    """One-sided upper end of a bootstrap interval of all amounts over all tokens, by prompts."""
     draws = np.random.default_rng(seed).integers(len(tokens), size=(_DRAWS, len(tokens)))
     rates = amounts[draws].sum(axis=1) / np.maximum(tokens[draws].sum(axis=1), 1)
     return float(np.quantile(rates, confidence))
@@ -137,15 +131,11 @@ def find_gate(
             return record(engine, some, max_new_tokens, bar)
 
         def engine_of(one: Rule) -> Engine:
+            own = config.replace(window_size=windows[0], risk_budget=None, rule=one)
             return Engine.of(
-                pair,
-                config.replace(window_size=windows[0], risk_budget=None, rule=one),
-                prompts=prompts,
-                max_new_tokens=max_new_tokens,
-                num_slots=batch_size,
-                reports_evidence=True,
-                with_texts=False,
-            )
+                pair, own, prompts=prompts, max_new_tokens=max_new_tokens, num_slots=batch_size,
+                reports_evidence=True, with_texts=False,
+            )  # fmt: skip
 
         bar.set_description("exact decoding")
         lossless = engine_of(Budget(rule, 0.0))  # which has the rule's evidence
@@ -202,13 +192,10 @@ def candidates(
 
 def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
     """The candidate with most mean accepted tokens, and of equal ones the least risk."""
-
-    def merit(index: int) -> tuple[float, float, int]:
-        return found[index].mean_accepted_tokens, -found[index].rate, index
-
-    within = (index for index, one in enumerate(found) if one.rate <= allowed)
-    index = broadcast(max(within, key=merit, default=None))  # all processes decode with the same
-    return None if index is None else found[index]
+    merits = [(one.mean_accepted_tokens, -one.rate, at) for at, one in enumerate(found)]
+    best = max((merit for merit in merits if -merit[1] <= allowed), default=None)
+    at = broadcast(None if best is None else best[2])  # all processes decode with the same
+    return None if at is None else found[at]
 
 
 def varied(config: DecodingConfig) -> tuple[str, ...]:

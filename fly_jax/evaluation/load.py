@@ -25,7 +25,6 @@ class Reply:
     """A streamed answer as a client saw it; times are in seconds.
 
     Attributes:
-      text: of the answer.
       ttft: from asking to the first text.
       itl: between one piece of text and the next.
       e2el: from asking to the end.
@@ -62,7 +61,8 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 chunk = json.loads(line.removeprefix("data: "))
                 if "error" in chunk:
                     raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}")
-                text = "".join(map(_text, chunk["choices"]))
+                given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
+                text = "".join(one.get("text") or one.get("content") or "" for one in given)
                 if text:
                     now = time.perf_counter()
                     if reply.text:
@@ -81,11 +81,6 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
         ) from error
     reply.e2el = time.perf_counter() - begin
     return reply
-
-
-def _text(choice: Mapping[str, Any]) -> str:
-    """What a chunk adds, from either endpoint."""
-    return choice.get("text") or choice.get("delta", {}).get("content") or ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,7 @@ _SAMPLES = 10_000
 def retention(
     base: Bool[np.ndarray, " items"], other: Bool[np.ndarray, " items"]
 ) -> tuple[float, float, float] | None:
-    """The other score over the base's, with a 95% interval; None where the base has none right.
-
-    Items are redrawn, both verdicts together; samples without a right one of the base are left
-    out.
-    """
+    """The other score over the base's, with a 95% bootstrap interval; None for a base of 0."""
     if not base.any():
         return None
     drawn = np.random.default_rng(0).integers(len(base), size=(_SAMPLES, len(base)))

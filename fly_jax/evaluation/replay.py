@@ -24,7 +24,6 @@ class Rounds:
     """The rounds of some prompts' continuations, on the host.
 
     Attributes:
-      draft_tokens: what was drafted.
       evidence: of [rounds, K + 1], what the target said.
       num_drafted: draft tokens that the target saw.
       room: tokens that could settle before the prompt's limit.
@@ -80,18 +79,13 @@ class Tally:
 def record(
     engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int, bar: tqdm
 ) -> Rounds:
-    """Decodes prompts and keeps every round.
-
-    Args:
-      engine: of a spec with `reports_evidence`.
-    """
+    """Decodes prompts by an engine with `reports_evidence`, and keeps every round."""
     parts: list[dict[str, Any]] = []
     numbers: dict[RequestState, int] = {}
 
-    def listen(output: RoundOutput, occupants: Sequence[RequestState | None]) -> None:
-        parts.append(_of_dispatch(output, occupants, numbers, engine.max_length))
-
-    engine.listener = listen
+    engine.listener = lambda output, occupants: parts.append(
+        _of_dispatch(output, occupants, numbers, engine.max_length)
+    )
     for index, request in enumerate(engine.requests(prompts, max_new_tokens)):
         numbers[engine.submit(request)] = index
     for _, settled in engine.run(()):
@@ -110,10 +104,7 @@ def _of_dispatch(
     numbers: Mapping[RequestState, int],
     max_length: int,
 ) -> dict[str, Any]:
-    """The fields of `Rounds` for one dispatch, of which the requests have nothing yet.
-
-    `occupants` were in its slots; `numbers` are those of their prompts.
-    """
+    """The fields of `Rounds` for one dispatch, by the prompts' numbers of its occupants."""
     fields = ("draft_tokens", "evidence", "num_drafted", "why", "count")
     found: dict[str, Any] = {name: getattr(output, name) for name in fields}
     awaited = [None if one is None or one.is_finished else one for one in occupants]

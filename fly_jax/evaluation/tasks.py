@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
+from fly_jax.evaluation.instructions import check_instructions, follows_all
 from fly_jax.evaluation.judge import judge
 from fly_jax.evaluation.problems import BUILT_IN, extract_answer
 
@@ -92,12 +93,6 @@ def _value(number: str) -> float:
     return float(number.replace(",", "").replace("$", ""))
 
 
-def _follows(record: Record, text: str) -> bool:
-    from fly_jax.evaluation.instructions import follows_all
-
-    return follows_all(record, text)
-
-
 def _tests(record: Record) -> str:
     return "\n".join(record["test_list"])
 
@@ -162,7 +157,7 @@ TASKS = {
         ask=lambda one: str(one["prompt"]),
         begin=lambda one: str(one["prompt"]),
         stops=(),
-        is_right=_follows,
+        is_right=follows_all,
         max_new_tokens=1280,
     ),
 }
@@ -203,8 +198,6 @@ def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
     if not records:
         raise FlyJaxError(f"{path} has no item of {name}; give the set's own file.")
     if name == "ifeval":
-        from fly_jax.evaluation.instructions import check_instructions
-
         for number, one in records[:limit]:
             check_instructions(one, f"{path}, line {number}")
     return [Item(name, str(one[task.key] if task.key else at), one) for at, one in records[:limit]]

@@ -98,18 +98,15 @@ def _run_command(arguments: list[str]) -> None:
     if arguments and not arguments[0].startswith("-"):
         command = arguments.pop(0)
     if command == "help":
-        print(_USAGE.format(commands=_listed()))
+        width = max(map(len, COMMANDS))
+        listed = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+        print(_USAGE.format(commands=listed))
         return
     if command not in COMMANDS:
         raise FlyJaxError(
             f"There is no command '{command}'; the commands are {', '.join(COMMANDS)}."
         )
     importlib.import_module(f"fly_jax.launch.{command}").main(arguments)
-
-
-def _listed() -> str:
-    width = max(map(len, COMMANDS))
-    return "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
 
 
 def run() -> NoReturn:

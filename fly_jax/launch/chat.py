@@ -66,9 +66,7 @@ def main(arguments: Sequence[str]) -> None:
         )
     # A template that fails, also of a system's message alone, does so before weights are read.
     models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
-    pair = load_opened(
-        config, models, mesh, values.dtype, values.weights_cache, rows=1, longest=_USUAL_TOKENS
-    )
+    pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # from then on input() has a history
     conversation = Conversation(values, config, models, pair)
@@ -101,8 +99,7 @@ class Conversation:
         self._given = self._config = config
         self._engines: dict[DecodingConfig, Engine] = {}
         self._view = TextView(sys.stdout)
-        self._messages: list[dict[str, str]] = []
-        self._clear()
+        self._messages = _beginning(values)
 
     def take(self, line: str) -> None:
         """Does what a line says, or answers it; what is wrong with it is said."""
@@ -125,7 +122,7 @@ class Conversation:
             rule = argument.strip("'\"")
             self._decode_with(self._given.replace(rule=rule) if rule else self._given)
         elif name == "clear":
-            self._clear()
+            self._messages = _beginning(self._values)
             say("Forgotten.")
         elif name == "help":
             say(_HELP[_HELP.index("  /exact") : _HELP.index("Examples:")].rstrip())
@@ -141,9 +138,6 @@ class Conversation:
             self._engines[self._config].forget()
         self._config = config
         say(f"The rule is {config.rule}.")
-
-    def _clear(self) -> None:
-        self._messages = _beginning(self._values)
 
     def _answer(self, line: str) -> None:
         asked = [*self._messages, {"role": "user", "content": line}]
@@ -176,10 +170,7 @@ class Conversation:
         )
 
     def _engine(self, length: int) -> Engine:
-        """That of the rule, with caches for so many tokens.
-
-        They grow with the conversation, which is then run once more from its beginning.
-        """
+        """That of the rule; its caches grow with the conversation, which is run once more then."""
         from fly_jax.engine.engine import Engine
 
         engine = self._engines.get(self._config)

@@ -53,7 +53,8 @@ class CrashHandler:
         sys.stdout.flush()
         sys.stderr.flush()
         self._error = os.dup(2)
-        sys.stdout = _as(sys.stdout, os.dup(1) if process.process_id == 0 else _nowhere())
+        out = os.dup(1) if process.process_id == 0 else os.open(os.devnull, os.O_WRONLY)
+        sys.stdout = _as(sys.stdout, out)
         sys.stderr = _as(sys.stderr, os.dup(2))
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
@@ -68,18 +69,14 @@ class CrashHandler:
         self._hosts = hosts
 
     def shutdown(self, status: int) -> None:
-        """Ends this process's part in the job; does not return where it has failed.
-
-        The others are given a few seconds to end as well. Those that do not are stopped by the
-        service, so that they do not wait for this one.
-        """
+        """Ends this process's part in the job; does not return where it has failed."""
         import jax
 
         self._exit_status = status
         with contextlib.suppress(OSError, ValueError):  # a reader that has gone away
             sys.stdout.flush()
             sys.stderr.flush()
-        jax.distributed.shutdown()
+        jax.distributed.shutdown()  # waits for the others some seconds, and then stops them
         self._native.unlink(missing_ok=True)
         if status:  # the usual end would wait for programs that wait for lost processes
             os._exit(status)
@@ -136,10 +133,6 @@ def install(process: ProcessInfo, timeout: int) -> CrashHandler:
     global installed
     installed = CrashHandler(process, timeout)
     return installed
-
-
-def _nowhere() -> int:
-    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _as(stream: TextIO, descriptor: int) -> TextIO:

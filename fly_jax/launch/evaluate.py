@@ -87,8 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     if any((one.task, one.name, name) not in answers.records for one in items for name in configs):
         length = max(len(one.prompt) + one.max_new_tokens for one in requests)
         rows = min(values.batch_size, len(items))
-        dtype = values.dtype
-        pair = load_opened(longest, models, mesh, dtype, rows=rows, longest=length)
+        pair = load_opened(values, longest, models, mesh, rows=rows, longest=length)
         try:
             answer_items(pair, configs, items, requests, answers, batch_size=rows)
         except KeyboardInterrupt:
@@ -150,16 +149,12 @@ def _setting(values: EvaluateFlags, config: DecodingConfig, models: OpenPair) ->
     named = models.drafter or models.self_draft
     shared = {"rule", "num_speculative_tokens"}  # which answers name
     usual = DecodingConfig().to_dict()
-    decoding = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in shared and value != usual[name]
-    }
+    decoding = {name: value for name, value in config.to_dict().items() if value != usual[name]}
     return {
         "target": identity(models.target.path),
         "draft": named or [identity(one.path) for one in models.drafts],
         "dtype": values.dtype or models.default_dtype,
-        "decoding": decoding,
+        "decoding": {name: of for name, of in decoding.items() if name not in shared},
         "max_new_tokens": values.max_new_tokens,
         "batch_size": values.batch_size,
         "seed": values.seed,

@@ -191,10 +191,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 
 
 def _described(one: Parameter, shipped: Any) -> str:
-    """The help of a parameter that has no default as a flag, with what goes without saying.
-
-    `shipped` is its default with the pair that ships with the package; None where it is the same.
-    """
+    """The help of a parameter, with its defaults: also `shipped`, if another with our own pair."""
     text = one.help
     if one.kind is bool and one.default:
         text = f"{text}; --no{one.name} to switch it off"

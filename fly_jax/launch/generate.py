@@ -39,9 +39,7 @@ from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong flag need not wait for
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
-    from fly_jax.engine.engine import Engine
     from fly_jax.engine.request import Generation
-    from fly_jax.models.tokenizer import Tokenizer
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -143,25 +141,17 @@ def _check_memory(values: GenerateFlags, config: DecodingConfig) -> None:
 
 def _memory(values: GenerateFlags, inputs: Inputs) -> CorrectionMemory:
     """The memory that the rule begins with, the same in all processes."""
+    limits, vocabulary = inputs.config.limits, inputs.models.target.tokenizer.digest
+    path = None if limits.memory is None or process_id() != 0 else Path(limits.memory)
+    memory = CorrectionMemory(vocabulary, min_count=limits.csd_min_count)
     with joint_errors():
-        memory = _read_memory(values, inputs.config, inputs.models.target.tokenizer)
+        if path is not None and not (values.update_memory and not path.exists()):
+            memory = load_memory(path, vocabulary, min_count=limits.csd_min_count)
+        if path is not None and values.update_memory:
+            memory.save(path)  # a path that cannot be written is found before any work is done
     for draft_token, target_token, count in broadcast(memory.counts()):
         if process_id() != 0:
             memory.add([(draft_token, target_token)], count)
-    return memory
-
-
-def _read_memory(
-    values: GenerateFlags, config: DecodingConfig, tokenizer: Tokenizer
-) -> CorrectionMemory:
-    """The file that is named, which process 0 reads, or nothing yet."""
-    path = None if config.limits.memory is None or process_id() != 0 else Path(config.limits.memory)
-    if path is None or (values.update_memory and not path.exists()):
-        memory = CorrectionMemory(tokenizer.digest, min_count=config.limits.csd_min_count)
-    else:
-        memory = load_memory(path, tokenizer.digest, min_count=config.limits.csd_min_count)
-    if path is not None and values.update_memory:
-        memory.save(path)  # a path that cannot be written is found before any work is done
     return memory
 
 
@@ -188,7 +178,9 @@ def _decode(
     with waiting("Compiling"):  # so that no prompt's speed has that in it
         engine.warm_up_for(requests)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_learning(values, config, engine))
+        learned = config.limits.memory
+        if values.update_memory and engine.memory and learned and process_id() == 0:
+            stack.callback(engine.memory.save, Path(learned))  # also where Ctrl-C ends it
         audit = None
         if values.audit is not None:
             audit = stack.enter_context(_auditing(values, values.audit, pair, engine.spec, inputs))
@@ -208,7 +200,8 @@ def _decode(
         view = None
         if not values.json:
             view = TextView(sys.stdout)
-            view.begin([_shown(prompt) for prompt in prompts])
+            # An answer begins on a line of its own.
+            view.begin([one.text + "\n\n" * one.is_question for one in prompts])
         rows = {state: row for row, state in enumerate(states)}
         num_ended = 0
         for state, settled in engine.run(()):
@@ -227,11 +220,7 @@ def _decode(
 def _auditing(
     values: GenerateFlags, file: str, pair: Pair, spec: RoundSpec, inputs: Inputs
 ) -> Iterator[Callable[[int, Generation], None]]:
-    """Opens the audit, and gives what writes the generation of the prompt with an index.
-
-    The prompts are decoded losslessly before the engine begins, since it would stand still
-    meanwhile, and prompts seem slow. Only process 0 writes.
-    """
+    """Opens the audit, and gives what writes the generation of the prompt with an index."""
     from fly_jax.engine.engine import Engine
 
     config, ids, rule, most = inputs.config, inputs.ids, spec.rule, values.max_new_tokens
@@ -240,7 +229,7 @@ def _auditing(
     settings = {**config.to_dict(), "max_new_tokens": most, "num_prompts": len(ids)}
     run = Run(config.rule, measure.name, settings)
     own: Sequence[Generation | None] = [None] * len(ids)
-    # Unless all are decoded so anyhow, or are drawn.
+    # Unless all are decoded so anyhow, or are drawn; now, since the engine would stand still later.
     if values.audit_exact is not False and config.is_loosened and spec.sampling is None:
         say(f"Decoding {len(ids)} prompts exactly, to say what differs from that ...")
         # By exact speculation, which is faster than doing without.
@@ -265,21 +254,6 @@ def _auditing(
             write_prompt(out, *found)
 
         yield add
-
-
-@contextlib.contextmanager
-def _learning(values: GenerateFlags, config: DecodingConfig, engine: Engine) -> Iterator[None]:
-    """Keeps what the memory has learned, also where Ctrl-C ends the decoding."""
-    try:
-        yield
-    finally:
-        if values.update_memory and engine.memory and config.limits.memory and process_id() == 0:
-            engine.memory.save(Path(config.limits.memory))
-
-
-def _shown(prompt: Prompt) -> str:
-    """The prompt as it stands before its continuation: an answer begins on a line of its own."""
-    return f"{prompt.text}\n\n" if prompt.is_question else prompt.text
 
 
 def _record(
@@ -332,13 +306,7 @@ def _compare(
     configs = inputs.config.side_by_side()
     rules = {f"{one.rule} (K = {one.num_speculative_tokens})": one for one in configs}
     comparison = compare(
-        pair,
-        inputs.ids,
-        rules,
-        max_new_tokens=values.max_new_tokens,
-        batch_size=values.batch_size,
-        seed=values.seed,
-        check=check,
-        memory=memory,
-    )
+        pair, inputs.ids, rules, max_new_tokens=values.max_new_tokens,
+        batch_size=values.batch_size, seed=values.seed, check=check, memory=memory,
+    )  # fmt: skip
     print(comparison.table(), file=sys.stderr if values.json else sys.stdout, flush=True)

@@ -44,7 +44,7 @@ from fly_jax.sharding.processes import (
 from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
-    from fly_jax.decoding.pair import Dtype, OpenPair, Pair
+    from fly_jax.decoding.pair import OpenPair, Pair
 
 
 _BUILT_IN_TEXT = "class Queue:\n    def __init__(self, maxsize=0):\n"
@@ -159,26 +159,20 @@ def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
     longest = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
     return load_opened(
-        inputs.config, inputs.models, inputs.mesh, values.dtype, values.weights_cache,
-        rows=rows, longest=longest,
-    )  # fmt: skip
+        values, inputs.config, inputs.models, inputs.mesh, rows=rows, longest=longest
+    )
 
 
 def load_opened(
+    values: ModelFlags,
     config: DecodingConfig,
     models: OpenPair,
     mesh: MeshSpec,
-    dtype: Dtype | None,
-    weights_cache: str | None = "off",
     *,
     rows: int,
     longest: int,
 ) -> Pair:
-    """Reads the weights, laid out for what is to be decoded, and says where they lie.
-
-    Args:
-      weights_cache: see `load_pair`.
-    """
+    """Reads the weights, laid out for what is to be decoded, and says where they lie."""
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
     from fly_jax.models.layouts import Workload
@@ -187,19 +181,12 @@ def load_opened(
     if devices.size > 1:
         say(describe(devices))
     longest = min(longest, models.max_context)
-    workload = Workload(
-        rows=rows,
-        capacity=cache_capacity(longest, 0),
-        num_speculative_tokens=config.drafting.max_speculative_tokens,
-    )
+    capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
+    workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
+    dtype, cache = values.dtype, values.weights_cache
     with waiting("Reading the weights"):
         pair = load_pair(
-            models,
-            mesh=devices,
-            dtype=dtype,
-            workload=workload,
-            weights_cache=weights_cache,
-            say=say,
+            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=cache, say=say
         )
     on_cpu = devices.devices.flat[0].platform == "cpu"
     if models.self_draft is not None and pair.target.has_integers and on_cpu:

@@ -18,10 +18,7 @@ _WINDOWS = {
 
 
 def page(audit: Audit, index: int) -> str:
-    """The page of one prompt, in one piece: it loads nothing and runs nothing.
-
-    Nothing that a model has written is markup.
-    """
+    """The page of one prompt: it loads and runs nothing, and nothing of a model's is markup."""
     mismatches = {one.position: one for one in audit.mismatches if one.prompt == index}
     return rendered(
         "page.html",
@@ -36,11 +33,9 @@ def page(audit: Audit, index: int) -> str:
 
 def rendered(template: str, **given: object) -> str:
     """A page of this folder's template, which escapes all that it is given."""
+    loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
+        loader=loader, autoescape=True, trim_blocks=True, undefined=strict
     )
     environment.filters |= {
         "shown": _shown,

@@ -218,14 +218,12 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     models, mesh = open_models(values, builder.config)
     length = values.max_length or min(DEFAULT_LENGTH, models.max_context)
     check_sizes(values.num_slots, values.prefill_chunk, length, models.max_context)
-    pair = load_opened(
-        builder.config, models, mesh, values.dtype, values.weights_cache,
-        rows=values.num_slots, longest=length,
-    )  # fmt: skip
+    rows = values.num_slots
+    pair = load_opened(values, builder.config, models, mesh, rows=rows, longest=length)
     engine = kind.of(
         pair,
         builder.for_engine,
-        num_slots=values.num_slots,
+        num_slots=rows,
         max_length=length,
         prefill_chunk=values.prefill_chunk,
         rules=builder.kinds,

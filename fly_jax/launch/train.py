@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, PromptFlags, flag_group
+from fly_jax.launch.flags import Flags, ModelFlags, PromptFlags, flag_group
 from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
 from fly_jax.parameters import parameter
 from fly_jax.sharding.mesh import parse_mesh, prepare_devices
@@ -101,21 +101,13 @@ def _distil(values: _TrainFlags) -> None:
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     rows = min(values.batch_size, len(ids))
     longest = max(map(len, ids)) + values.max_new_tokens
-    pair = load_opened(config, opened, mesh, values.dtype, rows=rows, longest=longest)
-    documents = distillation.continued(
-        Engine.of(
-            pair,
-            config,
-            prompts=ids,
-            max_new_tokens=values.max_new_tokens,
-            num_slots=rows,
-            with_texts=False,
-        ),
-        ids,
-        directory / "continuations.jsonl",
-        max_new_tokens=values.max_new_tokens,
-        seed=values.seed,
+    models = ModelFlags(dtype=values.dtype, weights_cache="off")
+    pair = load_opened(models, config, opened, mesh, rows=rows, longest=longest)
+    most, path = values.max_new_tokens, directory / "continuations.jsonl"
+    engine = Engine.of(
+        pair, config, prompts=ids, max_new_tokens=most, num_slots=rows, with_texts=False
     )
+    documents = distillation.continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     heard = distillation.expected(
         pair.target, documents, directory / "expected", length=distillation.ROW_LENGTH + 1
     )
@@ -134,12 +126,8 @@ def _distil(values: _TrainFlags) -> None:
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The drafter has had its {recipe.last_step} steps; nothing was left to train.")
     embedding = distillation.first_embedding(pair.target, own, values.embed_size)
-    trained = train(
-        recipe,
-        functools.partial(distillation.batches, heard, own, recipe),
-        checkpoints,
-        known={"embedding": jnp.asarray(embedding)},
-    )
+    batches = functools.partial(distillation.batches, heard, own, recipe)
+    trained = train(recipe, batches, checkpoints, known={"embedding": jnp.asarray(embedding)})
     made = distillation.for_teacher(trained, own, shape)
     folder = directory / "hf"
     save_hf(made, folder)

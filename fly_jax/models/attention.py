@@ -303,10 +303,7 @@ def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
 def attention(
     query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part]
 ) -> Float[Array, "rows time kv_heads group head"]:
-    """Grouped-query attention over all parts together, with scores and softmax in float32.
-
-    Each query sees at least one position of them.
-    """
+    """Grouped-query attention over all parts together, with scores and softmax in float32."""
     return _normalised(_mixed(query, parts, ()), query.dtype).reshape(query.shape)
 
 

@@ -51,10 +51,7 @@ def self_draft_type(name: str) -> MatrixType:
 def quantised(
     name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
 ) -> dict[str, Array]:
-    """A matrix of integers and their scales, under their names in `parameter_specs`.
-
-    The range of the integers is that of the matrix's weights.
-    """
+    """A matrix of integers of its weights' range, and their scales, named as parameters are."""
     array = _quantised(matrix, spec, matrices)
     scale = array.scale
     if matrices.group is None:

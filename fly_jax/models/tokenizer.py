@@ -101,10 +101,7 @@ class Tokenizer:
         )
 
     def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
-        """Each token's own text; joined they are `decode` of all.
-
-        A character spread over several tokens belongs to the one that completes it.
-        """
+        """Each token's own text; a split character belongs to the token that completes it."""
         stream = TextStream(self, skip_special_tokens)
         texts = [stream.push([token_id]) for token_id in ids]
         if texts:
@@ -165,10 +162,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of tokens as they come: what `push` and `finish` return joins to `decode` of all.
-
-    Half a character is kept back until its last byte is there.
-    """
+    """Text of tokens as they come; half a character is kept back until its last byte is there."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False

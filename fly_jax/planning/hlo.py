@@ -303,10 +303,7 @@ class Exchange:
 
 
 def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exchange]:
-    """Every exchange of a compiled program, whatever loop or branch it stands in.
-
-    Each counts as often as the loops around it run; see `frames`.
-    """
+    """Every exchange of a compiled program, as often as the loops around it run; see `frames`."""
     program = parse(hlo)
     return [
         _exchange(kind, one, frame.count, num_devices)

@@ -109,10 +109,7 @@ class Step:
 
 
 def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
-    """Compiles the programs of the engine that `generate` runs, one after the other.
-
-    Where the compiler says that prefill does not fit, it is the last one: what it needs is known.
-    """
+    """Compiles the programs that `generate` runs; a prefill that does not fit is the last."""
     models = _models(spec, layouts)
     target, *drafts = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
     eos_token_ids = spec.target.eos_token_ids
@@ -295,10 +292,7 @@ def _times(found: Iterable[Exchange], times: float) -> list[Exchange]:
 
 
 def _temporaries(model: _Model, tokens: int, *, logits: bool = True) -> int:
-    """The residual stream twice and the MLP once in float32, the scores of one layer, the logits.
-
-    Long prompts are dominated by the scores, short blocks by nothing that matters.
-    """
+    """The residual stream twice and an MLP once in float32, one layer's scores, the logits."""
     layout, config, workload = model
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     ffw = config.ffw_size // layout.devices(layout.axes_of("ffw", config.ffw_size))
@@ -386,10 +380,7 @@ def abstract_model(
 
 
 def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeState:
-    """The state that a program makes: caches lie as their models do, all else on every device.
-
-    The program is of `Engine.trace_slots` or `Engine.trace_rows`; the target's layout comes first.
-    """
+    """The state that a traced program makes; `layouts` are the models', the target's first."""
     state, placed = cast(DecodeState, traced.out_info), [one for one in layouts if one is not None]
     if not placed:
         return state

@@ -88,10 +88,7 @@ class Plan:
         }
 
     def drafters(self) -> Drafters | None:
-        """Layouts and types of the draft, and smaller drafts; None where the plan does not fit.
-
-        Counted from shapes, whatever the steps come from. None, too, with levels below the draft.
-        """
+        """Layouts and types of the draft, and smaller drafts, by shapes; None beside levels."""
         verify = self.step("verify")
         if not self.fits or verify is None or self.spec.below:
             return None

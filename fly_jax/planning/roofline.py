@@ -146,10 +146,7 @@ def roofline_seconds(
 
 
 def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[list[int], int]:
-    """Sizes of the mesh axes along which a group of devices lies, and its stride (`group_of`).
-
-    Where the exchange does not say which axes these are, they are found by the group's size.
-    """
+    """Sizes of the mesh axes along which a group of devices lies, and its stride (`group_of`)."""
     if exchange.axes:
         return group_of(sizes, exchange.axes)
     axes = tuple(sizes)

@@ -99,10 +99,7 @@ def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
 
 
 def _has_idle_libtpu() -> bool:
-    """Whether libtpu is installed to plan with, on a machine that has no accelerator.
-
-    JAX would load it, and it would look for the TPUs of a pod and complain at length.
-    """
+    """Whether libtpu is here to plan with, without an accelerator: JAX would look for TPUs."""
     has_libtpu, has_plugin = (
         importlib.util.find_spec(name) is not None for name in ("libtpu", "jax_plugins")
     )
@@ -210,10 +207,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
 
 
 def _kind() -> str:
-    """Names what programs depend on and JAX's own keys leave out.
-
-    A program for a CPU may have instructions that another CPU lacks, and home folders are shared.
-    """
+    """What programs depend on and JAX's keys leave out: a CPU's instructions, in shared homes."""
     features = ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

@@ -115,10 +115,7 @@ def detect_process(
 
 
 def _cluster_size() -> int:
-    """Processes that the cluster says it runs; asked first, since the rest may wait for a name.
-
-    Hosted notebooks with a TPU look like a cluster that answers nothing: there a process is alone.
-    """
+    """Processes of the cluster, by what answers at once: hosted notebooks' clusters never do."""
     for cluster in ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
             try:
@@ -237,10 +234,7 @@ def _client() -> Any:
 
 
 def _next_key() -> str:
-    """A key for this turn; those of long ago are deleted.
-
-    No process is a thousand turns behind: the programs between them need all processes.
-    """
+    """A key for this turn; those of a thousand turns ago, which all have read, are deleted."""
     turn = next(_turns)
     block, index = divmod(turn, _BLOCK)
     if index == 0 and block > 1 and process_id() == 0:

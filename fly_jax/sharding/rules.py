@@ -151,10 +151,7 @@ class Layout:
     def _assign(
         self, axes: Sequence[str | None], shape: Sequence[int]
     ) -> Iterator[tuple[MeshAxes, MeshAxes]]:
-        """For each dimension the mesh axes that it has, and those lost because it does not divide.
-
-        Mesh axes of one device split nothing and are left out.
-        """
+        """The mesh axes of each dimension, and those lost because it does not divide."""
         used: set[str] = set()
         for axis, size in zip(axes, shape, strict=True):
             asked: MeshAxes = getattr(self.rules, axis) if axis is not None else ()

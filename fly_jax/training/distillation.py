@@ -274,10 +274,7 @@ def drafter_recipe(
 def first_embedding(
     teacher: Llama, own: OwnTokens, embed_size: int
 ) -> Float32[np.ndarray, "rows embed"]:
-    """The teacher's embedding, in as many of its main directions as the drafter is wide.
-
-    The row for all other tokens is their mean. Rows are scaled as random ones are.
-    """
+    """The teacher's embedding in its main directions, scaled as random ones; others: their mean."""
     parameters = teacher.parameters()
     embedding = np.asarray(parameters["embedding"], np.float32)
     if teacher.int8:
@@ -295,10 +292,7 @@ def first_embedding(
 def batches(
     documents: Sequence[Expected], own: OwnTokens, recipe: Recipe, start_step: int
 ) -> Iterator[Row]:
-    """Endless rows of documents, in the drafter's tokens, by the batch, from a step on.
-
-    Each row is a function of the seed and its number alone.
-    """
+    """Endless batches of rows of documents, from a step on, each by the seed and its number."""
     numbers = itertools.count(start_step * recipe.batch_size)
     draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
     rows = (_packed(documents, own, recipe.row_length, one) for one in draws)

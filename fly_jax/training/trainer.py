@@ -128,10 +128,7 @@ bfloat16_matmul.defvjp(_forward, _backward)
 
 
 def weighted_loss(model: Llama, batch: Row) -> Float[Array, ""]:
-    """Cross entropy of each next token, or of what a teacher expects, in nats, averaged by weight.
-
-    A token sees only the tokens of its own segment.
-    """
+    """Cross entropy of what comes next, in nats, averaged by weight, within a token's segment."""
     tokens, weights, segments, positions, likely, shares = jax.tree.map(jnp.asarray, batch)
     length = weights.shape[1]
     segment = segments[:, :-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,16 @@ STATIC = {"static": True}
 _Class = TypeVar("_Class", bound=type)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def data_tree(declaring: _Class) -> _Class:
-    """Registers a frozen dataclass with JAX: a class decorator, above `dataclass(frozen=True)`.
+    """Makes a frozen dataclass, unless it is one, that JAX takes as a tree: a class decorator.
 
     Fields with `STATIC` metadata, or declared as `parameter(..., static=True)`, are structure and
     must be hashable; all others are data, and None, in their place, is structure too: there is no
     such number. Rebuilding an instance around tracers runs no checks.
     """
+    if "__dataclass_fields__" not in vars(declaring):
+        declaring = cast(_Class, dataclasses.dataclass(frozen=True)(declaring))
     fields = dataclasses.fields(declaring)
     static = tuple(field.name for field in fields if field.metadata.get("static"))
     data = tuple(field.name for field in fields if field.name not in static)

@@ -301,17 +301,13 @@ def _reduce(
         choice = argmax_logit - largest - log_mass
         top = TopTokens(tokens, best - log_mass[..., None], choice)
     greedy = TargetEvidence(
-        argmax=argmax,
-        argmax_logit=argmax_logit,
-        draft_logit=draft_logit,
+        argmax, argmax_logit, draft_logit,
         log_sum_exp=largest + log_mass,
         draft_log_prob=draft_logit - largest - log_mass,
         accepted=inputs.draft == argmax,
         replacement=argmax,
-        entropy=entropy,
-        full_entropy=full_entropy,
-        top=top,
-    )
+        entropy=entropy, full_entropy=full_entropy, top=top,
+    )  # fmt: skip
     return greedy if inputs.sampling is None else _rejection_sample(inputs, greedy, axis_names)
 
 

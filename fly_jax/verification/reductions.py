@@ -60,10 +60,7 @@ def vocab_argmax(
 
 
 def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()) -> Top:
-    """The `count` largest values, in descending order, and their tokens, of equal ones the lowest.
-
-    A smaller vocabulary has all of them.
-    """
+    """The `count` largest values (or all), descending, and their tokens, of equals the lowest."""
     best, tokens = _largest(values, min(count, values.shape[-1]))
     if not axis_names:
         return best, tokens

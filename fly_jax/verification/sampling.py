@@ -7,7 +7,6 @@ kept are kept too. The last logit that is kept is found exactly, on one device o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,11 +24,11 @@ from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
 from fly_jax.verification.reductions import AxisNames, finite_or_zero, vocab_sum
 
+_Bounds = tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
 _Kept = tuple[Float32[Array, "*lead"], Float32[Array, "*lead"] | None, Float32[Array, "*lead"]]
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a distribution is made of logits: all numbers are data, scalars or one for each row.
 
@@ -199,9 +198,8 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
 
     Only then is it the same for every layout; each device still makes its own shard alone.
     """
-    make: Callable[..., Array] = functools.partial(
-        jax.random.gumbel, shape=(vocab_size,), dtype=jnp.float32
-    )
+    draw = functools.partial(jax.random.gumbel, shape=(vocab_size,), dtype=jnp.float32)
+    make: Callable[..., Array] = draw
     for _ in keys.shape:
         make = jax.vmap(make)
     return make(keys)
@@ -267,12 +265,9 @@ def _truncate(
 ) -> _Kept:
     """Finds what top-k (0 for all) and then top-p (1 for all) keep; None is no such step.
 
-    Over a sharded vocabulary both together take four exchanges and one of them three, of a few
-    numbers for each position. The temperature is above 0: it does not change the order.
-
-    Returns:
-      The largest logit, or 0 if that is not finite; the smallest that is kept, or None if all are;
-      and the sum over those kept of exp((logit - largest) / temperature).
+    It gives the largest logit (0 if that is not finite), the smallest that is kept (None if all
+    are), and the sum over those kept of exp((logit - largest) / temperature). Over a sharded
+    vocabulary both together take four exchanges and one of them three.
     """
     if axis_names and (top_k is not None or top_p is not None):
         return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
@@ -313,9 +308,7 @@ def _last_kept(
     """
     ordered = _ordered(logits)
 
-    def halve(
-        _: int, bounds: tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
-    ) -> tuple[Int[Array, "*lead"], Int[Array, "*lead"]]:
+    def halve(_: int, bounds: _Bounds) -> _Bounds:
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
         above = vocab_sum(jnp.where(ordered > middle[..., None], weights, 0))
@@ -347,12 +340,10 @@ def _truncate_sharded(
     top_p: Float32[Array, "*#lead"] | None,
     axis_names: AxisNames,
 ) -> _Kept:
-    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters.
-
-    Nothing is sorted: the TPU compiler takes seconds for each sort.
-    """
-    # 1) Gather the splitters, in no order. Of each shard they are its largest, its least, and every
-    # `step`-th in between, so that no shard has `step` logits between two neighbours.
+    """Splits all logits by a few of them, weighs the parts, and looks into the one that matters."""
+    # 1) Gather the splitters, in no order: the TPU compiler takes seconds for each sort. Of each
+    # shard they are its largest, its least, and every `step`-th in between, so that no shard has
+    # `step` logits between two neighbours.
     local, lead = logits.shape[-1], logits.ndim - 1
     step = _best_step(local, jax.lax.axis_size(axis_names))
     ranks = np.unique([*range(0, local, step), local - 1])
@@ -377,25 +368,18 @@ def _truncate_sharded(
     def last_between(
         above: Float32[Array, "*lead splitters"], limit: Float32[Array, "*#lead"], *, by_mass: bool
     ) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
-        """The last logit kept, and the mass of all that are kept; one exchange.
-
-        A logit is kept if those above it weigh less than `limit`: masses, or 1 each. `above` is
-        the weight strictly above each splitter.
-        """
+        """The last logit kept, and the mass of all kept, by the weight `above` each splitter."""
         limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
         is_kept = above < limit
         upper = jnp.min(jnp.where(is_kept, splitters, jnp.inf), axis=-1, keepdims=True)
         lower = jnp.max(jnp.where(is_kept, -jnp.inf, splitters), axis=-1, keepdims=True)
         # This shard's logits between the two, and what it has at the upper one and above.
         at_upper = logits >= upper
-        found = jnp.concatenate(
-            [
-                _compacted(logits, (logits > lower) & ~at_upper, max(step - 1, 1)),
-                vocab_sum(at_upper.astype(jnp.float32))[..., None],
-                vocab_sum(jnp.where(at_upper, mass, 0))[..., None],
-            ],
-            axis=-1,
-        )
+        found = jnp.concatenate([
+            _compacted(logits, (logits > lower) & ~at_upper, max(step - 1, 1)),
+            vocab_sum(at_upper.astype(jnp.float32))[..., None],
+            vocab_sum(jnp.where(at_upper, mass, 0))[..., None],
+        ], axis=-1)  # fmt: skip
         found = jax.lax.all_gather(found, axis_names, axis=found.ndim - 1)
         count_above, mass_above = (
             jnp.sum(found[..., end], axis=-1, keepdims=True) for end in (-2, -1)
@@ -428,13 +412,10 @@ def _truncate_sharded(
 
 
 def _best_step(local: int, devices: int) -> int:
-    """Logits of a shard from one splitter to the next: those with the fewest comparisons.
-
-    With s splitters a shard finds its own by 32 halvings, weighs those of all, picks its logits
-    between two of them, and compares all of these with each other.
-    """
+    """Logits of a shard from one splitter to the next: those with the fewest comparisons."""
 
     def comparisons(step: int) -> int:
+        # Finds its own by 32 halvings, weighs all, picks between two, and compares these pairwise.
         count = math.ceil(local / step) + 1
         return local * (32 * count + 2 * devices * count + step) + (devices * step) ** 2
 

@@ -51,24 +51,13 @@ def verify(
       FlyJaxError: shapes that do not fit together, or something that is needed was not given.
     """
     seen = evidence(
-        logits,
-        draft_tokens,
-        needs=rule.needs,
-        sampling=sampling,
-        draft_logits=draft_logits,
-        key=key,
-        num_drafted=num_drafted,
-        layout=layout,
-    )
+        logits, draft_tokens, needs=rule.needs, sampling=sampling, draft_logits=draft_logits,
+        key=key, num_drafted=num_drafted, layout=layout,
+    )  # fmt: skip
     return accept(
-        rule,
-        seen,
-        draft_tokens,
-        protected=protected,
-        num_drafted=num_drafted,
-        memory=memory,
-        state=state,
-    )
+        rule, seen, draft_tokens,
+        protected=protected, num_drafted=num_drafted, memory=memory, state=state,
+    )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -161,15 +150,11 @@ def verify_flat(
     if bonus_tokens is not None:
         replacement = jnp.where(is_absent, bonus_tokens[:, None], rows.replacement)
         rows = dataclasses.replace(rows, replacement=replacement.astype(jnp.int32))
+    drafted = jnp.where(is_absent, ABSENT, draft[index])[:, :max_drafted]
     verdict = accept(
-        rule,
-        rows,
-        jnp.where(is_absent, ABSENT, draft[index])[:, :max_drafted],
-        protected=protected,
-        num_drafted=num_drafted,
-        memory=memory,
-        state=state,
-    )
+        rule, rows, drafted,
+        protected=protected, num_drafted=num_drafted, memory=memory, state=state,
+    )  # fmt: skip
     # 4) What is emitted, where the engine looks for it.
     kept, following = verdict.num_accepted[request], verdict.next_token[request]
     tokens = jnp.select([place < kept, place == kept], [draft, following], -1)

@@ -299,10 +299,7 @@ class _Run:
     def _takes(
         self, logits: Float[Array, "rows time vocab"], proposal: Draft
     ) -> Bool[Array, "rows time"]:
-        """Whether the model drafts each token of a proposal, as its own choice or nearly so.
-
-        A row that is drawn has its own choices alone: rules need what its draft was drawn from.
-        """
+        """Tokens of a proposal that the model drafts, or nearly; a drawn row's only as its own."""
         is_it = jnp.arange(logits.shape[-1]) == proposal.tokens[..., None]
         own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
         near = own >= jnp.max(logits, axis=-1) - self.drafter.margin

@@ -21,10 +21,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Called by vLLM, as the group `vllm.general_plugins` says: cheap, and silent.
-
-    No settings are known at this time, and no module of fly_jax is imported until they are.
-    """
+    """Called by vLLM as `vllm.general_plugins` says, before settings are known: cheap, silent."""
     if importlib.util.find_spec("tpu_inference") is None:
         return
     # vLLM has imported it by now.

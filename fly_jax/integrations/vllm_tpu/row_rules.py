@@ -75,10 +75,7 @@ class RowRules:
     """Every request's own rule, from its first step to its last."""
 
     def __init__(self, config: DecodingConfig, num_slots: int) -> None:
-        """Checks nothing: the engine's config has been.
-
-        With a rule that has a budget, a request without one of the slots is decoded exactly.
-        """
+        """Takes a checked config; with a budget, requests without a slot are decoded exactly."""
         self._slots = RequestPlaces(num_slots)
         self._config = config
         self._engines = config.to_rule()

@@ -139,10 +139,7 @@ def _config(file: GgufFile) -> LlamaConfig:
 
 
 def _ends(file: GgufFile) -> list[int]:
-    """Every token that ends a text: of a text, of a turn, of a message.
-
-    Files name one of each kind, and a Qwen has two; llama.cpp, too, knows them by their text.
-    """
+    """Every token that ends a text: files name one of a kind, Qwen's have two, known by text."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
     names = file.value("tokenizer.ggml.tokens", ())

@@ -237,10 +237,7 @@ class HuggingFaceSource:
         }
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
-        """Some rows of a parameter's tensor, in the type that it is stored in.
-
-        Nothing of it stays in memory when they are dropped.
-        """
+        """Some rows of a parameter's tensor, as stored; nothing of it stays in memory."""
         if name == "token_rows" and self.config.head is not None:
             return self._rows_of_head()[rows]
         return self._stored[self._name(group, name)].mapped()[rows]

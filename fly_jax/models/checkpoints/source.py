@@ -36,10 +36,7 @@ class Source(Protocol):
 
     @property
     def arranged(self) -> Arranging:
-        """Makes a parameter of a group, from its name, what is stored and its spec, `Llama`'s.
-
-        It runs under `jit`, and is equal for checkpoints that are arranged alike.
-        """
+        """Makes a parameter of what is stored, under `jit`; equal where arranged alike."""
         ...
 
     def read(self, group: Group, layout: Layout | None) -> Mapping[str, Stored]:

@@ -30,11 +30,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of their own.
-
-    Gauges and the engine's totals are read when somebody scrapes; the rest is counted as tokens
-    and ends of requests come by.
-    """
+    """The metrics of one server: gauges and the engine's totals are read, the rest is counted."""
 
     def __init__(self, engine: Engine) -> None:
         """All counts of the engine's requests are zero."""

@@ -144,10 +144,7 @@ class RequestBuilder:
         return own.replace(rule=rule, **given)
 
     def _patterns(self, request: GenerationRequest) -> tuple[str, ...]:
-        """The patterns whose tokens are never rescued.
-
-        A pattern of the client's own is not taken: some take forever to be searched for.
-        """
+        """The patterns of the server's own: some take forever to be searched for."""
         own, given = self.config.limits.protect, request.fly.protect
         for pattern in given or ():
             if pattern not in own:

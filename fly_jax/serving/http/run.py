@@ -142,10 +142,7 @@ class _Stopped(Exception):
 async def _is_warm(
     service: Service, stop: asyncio.Event, on_progress: Callable[[int, int], None]
 ) -> bool:
-    """Warms up; False if it was told to stop meanwhile.
-
-    A program that is being compiled is waited for: the process cannot end under its feet.
-    """
+    """Warms up, and waits for a program that compiles; False if told to stop meanwhile."""
 
     def counted(done: int, total: int) -> None:
         if stop.is_set():

@@ -194,10 +194,7 @@ class Service:
         return check_prompt(ids, self.pair.target.config)
 
     async def drain(self, grace_period: float) -> int:
-        """Takes no more requests, and waits so many seconds for those that are going.
-
-        Returns how many replies had to be cut off then.
-        """
+        """Waits so many seconds for the requests that are going; returns how many were cut off."""
         self.state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_period):

@@ -78,10 +78,7 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RuleState:
-    """A rule's knowledge of each row from earlier rounds.
-
-    The budget that is left is in nats, and None, which costs nothing, for a rule without one.
-    """
+    """What a rule knows of each row from earlier rounds: the budget left, in nats, or None."""
 
     budget: Float32[Array, " rows"] | None = None
 
@@ -160,7 +157,6 @@ class Condition:
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Undecided(Condition):
     """The target's entropy is at least `threshold`: FLy's gate."""
 
@@ -178,7 +174,6 @@ class Undecided(Condition):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Near(Condition):
     """The draft token's logit is at most `nats` below the largest: p(x) >= exp(-nats) max p."""
 
@@ -190,7 +185,6 @@ class Near(Condition):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Probable(Condition):
     """The target gives the draft token a probability of at least `threshold`."""
 
@@ -202,7 +196,6 @@ class Probable(Condition):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class TypicalEnough(Condition):
     """P(x) > min(epsilon, delta exp(-H)), with the entropy H of the whole softmax, in nats."""
 
@@ -216,15 +209,13 @@ class TypicalEnough(Condition):
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """The comparison is made between logarithms."""
-        entropy = asked_for(
-            seen.evidence.full_entropy, "the full entropy", "needs=rule.needs to evidence"
-        )
+        found, remedy = seen.evidence.full_entropy, "needs=rule.needs to evidence"
+        entropy = asked_for(found, "the full entropy", remedy)
         epsilon, delta = column(log(self.epsilon)), column(log(self.delta))
         return seen.evidence.log_prob > jnp.minimum(epsilon, delta - entropy)
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Lenient(Condition):
     """The draw that refused the token accepts it at `lenience` times its q.
 
@@ -244,7 +235,6 @@ class Lenient(Condition):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Remembered(Condition):
     """The memory has seen the target put its choice in the draft token's place often enough."""
 
@@ -253,14 +243,12 @@ class Remembered(Condition):
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
         """The pair (draft token, argmax) is among the memory's keys."""
-        keys = asked_for(
-            seen.memory, "the keys of a CorrectionMemory", "memory=memory.keys() to accept"
-        )
+        name, remedy = "the keys of a CorrectionMemory", "memory=memory.keys() to accept"
+        keys = asked_for(seen.memory, name, remedy)
         return is_remembered(keys, seen.draft_tokens, seen.evidence.argmax)
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Window:
     """The deferred window: the lossless rule accepts the next `size` draft tokens as well.
 
@@ -291,7 +279,6 @@ class Window:
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Clause:
     """Conditions and windows, all of which must hold for a mismatch to be rescued.
 
@@ -329,11 +316,8 @@ class Clause:
     ) -> tuple[Bool[Array, "rows draft"], Int[Array, "rows draft"]]:
         """Whether it allows a rescue at each position, and the `Why` of a refusal.
 
-        Args:
-          mismatch: drafted tokens that the lossless rule refuses.
-          barred: tokens that nothing can rescue.
-          affordable: within the risk budget; None without one.
-          end: draft tokens of each row.
+        Nothing can rescue `barred` tokens; `affordable` is within the risk budget, None without
+        one; `end` has the draft tokens of each row.
         """
         checks = [(condition.why, condition.holds(seen)) for condition in self.conditions]
         if affordable is not None:

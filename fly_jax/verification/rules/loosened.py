@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -27,7 +26,6 @@ from fly_jax.verification.rules.rule import Loose, check_size
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Fly(Loose):
     """FLy: keeps a mismatch that an undecided target then goes along with (arXiv 2511.22972).
 
@@ -81,7 +79,6 @@ class Fly(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Csd(Loose):
     """Calibrated speculative decoding: rescues what the target has often corrected for little.
 
@@ -127,7 +124,6 @@ class Csd(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Lossy(Loose):
     """Rescues a token of at least a fixed probability in the plain softmax: p(x) >= `threshold`.
 
@@ -146,7 +142,6 @@ class Lossy(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Lenience(Loose):
     """Speculative sampling that asks less of the draft, by l (appendix of arXiv 2211.17192).
 
@@ -168,7 +163,6 @@ class Lenience(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Typical(Loose):
     """Medusa's typical acceptance (arXiv 2401.10774): p(x) > min(`epsilon`, `delta` exp(-H)).
 
@@ -190,7 +184,6 @@ class Typical(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Margin(Loose):
     """Rescues a token that is nearly the target's choice: max ln p - ln p(x) <= `gap`, in nats."""
 

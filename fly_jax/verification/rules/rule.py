@@ -79,11 +79,7 @@ class Rule:
 
     @property
     def strict_tail(self) -> Count:
-        """Last positions of a block in which no mismatch can be kept, the others being open.
-
-        That is the smallest window of the alternatives. Data under `jit`; a number for each row if
-        the windows' sizes are.
-        """
+        """Last positions of a block in which no mismatch can be kept: the smallest window."""
         clauses = self.clauses()
         sizes = [clause.window_size for clause in clauses]
         array = numpy_of([*sizes, *(clause.enabled for clause in clauses)])
@@ -97,10 +93,7 @@ class Rule:
 
     @property
     def longest_window(self) -> int:
-        """Draft tokens that a deferred window may need after its mismatch, in any row.
-
-        For the host: it is known of a rule that is no tracer.
-        """
+        """Draft tokens that a window may need after its mismatch, in any row; for the host."""
         return max((int(np.max(clause.window_size)) for clause in self.clauses()), default=0)
 
     def check(self, num_speculative_tokens: int) -> None:
@@ -118,7 +111,6 @@ class Rule:
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Exact(Rule):
     """Keeps what the lossless rule accepts, and nothing else.
 
@@ -160,7 +152,6 @@ class Loose(Rule):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Combination(Loose):
     """Two rules in one.
 
@@ -180,13 +171,9 @@ class Combination(Loose):
     def __post_init__(self) -> None:
         for rule in (self.left, self.right):
             if not isinstance(rule, Loose) or rule.is_limited:
-                reason = (
-                    "a budget goes around the whole combination"
-                    if isinstance(rule, Loose)
-                    else "only loosened rules combine with & and |"
-                )
                 raise FlyJaxError(
-                    f"{type(rule).__name__} cannot be part of a combination: {reason}."
+                    f"{type(rule).__name__} cannot be part of a combination: only loosened rules "
+                    "combine with & and |, and a budget goes around the whole."
                 )
         sides = len(self.left.clauses()), len(self.right.clauses())
         num_alternatives = sum(sides) if self.operator == "|" else math.prod(sides)
@@ -217,7 +204,6 @@ def check_size(combination: str, num_rules: int, num_alternatives: int) -> None:
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class Budget(Loose):
     """A loosened rule that may lose so much and no more (after ASD, arXiv 2608.03447).
 
@@ -262,7 +248,6 @@ class Budget(Loose):
 
 
 @data_tree
-@dataclasses.dataclass(frozen=True)
 class UnitedRules(Loose):
     """A loosened rule that is given by its clauses, of which each row has some."""
 
@@ -403,11 +388,8 @@ def _barred(
     draft_tokens: Int[Array, "rows draft"],
     protected: Bool[Array, "*rows vocab"] | None,
 ) -> Bool[Array, "rows draft"]:
-    """True for protected tokens, and where the target gives the draft token probability 0.
-
-    That is less than the smallest normal float32, which accelerators round to 0: so defined, it is
-    the same on all of them.
-    """
+    """True for protected tokens, and where the target gives the draft token probability 0."""
+    # Accelerators round what is less than the smallest normal float32 to 0: so it is 0 on all.
     smallest = math.log(jnp.finfo(jnp.float32).tiny)
     barred = ~(jnp.minimum(evidence.log_prob, evidence.draft_log_prob) >= smallest)
     if protected is not None:
@@ -422,11 +404,9 @@ def _affordable(
     evidence: TargetEvidence, mismatch: Bool[Array, "rows draft"], state: RuleState | None
 ) -> Bool[Array, "rows draft"]:
     """Mismatches that what is left of the rows' budgets pays for."""
-    left = asked_for(
-        None if state is None else state.budget,
-        "the state of its rows' budgets",
-        "state=rule.initial_state(rows), and from then on what RuleState.after returns",
-    )[:, None]
+    remedy = "state=rule.initial_state(rows), and from then on what RuleState.after returns"
+    budget = None if state is None else state.budget
+    left = asked_for(budget, "the state of its rows' budgets", remedy)[:, None]
     # A refused mismatch ends the block, so that at any position that is reached all mismatches
     # before it have been rescued: the regrets of mismatches add up to what was spent.
     spent = jnp.cumsum(jnp.where(mismatch, evidence.gap, 0), axis=1)

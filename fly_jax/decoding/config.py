@@ -148,14 +148,11 @@ class DecodingConfig:
         temperature = values["temperature"]
         if temperature is None:
             temperature = 1.0 if values["rule"] == "sampled" else 0.0
+        sampling = _made(Sampling, values, temperature=temperature)
         self.__dict__.update(
-            values=tuple(values.items()),
-            given_rule=given_rule,
-            drafting=_made(Drafting, values),
-            limits=_made(Limits, values),
-            sampling=_made(Sampling, values, temperature=temperature),
-            rule=values["rule"],
-        )
+            values=tuple(values.items()), given_rule=given_rule, rule=values["rule"],
+            drafting=_made(Drafting, values), limits=_made(Limits, values), sampling=sampling,
+        )  # fmt: skip
         self._check(names)
 
     def _check(self, names: tuple[str, ...]) -> None:
@@ -195,13 +192,7 @@ class DecodingConfig:
         return dict(self.values)
 
     def replace(self, **given: Any) -> DecodingConfig:
-        """This config with other values; the keywords are those of the class.
-
-        A K that is asked for is for every rule, the lossless ones too.
-
-        Raises:
-          FlyJaxError: as the class.
-        """
+        """This config with other values, as the class takes them; a K is for every rule then."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
         before = self.to_dict() | {"rule": self.given_rule or self.rule}
@@ -343,8 +334,7 @@ def default_config(*, is_embedded: bool) -> DecodingConfig:
 
 def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
     """All that a config can say, in groups: each is declared where it is used."""
-    rules = ", ".join((*LOSSLESS_RULES[:-1], f"{LOSSLESS_RULES[-1]}; or {next(iter(RULES))}"))
-    rules = ", ".join((rules, *list(RULES)[1:]))
+    rules = f"{', '.join(LOSSLESS_RULES)}; or {', '.join(RULES)}"
     # What a config can also leave out has another default here.
     here: dict[str, dict[str, Any]] = {
         "rule": {
@@ -520,11 +510,9 @@ class RoundStatic:
     level_margin: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.depths and not (
-            self.depths == tuple(sorted(set(self.depths)))
-            and self.depths[0] >= 0
-            and self.depths[-1] == self.num_speculative_tokens
-        ):
+        k, depths = self.num_speculative_tokens, self.depths
+        ascends = depths == tuple(sorted(set(depths)))
+        if depths and not (ascends and depths[0] >= 0 and depths[-1] == k):
             raise FlyJaxError(
                 f"The depths to choose from are {self.depths}; they must be at least 0, ascend and "
                 f"end with num_speculative_tokens={self.num_speculative_tokens}: correct them."
@@ -606,7 +594,7 @@ class RoundSpec:
         k, depths = config.num_speculative_tokens, tuple[int, ...]()
         if k == "auto":
             k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS
-        rule = config.to_rule()
+        rule, sizes, levels = config.to_rule(), config.drafting, num_drafts - 1 if k else 0
         static = RoundStatic(
             num_speculative_tokens=k,
             lookup=config.to_lookup(),
@@ -615,10 +603,8 @@ class RoundSpec:
             depths=depths,
             reports_mismatches=config.limits.csd_online and rule.uses_memory,
             audits=audits,
-            deferred_window=rule.longest_window if config.drafting.boundary == "defer" else 0,
-            level_speculative_tokens=(config.drafting.level_speculative_tokens,) * (num_drafts - 1)
-            if k
-            else (),
-            level_margin=config.drafting.level_margin,
+            deferred_window=rule.longest_window if sizes.boundary == "defer" else 0,
+            level_speculative_tokens=(sizes.level_speculative_tokens,) * levels,
+            level_margin=sizes.level_margin,
         )
         return cls(rule, static, config.to_sampling())

@@ -69,10 +69,7 @@ def check_deferral(rule: Rule, sampling: Sampling | None) -> None:
 
 
 def most_provisional(window_size: int) -> int:
-    """Tokens that may be provisional at once: the mismatch, its window, a bonus for each block.
-
-    Where some blocks are empty, a window that would need more is given up.
-    """
+    """Tokens that may be provisional at once: the mismatch, its window, a bonus for each block."""
     return 2 * window_size + 1
 
 
@@ -115,10 +112,7 @@ def defer(
 ) -> tuple[Verdict, Deferral]:
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue: see `pays`.
 
-    Args:
-      verdict: what the rule alone decides.
-      room: tokens that each row may still emit.
-      num_drafted: draft tokens of each row's block.
+    `verdict` is the rule's alone, and `room` the tokens that each row may still emit.
     """
     index = verdict.num_accepted
     num_draft = verdict.why.shape[1]
@@ -133,9 +127,8 @@ def defer(
     steps = jnp.arange(num_draft)
     here = (steps == index[:, None]) & is_new[:, None]
     after = (steps > index[:, None]) & (steps < num_drafted[:, None]) & is_new[:, None]
-    kept = jnp.where(
-        here, Why.RESCUED.value, jnp.where(after, Why.MATCHED.value, verdict.why)
-    ).astype(jnp.int8)
+    kept = jnp.where(after, Why.MATCHED.value, verdict.why)
+    kept = jnp.where(here, Why.RESCUED.value, kept).astype(jnp.int8)
     gap = (seen.argmax_logit - seen.draft_logit)[:, :num_draft]
     bonus = jnp.take_along_axis(seen.replacement, num_drafted[:, None], axis=1)[:, 0]
     whole = dataclasses.replace(
@@ -191,7 +184,6 @@ class Settlement:
 
     Attributes:
       text: the rows' tokens, the target's own in place of a mismatch that was dropped.
-      length: tokens of each row, provisional ones included.
       emitted: the tokens that settle; rows whose provisional end was dropped are rolled back.
       window: the provisional end that is left.
       charged: tokens of the block whose rescues count against the risk budget.
@@ -212,8 +204,7 @@ def close(
     replacement: Int[Array, " rows"],
     text: Int[Array, "rows capacity"],
     length: Int[Array, " rows"],
-    block: tuple[Int[Array, "rows block"], Reports | None],
-    count: Int[Array, " rows"],
+    block: Emitted,
     num_drafted: Int[Array, " rows"],
     accepted: Bool[Array, "rows draft"],
     ended: Bool[Array, " rows"],
@@ -225,11 +216,11 @@ def close(
       replacement: the target's token at the new mismatch.
       text: the rows' tokens with the block's appended.
       length: of each row before the round.
-      block: `Why` of the block's tokens, and their reports if they are asked for.
-      count: tokens of the block that were appended; 0 in a row that had finished.
+      block: what was appended of the block; nothing in a row that had finished.
       num_drafted: draft tokens of each row's block.
       accepted: draft tokens that the lossless rule takes.
     """
+    count = block.count
     # A block fails an open window by a mismatch in it, or by ending before it does.
     needed = jnp.minimum(window.remaining, num_drafted)
     is_needed = jnp.arange(accepted.shape[1]) < needed[:, None]
@@ -253,8 +244,8 @@ def close(
     rows = jnp.arange(text.shape[0])
     dropped = text[rows, start]
     text = text.at[rows, start].set(jnp.where(failed, replacement, dropped))
-    pending = (window.why, window.reports)
-    whys, reports = jax.tree.map(lambda old, new: _joined(old, new, length - begin), pending, block)
+    pending, added = (window.why, window.reports), (block.why, block.reports)
+    whys, reports = jax.tree.map(lambda old, new: _joined(old, new, length - begin), pending, added)
     steps = jnp.arange(whys.shape[1])
     is_replaced = (steps == (start - begin)[:, None]) & failed[:, None]
     whys = jnp.where(is_replaced, Why.CORRECTED.value, whys).astype(jnp.int8)

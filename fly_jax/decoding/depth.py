@@ -63,12 +63,10 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
     total = sum(seen.values())
     scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     begun = {
-        name: getattr(stats, name)
-        .at[rows]
-        .set(jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]))
-        for name in names
+        name: jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]) for name in names
     }
-    return dataclasses.replace(stats, **begun)
+    values = {name: getattr(stats, name).at[rows].set(one) for name, one in begun.items()}
+    return dataclasses.replace(stats, **values)
 
 
 def observe(

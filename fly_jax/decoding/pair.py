@@ -53,15 +53,13 @@ def check_prompt(
     """
     if isinstance(prompt, CheckedPrompt):
         return prompt
-    max_context = config.max_context
     if not prompt:
         raise FlyJaxError(f"{name} is empty; decoding needs at least one token: give some text.")
-    if len(prompt) >= max_context:
+    if len(prompt) >= config.max_context:
         raise FlyJaxError(
-            f"{name} has {len(prompt)} tokens and the model's context is {max_context}; at least "
-            "one position must be left for new text: shorten the prompt."
+            f"{name} has {len(prompt)} tokens and the model's context is {config.max_context}; at "
+            "least one position must be left for new text: shorten the prompt."
         )
-
     if not all(0 <= token < config.vocab_size for token in prompt):
         raise FlyJaxError(
             f"{name} has token ids outside the model's vocabulary of {config.vocab_size}; "
@@ -237,6 +235,7 @@ def open_pair(
     is_embedded = target is None and not drafts
     names = map(str, drafts)
     drafter = next((one for one in names if is_registered(one) or one.startswith(SELF)), None)
+    own = None
     if drafter is not None:
         if len(drafts) > 1:
             raise FlyJaxError(
@@ -244,10 +243,9 @@ def open_pair(
                 "either it or the others (prompt_lookup_max puts a lookup below draft models)."
             )
         drafts = ()
-    own = None
-    if drafter is not None and not is_registered(drafter):
-        self_draft_type(drafter)
-        own, drafter = drafter, None
+        if not is_registered(drafter):
+            self_draft_type(drafter)
+            own, drafter = drafter, None
     folder, embedded_draft = EMBEDDED_PAIR
     if target is not None:
         folder = resolve(str(target), revision)
@@ -323,8 +321,7 @@ def load_pair(
         prepare_devices(spec, num_processes())
     devices = spec if isinstance(spec, Mesh) else create_mesh(spec)
     dtype = dtype or opened.default_dtype
-    int8 = dtype == "int8"
-    stored_int8 = opened.target.source.int8
+    int8, stored_int8 = dtype == "int8", opened.target.source.int8
     own = None if opened.self_draft is None else self_draft_type(opened.self_draft)
     if own is not None:
         check_self_draft(own, int8=int8 or stored_int8)
@@ -335,10 +332,9 @@ def load_pair(
     replicated: tuple[str, ...] = ()
     if devices.size > 1:
         config = opened.target.config.with_vocabulary(vocab_size)
-        draft_config = None
+        draft_config = config if own else None
         if opened.drafts:
             draft_config = opened.drafts[0].config.with_vocabulary(vocab_size)
-        draft_config = config if own else draft_config
         chip = chip_of(jax.devices()[0].device_kind)
         matrices = INT8 if int8 or stored_int8 else None
         wanted = dataclasses.replace(workload or Workload(), matrices=matrices)
@@ -347,17 +343,12 @@ def load_pair(
         replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
 
     def load(one: Checkpoint, layout: Layout | None) -> Llama:
+        separates = separates_layers(one.config, layout, has_integers=int8 or one.source.int8)
         return load_llama(
-            one,
-            layout=layout,
-            dtype=width,
-            int8=int8,
-            vocab_size=vocab_size,
-            unstacked=jax.default_backend() == "cpu"
-            and separates_layers(one.config, layout, has_integers=int8 or one.source.int8),
-            weights_cache=weights_cache,
-            say=say,
-        )
+            one, layout=layout, dtype=width, int8=int8, vocab_size=vocab_size,
+            unstacked=jax.default_backend() == "cpu" and separates,
+            weights_cache=weights_cache, say=say,
+        )  # fmt: skip
 
     loaded = load(opened.target, target_layout)
     drafts = [load(one, draft_layout) for one in opened.drafts]
@@ -365,11 +356,5 @@ def load_pair(
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):
             one.unstack(owner=loaded if loaded.is_unstacked else None)
-    return Pair(
-        target=loaded,
-        drafts=tuple(drafts),
-        tokenizer=opened.target.tokenizer,
-        replicated=replicated,
-        is_embedded=opened.is_embedded,
-        drafter=opened.drafter,
-    )
+    tokenizer, is_embedded = opened.target.tokenizer, opened.is_embedded
+    return Pair(loaded, tuple(drafts), tokenizer, replicated, is_embedded, opened.drafter)

@@ -61,11 +61,7 @@ class AttentionBuckets:
     def __init__(
         self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool, least: int = 0
     ) -> None:
-        """For rows of any length.
-
-        Args:
-          is_whole: all positions are always read.
-        """
+        """For rows of any length; with `is_whole` all positions are always read."""
         self.steps = attention_steps(capacity, is_whole=is_whole, least=least)
         window = static.deferred_window
         most_a_dispatch = static.rounds_per_dispatch * (static.num_speculative_tokens + 1)
@@ -74,20 +70,11 @@ class AttentionBuckets:
         self._room = room
 
     def next_dispatch(self, rows: Iterable[tuple[int, int]]) -> int:
-        """Positions for the next dispatch.
-
-        Args:
-          rows: of each row that goes on, the tokens that are known to have settled, its prompt
-            among them, and the length at which it is done.
-        """
+        """Positions for the next dispatch, by settled tokens and limit of each row that goes on."""
         return self._step(max(self._longest(*row) for row in rows))
 
     def all(self, rows: Sequence[tuple[int, int]]) -> list[int]:
-        """Every answer that `next_dispatch` may give, also when only the shortest rows are left.
-
-        Args:
-          rows: before anything has settled.
-        """
+        """Every answer that `next_dispatch` may give, by the rows before anything has settled."""
         first = self._step(min(self._longest(*row) for row in rows))
         last = self._step(max(limit for _, limit in rows))
         return [step for step in self.steps if first <= step <= last]
@@ -199,11 +186,7 @@ class Programs:
         return self.put(protected)
 
     def begin(self, rows: Rows, positions: int) -> DecodeState:
-        """Rows of whose prompts nothing has been run; traced where the models are abstract.
-
-        Args:
-          rows: on the host, without `seconds`.
-        """
+        """Rows (on the host) of whose prompts nothing has been run; traced of abstract models."""
         depths = self.static.depths
         if depths or self.static.deferred_window:
             rows = rows._replace(seconds=np.zeros(len(depths), np.float32))
@@ -211,10 +194,7 @@ class Programs:
         return self._call(_begin, self._shapes, positions, self._drafter, rows)
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
-        """Some rows, donated, with what the models hold of a row of the state in the one at `at`.
-
-        Where their caches have fewer positions, that is the first ones.
-        """
+        """Some rows, donated, with what the models hold of a state's row in the one at `at`."""
         indices = self._index(row), self._index(at)
         return _copy_row(self._shapes, self._drafter, some, state, *indices)
 
@@ -300,25 +280,19 @@ def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows)
 
 
 def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
-    """The state with all but caches and a drafter's own arrays whole on every device of a mesh.
-
-    Left to itself the compiler splits them by rows in one program and not in another, and what
-    runs after it compiles once more.
-    """
+    """The state with all but caches and a drafter's own arrays whole on every device of a mesh."""
+    # The compiler splits them by rows in some programs, and what runs after compiles once more.
     if layout is None:
         return state
 
     def whole(leaf: Array) -> Array:
         return layout.constrain(leaf, (None,) * leaf.ndim)
 
-    def lengths_whole(one: Any) -> Any:
-        return one.with_length(whole(one.length)) if isinstance(one, KVCache) else one
+    def placed(one: Any, rest: Callable[[Any], Any]) -> Any:
+        return one.with_length(whole(one.length)) if isinstance(one, KVCache) else rest(one)
 
-    def placed(one: Any) -> Any:
-        return lengths_whole(one) if isinstance(one, KVCache) else whole(one)
-
-    numbers = map_caches(placed, dataclasses.replace(state, drafter=None))
-    drafting = map_caches(lengths_whole, state.drafter)
+    numbers = map_caches(lambda one: placed(one, whole), dataclasses.replace(state, drafter=None))
+    drafting = map_caches(lambda one: placed(one, lambda rest: rest), state.drafter)
     return dataclasses.replace(numbers, drafter=drafting)
 
 
@@ -496,8 +470,7 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     """The numbers of the first rows; what all share stays as it is."""
     whole = (inputs.rule, inputs.sampling, inputs.ends, inputs.seated)
-    rule, sampling, ends, seated = jax.tree.map(
-        lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole
-    )
+    few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole)
+    rule, sampling, ends, seated = few
     protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
     return RuleInputs(rule, sampling, protected, inputs.memory, ends, seated)

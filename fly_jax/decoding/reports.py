@@ -121,28 +121,20 @@ class TokenReport:
 def token_reports(
     token_ids: tuple[int, ...], why: tuple[Why, ...], reports: Reports, at: tuple[int, int]
 ) -> list[TokenReport]:
-    """The reports of what one round settles in one row.
-
-    Args:
-      reports: of a dispatch, on the host.
-      at: index of the round and of the row.
-    """
+    """The reports (on the host) of what one round settles in one row, `at` their indices."""
     column = functools.partial(_column, at=at, number=len(token_ids))
     has_draft = [draft != _NO_DRAFT for draft in column(reports.draft)]
     draft_log, choice_log = column(reports.draft_log_prob), column(reports.choice_log_prob)
     never = [False] * len(token_ids)
     columns = (
-        token_ids,
-        why,
-        _known(has_draft, column(reports.draft)),
-        column(reports.choice),
-        _known(has_draft, map(math.exp, draft_log)),
-        map(math.exp, choice_log),
+        token_ids, why,
+        _known(has_draft, column(reports.draft)), column(reports.choice),
+        _known(has_draft, map(math.exp, draft_log)), map(math.exp, choice_log),
         column(reports.entropy),
         _known(has_draft, map(operator.sub, choice_log, draft_log)),
         map(Why, column(reports.verdict)),
         never if reports.deferred is None else column(reports.deferred),
-    )
+    )  # fmt: skip
     return [TokenReport(*row) for row in zip(*columns, strict=True)]
 
 
@@ -167,16 +159,12 @@ def token_logprobs(
     assert reports.top is not None
     column = functools.partial(_column, at=at, number=len(token_ids))
     found = []
+    leaves = (
+        reports.draft, reports.choice, reports.draft_log_prob, reports.choice_log_prob,
+        reports.top.replacement_log_prob, reports.top.ids, reports.top.log_probs,
+    )  # fmt: skip
     for token_id, draft, choice, of_draft, of_choice, of_replacement, ids, values in zip(
-        token_ids,
-        column(reports.draft),
-        column(reports.choice),
-        column(reports.draft_log_prob),
-        column(reports.choice_log_prob),
-        column(reports.top.replacement_log_prob),
-        column(reports.top.ids),
-        column(reports.top.log_probs),
-        strict=True,
+        token_ids, *map(column, leaves), strict=True
     ):
         # A window that has failed puts the choice where the draft token was reported as kept.
         drawn = of_draft if token_id == draft else of_replacement

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,9 @@ from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
+
+_Carry = tuple[Array, DecodeState, RoundOutput]
+_Seen = tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,19 +53,13 @@ class RoundProgram:
         shapes = jax.eval_shape(one_round, state)[1]
         empty = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape[1:]), leaf.dtype), shapes)
 
-        def run(
-            carry: tuple[Array, DecodeState, RoundOutput],
-        ) -> tuple[Array, DecodeState, RoundOutput]:
+        def run(carry: _Carry) -> _Carry:
             index, state, outputs = carry
             state, output = one_round(state)
-            outputs = jax.tree.map(
-                lambda rounds, one: jax.lax.dynamic_update_slice_in_dim(rounds, one, index, 0),
-                outputs,
-                output,
-            )
-            return index + 1, state, outputs
+            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=0)
+            return index + 1, state, jax.tree.map(put, outputs, output)
 
-        def unfinished(carry: tuple[Array, DecodeState, RoundOutput]) -> Bool[Array, ""]:
+        def unfinished(carry: _Carry) -> Bool[Array, ""]:
             index, state, _ = carry
             goes_on = (index < most) & ~jnp.all(state.finished)
             if self.inputs.seated is not None:
@@ -74,11 +70,7 @@ class RoundProgram:
         return state, outputs
 
     def decode(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
-        """Drafts up to K tokens, verifies them and keeps a prefix.
-
-        Returns:
-          The next state, and this round's output with a leading axis of one round.
-        """
+        """Drafts up to K tokens and keeps a prefix; the output has a leading axis of one round."""
         static, drafter, inputs, live = self.static, self.drafter, self.inputs, ~state.finished
         keys, draft_keys, verify_keys = _split(inputs.sampling, state.keys)
         state = dataclasses.replace(state, keys=keys)
@@ -91,15 +83,11 @@ class RoundProgram:
         seen, new, hidden = self._verify(state, draft, verify_keys)
         cache = state.target.with_length(state.length - 1).written(new, self.target.layout)
         state = dataclasses.replace(state, target=cache, drafter=drafter_state)
+        num_drafted = draft.num_drafted if self._may_be_short else None
         verdict = accept(
-            inputs.rule,
-            seen,
-            draft.tokens,
-            protected=inputs.protected,
-            memory=inputs.memory,
-            state=state.rule,
-            num_drafted=draft.num_drafted if self._may_be_short else None,
-        )
+            inputs.rule, seen, draft.tokens, protected=inputs.protected, memory=inputs.memory,
+            state=state.rule, num_drafted=num_drafted,
+        )  # fmt: skip
 
         # 3) Commit: what is kept is appended, and what is certain settles.
         settle = self._settle_deferring if static.deferred_window else self._settle_all
@@ -163,49 +151,41 @@ class RoundProgram:
             wanted=wanted, sampling=self.inputs.sampling, keys=keys,
         )  # fmt: skip
 
-    def _verify(
-        self, state: DecodeState, draft: Draft, keys: Key[Array, " rows"] | None
-    ) -> tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]:
-        """The target's pass, as wide as the longest draft of a live row.
-
-        A branch only reads the cache: one that returned it would have it copied.
-        """
+    def _verify(self, state: DecodeState, draft: Draft, keys: Key[Array, " rows"] | None) -> _Seen:
+        """The target's pass, as wide as the longest draft of a live row."""
         target, drafter, inputs = self.target, self.drafter, self.inputs
         cache = state.target.with_length(state.length - 1)
         num_draft, is_short = draft.tokens.shape[1], self._may_be_short
 
-        def at(width: int) -> Callable[[], tuple[TargetEvidence, NewEntries, Array | None]]:
-            def run() -> tuple[TargetEvidence, NewEntries, Array | None]:
-                tokens, missing = draft.tokens[:, :width], num_draft - width
-                block = _block(state.tokens, state.length, tokens)
-                layers = () if drafter is None else drafter.hidden_layers
-                hidden, new, read = target.hidden_and_inputs(block, cache, layers)
-                seen = evidence(
-                    target.logits(hidden),
-                    tokens,
-                    needs=self.static.needs(inputs.rule),
-                    sampling=inputs.sampling,
-                    draft_logits=None if draft.logits is None else draft.logits[:, :width],
-                    key=keys,
-                    num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
-                    layout=target.layout,
-                )
-                whole = (0, 0), (0, missing)
-                seen = jax.tree.map(
-                    lambda leaf: jnp.pad(leaf, (*whole, *((0, 0),) * (leaf.ndim - 2))), seen
-                )
-                wanted = drafter is not None and drafter.needs_hidden
-                padded = jnp.pad(read, (*whole, (0, 0))) if wanted else None
-                return seen, new.padded(num_draft + 1), padded
-
-            return run
+        def run(width: int) -> _Seen:  # as a branch, only reads the cache: returned, it is copied
+            tokens, missing = draft.tokens[:, :width], num_draft - width
+            block = _block(state.tokens, state.length, tokens)
+            layers = () if drafter is None else drafter.hidden_layers
+            hidden, new, read = target.hidden_and_inputs(block, cache, layers)
+            seen = evidence(
+                target.logits(hidden),
+                tokens,
+                needs=self.static.needs(inputs.rule),
+                sampling=inputs.sampling,
+                draft_logits=None if draft.logits is None else draft.logits[:, :width],
+                key=keys,
+                num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
+                layout=target.layout,
+            )
+            whole = (0, 0), (0, missing)
+            seen = jax.tree.map(
+                lambda leaf: jnp.pad(leaf, (*whole, *((0, 0),) * (leaf.ndim - 2))), seen
+            )
+            wanted = drafter is not None and drafter.needs_hidden
+            padded = jnp.pad(read, (*whole, (0, 0))) if wanted else None
+            return seen, new.padded(num_draft + 1), padded
 
         widths = self.static.widths(drafter)
         if len(widths) == 1:
-            return at(num_draft)()
+            return run(num_draft)
         longest = jnp.max(jnp.where(state.finished, 0, draft.num_drafted))
         index = jnp.searchsorted(jnp.asarray(widths), longest)
-        return jax.lax.switch(index, [at(width) for width in widths])
+        return jax.lax.switch(index, [functools.partial(run, width) for width in widths])
 
     @property
     def _may_be_short(self) -> bool:
@@ -221,10 +201,12 @@ class RoundProgram:
         if state.stats is not None:
             stats = observe(state.stats, verdict, ~state.finished)
             state = dataclasses.replace(state, stats=stats)
-        state, tokens, why, count = self._append(state, proposal.tokens, verdict)
-        state = dataclasses.replace(state, rule=state.rule.after(verdict, count))
-        reports = report(proposal.tokens, seen, verdict.why, why) if self.static.reports else None
-        return state, Emitted(tokens, why, count, reports)
+        state, block = self._append(state, proposal.tokens, verdict)
+        state = dataclasses.replace(state, rule=state.rule.after(verdict, block.count))
+        if self.static.reports:
+            reports = report(proposal.tokens, seen, verdict.why, block.why)
+            block = dataclasses.replace(block, reports=reports)
+        return state, block
 
     def _settle_deferring(
         self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
@@ -237,24 +219,22 @@ class RoundProgram:
         room = state.limit - state.length
         whole, new = defer(verdict, seen, state.stats, room, drafted, static.deferred_window)
         stats = observe(state.stats, whole, live)
-        state, _, why, count = self._append(state, proposal.tokens, whole)
+        state, block = self._append(state, proposal.tokens, whole)
         ended = state.finished & live
-        reports = None
         if static.reports:
             deferred = new.is_new[:, None] & (verdict.why == Why.REFUSED_BOUNDARY)
             decided = jnp.where(deferred, verdict.why, whole.why)
-            reports = report(proposal.tokens, seen, decided, why, deferred)
-        block = (why, reports)
+            reports = report(proposal.tokens, seen, decided, block.why, deferred)
+            block = dataclasses.replace(block, reports=reports)
         left = close(
-            window, new, verdict.next_token, state.tokens, before, block, count, drafted,
+            window, new, verdict.next_token, state.tokens, before, block, drafted,
             seen.accepted, ended,
         )  # fmt: skip
         assert left.emitted.rolled_back is not None
         rule = state.rule.after(whole, left.charged)
         if rule.budget is not None:
             rule = dataclasses.replace(rule, budget=rule.budget + left.refund)
-        ends_anew = self._is_end(left.window.replacement)
-        ends_anew |= left.length >= state.limit
+        ends_anew = self._is_end(left.window.replacement) | (left.length >= state.limit)
         state = dataclasses.replace(
             state,
             tokens=left.text,
@@ -268,24 +248,15 @@ class RoundProgram:
 
     def _append(
         self, state: DecodeState, draft_tokens: Int[Array, "rows draft"], verdict: Verdict
-    ) -> tuple[
-        DecodeState, Int[Array, "rows block"], Int[Array, "rows block"], Int[Array, " rows"]
-    ]:
-        """Appends what was accepted, up to an end of text or the row's limit.
-
-        Returns:
-          The state, the block's tokens, why each stands there, and how many of them are settled.
-        """
+    ) -> tuple[DecodeState, Emitted]:
+        """Appends what was accepted, up to an end of text or the row's limit."""
         drafted = draft_tokens.shape[1]
         steps = jnp.arange(drafted + 1, dtype=jnp.int32)
         kept = verdict.num_accepted[:, None]
         pad = ((0, 0), (0, 1))
-        tokens = jnp.where(
-            steps < kept, jnp.pad(draft_tokens, pad), verdict.next_token[:, None]
-        ).astype(jnp.int32)
-        why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None]).astype(
-            jnp.int8
-        )
+        following, next_why = verdict.next_token[:, None], verdict.next_why[:, None]
+        tokens = jnp.where(steps < kept, jnp.pad(draft_tokens, pad), following).astype(jnp.int32)
+        why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), next_why).astype(jnp.int8)
         is_end = self._is_end(tokens) & (steps <= kept)
         until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
         room = state.limit - state.length
@@ -298,14 +269,12 @@ class RoundProgram:
         length = state.length + count
         finished = state.finished | ended | (length >= state.limit)
         state = dataclasses.replace(state, tokens=text, length=length, finished=finished)
-        return state, tokens, why, count
+        return state, Emitted(tokens, why, count, None)
 
     def _is_end(self, tokens: Int[Array, rows * block]) -> Bool[Array, rows * block]:
         """Tokens that end the text of their row."""
-        none = jnp.zeros(tokens.shape, bool)
-        found = functools.reduce(
-            jnp.logical_or, (tokens == one for one in self.static.eos_token_ids), none
-        )
+        none, eos = jnp.zeros(tokens.shape, bool), self.static.eos_token_ids
+        found = functools.reduce(jnp.logical_or, (tokens == one for one in eos), none)
         ends = self.inputs.ends
         return found if ends is None else found & ends.reshape(-1, *(1,) * (tokens.ndim - 1))
 

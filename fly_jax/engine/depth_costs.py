@@ -1,9 +1,4 @@
-"""From what K is chosen for the rows in the slots: what rounds take, and when to look again.
-
-The choice itself is the decoder's (`decoding/depth.py`): it is made on the device, in each round,
-from the live rows' acceptance and the seconds that it is given for every depth. Here these seconds
-are kept, one dispatch old.
-"""
+"""What rounds of each K take, from which `decoding/depth.py` chooses, and when to look again."""
 
 from __future__ import annotations
 
@@ -88,9 +83,7 @@ class DepthCosts:
     ) -> DecodeState:
         """Times a round of each depth by a program that has been compiled.
 
-        Args:
-          state: of all slots, in which nobody is; donated.
-          one: what each of the first `rows` slots decodes meanwhile; it has room for these rounds.
+        Nobody is in the slots of `state`, which is donated; the first `rows` then decode `one`.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         assert attended is not None
@@ -109,11 +102,7 @@ class DepthCosts:
         return state
 
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
-        """[depths], the seconds from which the next rounds choose.
-
-        Args:
-          may_vary: no token depends on K.
-        """
+        """[depths], the seconds from which the next rounds choose, if no token depends on K."""
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
@@ -128,12 +117,7 @@ class DepthCosts:
         return np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
-        """Takes what a dispatch has done.
-
-        Args:
-          rounds: of the dispatch, as far as they had something to do.
-          seconds: that it took; None where something else ran meanwhile.
-        """
+        """Takes what a dispatch has done, and the seconds, if nothing else ran meanwhile."""
         before, depths = self.current, {one.depth for one in rounds}
         for one in rounds:
             self.num_rounds[one.depth] += 1

@@ -251,33 +251,21 @@ class Engine:
           FlyJaxError: a prompt that the target cannot continue.
         """
         config = self._programs.config
-        return [
-            Request(
-                check_prompt(prompt, config, name=f"Prompt {index + 1}"),
-                max_new_tokens,
-                sampling=self.spec.sampling,
-                seed=seed + index,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        sampling, requests = self.spec.sampling, list[Request]()
+        for at, prompt in enumerate(prompts):
+            prompt = check_prompt(prompt, config, name=f"Prompt {at + 1}")
+            requests.append(Request(prompt, max_new_tokens, sampling=sampling, seed=seed + at))
+        return requests
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
     ) -> list[Generation]:
-        """Decodes prompts, and returns what became of each; see `requests`.
-
-        Raises:
-          FlyJaxError: see `submit`.
-        """
+        """Decodes prompts, and returns what became of each; see `requests` and `submit`."""
         requests = self.requests(prompts, max_new_tokens, seed=seed)
         return [one.generation for one in self.answer(requests)]
 
     def answer(self, requests: Sequence[Request]) -> list[RequestState]:
-        """Decodes requests to their end, and returns what became of each.
-
-        Raises:
-          FlyJaxError: see `submit`.
-        """
+        """Decodes requests to their end, and returns what became of each; see `submit`."""
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
         handed_in = [self.submit(request) for request in requests]
@@ -378,9 +366,7 @@ class Engine:
         """Compiles what these requests need and no request before them has needed.
 
         One that shares less with what is in the slots than with any other prompt may still compile.
-
-        Raises:
-          FlyJaxError: requests wait or are being decoded.
+        FlyJaxError while requests wait or are being decoded.
         """
         prompts = [one.prompt for one in requests]
         chunks = self._prefill.plan.needed(
@@ -397,10 +383,9 @@ class Engine:
         self._state = None
 
     def trace_slots(self) -> Traced:
-        """The program that makes the slots, of an engine of abstract models.
+        """The program that makes the slots, of an engine of abstract models, for the planner.
 
-        Models whose parameters are `jax.ShapeDtypeStruct`, each with a sharding, can be compiled
-        for devices that are not there: the planner does so with the programs that `step` runs.
+        Their parameters are `jax.ShapeDtypeStruct`, each with a sharding.
         """
         return cast(Traced, self._slots())
 
@@ -443,18 +428,12 @@ class Engine:
 
     def _compile(
         self,
-        chunks: Iterable[tuple[int, int, int]],
-        reaches: Sequence[int],
-        drawn: Iterable[bool],
+        chunks: Iterable[tuple[int, int, int]],  # of prompts: rows, size and positions
+        reaches: Sequence[int],  # positions of rounds
+        drawn: Iterable[bool],  # kinds of rounds
         on_progress: Callable[[int, int], None],
     ) -> None:
-        """Runs programs once, those that have not run yet: what slots hold stays as it is.
-
-        Args:
-          chunks: of prompts: rows, size, and positions.
-          reaches: positions of rounds.
-          drawn: kinds of rounds.
-        """
+        """Runs programs once, those that have not run yet: what slots hold stays as it is."""
         self._check_idle("warm up")
         programs = self._programs
         self._rows.protect(0, None)
@@ -487,26 +466,22 @@ class Engine:
             on_progress(next(done), total)
         if self.costs is not None and rounds:
             places = sorted({(attended, number) for _, attended, number in rounds})
-            state = self._time_depths(self.costs, state, inputs[kinds[0]], places)
+            state = self._time_depths(state, inputs[kinds[0]], places)
         self._state = jax.block_until_ready(state.without_stats())
         self._compiled |= {*new_chunks, *rounds}
 
     def _time_depths(
-        self,
-        costs: DepthCosts,
-        state: DecodeState,
-        inputs: RuleInputs,
-        places: Sequence[tuple[int, int]],
+        self, state: DecodeState, inputs: RuleInputs, places: Sequence[tuple[int, int]]
     ) -> DecodeState:
         """Times rounds of each K, by positions and rows, in slots that then hold nothing."""
+        assert self.costs is not None
         request = RequestState(Request([0], self.max_length), self._own)
         row = self._prefill.rows([request], 1)
         for attended, number in places:
             seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
             inputs = dataclasses.replace(inputs, seated=seated)
-            state = costs.measure(
-                self._programs, state.attending(attended), inputs, row, number
-            ).attending(None)
+            state = state.attending(attended)
+            state = self.costs.measure(self._programs, state, inputs, row, number).attending(None)
         self.slots.forget()
         return state
 

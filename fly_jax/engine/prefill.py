@@ -29,6 +29,9 @@ OFFLINE_PREFILL_TOKENS = 2048
 FEW_SHAPES_PREFILL_TOKENS = 64
 
 
+_Prompts = Sequence[Sequence[int]]
+
+
 class Chunk(NamedTuple):
     """Some tokens of prompts that one pass runs.
 
@@ -92,11 +95,7 @@ class ChunkPlan:
             start = at + size
 
     def groups(self, length: int, number: int) -> list[tuple[list[Chunk], int]]:
-        """How so many prompts of one length are run that share nothing.
-
-        Returns:
-          The chunks of a group of prompts, and how many such groups there are.
-        """
+        """The chunks of groups of prompts of one length that share nothing, and how many each."""
         most = self.rows[-1] if self.kind(0, length) else 1
         whole, rest = divmod(number, most)
         rows = {next(rows for rows in self.rows if rows >= most): whole}
@@ -106,12 +105,8 @@ class ChunkPlan:
         return [(list(self.chunks(0, length, few)), times) for few, times in rows.items() if times]
 
     def kind(self, start: int, end: int) -> tuple[int, int] | None:
-        """Prompts of one kind are run together; None for one that is run alone.
-
-        A pass over a prompt that is not short has enough tokens by itself. Prompts of one kind
-        begin at one position, and their lengths have one power of two.
-        """
-        if end > self._steps[0]:
+        """Prompts of one kind, by beginning and power of two, are run together; None for alone."""
+        if end > self._steps[0]:  # a pass over it has enough tokens by itself
             return None
         return start, max(end - start - 1, _SMALLEST_CHUNK - 1).bit_length()
 
@@ -124,18 +119,12 @@ class ChunkPlan:
         return {*alone, *together}
 
     def needed(
-        self,
-        prompts: Sequence[Sequence[int]],
-        held: Sequence[Sequence[int]],
-        *,
-        shares: bool,
-        block: int,
+        self, prompts: _Prompts, held: _Prompts, *, shares: bool, block: int
     ) -> set[tuple[int, int, int]]:
         """The programs that run these prompts, in whatever order they come.
 
-        Args:
-          shares: a prompt also begins behind what it has in common with another, or with a slot.
-          block: tokens that are shared come in multiples of this.
+        With `shares` one also begins behind whole blocks that it has in common with another, or
+        that are held.
         """
         begins = {(0, len(prompt)) for prompt in prompts}
         if shares:
@@ -211,9 +200,8 @@ class Prefill:
         """Runs the next chunk: its tokens, and the rows once the whole prompts have been run."""
         assert self._rows is not None
         chunk = self._chunks.popleft()
-        self._rows = self._programs.prefill_chunk(
-            self._rows, chunk.size, chunk.start, chunk.attended
-        )
+        where = chunk.size, chunk.start, chunk.attended
+        self._rows = self._programs.prefill_chunk(self._rows, *where)
         return chunk.rows * chunk.size, None if self._chunks else self._rows
 
     def end(self) -> list[tuple[RequestState, Prefix]]:

@@ -174,11 +174,7 @@ class RequestState:
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
     ) -> Settled | None:
-        """Adds what one round has done to its row.
-
-        Returns:
-          What has settled; None where nothing has.
-        """
+        """Adds what one round has done to its row; returns what has settled, if something has."""
         one, (index, row) = self.generation, at
         count, drafted = int(output.count[at]), int(output.num_drafted[at])
         if count == 0 and drafted == 0:
@@ -260,12 +256,7 @@ def check_window(rule: Rule, size: int) -> None:
 def check_request(
     request: Request, rule: Rule, static: RoundStatic, max_length: int, *, has_tokenizer: bool
 ) -> None:
-    """Raises FlyJaxError for a request that no engine of these rounds can answer.
-
-    Args:
-      request: its prompt has been checked.
-      rule: the request's own, or the engine's.
-    """
+    """Raises FlyJaxError for a request, of a checked prompt, that these rounds cannot answer."""
     length, stop = len(request.prompt), request.stop
     logprobs, drawn = request.logprobs, request.sampling
     if length >= max_length:
@@ -319,11 +310,7 @@ class _Token(NamedTuple):
 
 
 class StopChecker:
-    """The text of one request, token by token.
-
-    A token in whose text a stop string may have begun is held back until that is decided, so
-    nothing that was handed out is ever part of one.
-    """
+    """The text of a request; a token is held back while a stop string may have begun in it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         """Begins behind a prompt."""
@@ -332,11 +319,9 @@ class StopChecker:
         self._held: list[_Token] = []
 
     def push(self, settled: Settled) -> tuple[Settled | None, int]:
-        """Takes what has settled.
+        """Takes what has settled; returns what may be handed out, if any, with its texts.
 
-        Returns:
-          What may be handed out, with its texts (None if that is nothing), and how many of the
-          tokens taken the request has: fewer than all where a stop string was complete before.
+        With it comes how many of the tokens it has: fewer where a stop string came before the end.
         """
         text = "".join(token.text for token in self._held)
         for number, pair in enumerate(zip(settled.token_ids, settled.why, strict=True), 1):
@@ -345,7 +330,10 @@ class StopChecker:
             self._held.append(_Token(*pair, added))
             stops = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
             if stops:  # before the one that is complete first, of several the longest
-                self._cut(min(stops)[1])
+                left = min(stops)[1]
+                for at, token in enumerate(self._held):
+                    self._held[at] = token._replace(text=token.text[:left])
+                    left = max(left - len(token.text), 0)
                 stopped = dataclasses.replace(settled, finish_reason="stop")
                 return self._released(stopped, len(self._held)), number
         if settled.finish_reason is not None:
@@ -353,12 +341,6 @@ class StopChecker:
             self._held[-1] = last._replace(text=last.text + self._stream.finish())
             return self._released(settled, len(self._held)), len(settled.token_ids)
         return self._released(settled, self._num_safe(text)), len(settled.token_ids)
-
-    def _cut(self, length: int) -> None:
-        """Shortens the text of the tokens held to so many characters."""
-        for index, token in enumerate(self._held):
-            self._held[index] = token._replace(text=token.text[:length])
-            length = max(length - len(token.text), 0)
 
     def _num_safe(self, text: str) -> int:
         """Tokens held before any in whose text a stop string may have begun."""

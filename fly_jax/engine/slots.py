@@ -23,6 +23,9 @@ from fly_jax.verification.sampling import Sampling, sampling_per_row
 SHARED_BLOCK = 16
 
 
+_Who = Sequence[RequestState | None]
+
+
 class Prefix(NamedTuple):
     """The beginning of a prompt that a slot's caches hold, of no tokens where none hold enough."""
 
@@ -31,19 +34,10 @@ class Prefix(NamedTuple):
 
 
 class Slots:
-    """The rows of the engine's state.
-
-    Attributes:
-      block: beginnings are shared in multiples of so many tokens; 0 for not at all.
-    """
+    """The rows of the engine's state; beginnings are shared in multiples of `block`, 0 for not."""
 
     def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK, unseen: int = 2) -> None:
-        """All are free, and hold nothing.
-
-        Args:
-          steps: how many slots, from the first on, rounds may be made for; the last is all.
-          unseen: see `Drafter`.
-        """
+        """All are free; rounds are made for as many, from the first on, as `steps` says."""
         self.block, self._unseen = block, unseen
         number = steps[-1]
         self.occupants: list[RequestState | None] = [None] * number
@@ -117,12 +111,9 @@ class Slots:
         self._free.append(slot)
 
     def _shared_blocks(self, row: Sequence[int], prompt: Sequence[int]) -> int:
-        """How many tokens at the beginning of a prompt the caches of a row hold, in whole blocks.
-
-        The row's last tokens are not relied on: a drafter has not seen them when a round ends, and
-        a row that is finished is fed its last one again, with too little attended to, while others
-        go on. Nor is the last of the prompt: something has to be run.
-        """
+        """Tokens at the beginning of a prompt that the caches of a row hold, in whole blocks."""
+        # A drafter has not seen the row's last ones when a round ends, and a finished row is fed
+        # its last one again, with too little attended to. Of the prompt, something has to be run.
         most = min(len(row) - self._unseen, len(prompt) - 1)
         same = next((at for at in range(most) if row[at] != prompt[at]), most)
         return same // self.block * self.block  # may be negative
@@ -136,16 +127,11 @@ def _text(request_state: RequestState, *, so_far: bool = True) -> tuple[int, ...
 
 
 class Seated(NamedTuple):
-    """Requests whose prompts were run together.
-
-    Attributes:
-      dispatched: when their prompts began to be dispatched.
-      is_there: an array that is there when their prompts have been run.
-    """
+    """Requests whose prompts were run together."""
 
     requests: tuple[RequestState, ...]
-    dispatched: float
-    is_there: Array
+    dispatched: float  # when that began
+    is_there: Array  # when they have been run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,13 +207,7 @@ class RowInputs:
         kind: Any = jax.tree.structure(self.united)
         return bool(jax.tree.structure(per_row([rule], self._like)) == kind)
 
-    def of(
-        self,
-        occupants: Sequence[RequestState | None],
-        memory: CorrectionMemory | None,
-        *,
-        sampled: bool,
-    ) -> RuleInputs:
+    def of(self, occupants: _Who, memory: CorrectionMemory | None, *, sampled: bool) -> RuleInputs:
         """The numbers of the requests in all slots; `sampled` where some of them are drawn."""
         programs, who = self._programs, tuple(occupants)
         if self._last is None or self._last[0] != who:
@@ -256,7 +236,7 @@ class RowInputs:
         self._protected = _replaced(self._protected, row, at)
         self._given[slot] = token_ids
 
-    def _of_rows(self, who: Sequence[RequestState | None]) -> tuple[Rule, Sampling | None]:
+    def _of_rows(self, who: _Who) -> tuple[Rule, Sampling | None]:
         if self._like is None:
             return self._own, self._sampling
         rules = [self._own if one is None else one.rule for one in who]
@@ -265,7 +245,7 @@ class RowInputs:
         sampling = sampling_per_row([*samplings, Sampling(0.0, top_k=0, top_p=1.0)])
         return per_row(rules, self._like), jax.tree.map(lambda leaf: leaf[:-1], sampling)
 
-    def _protected_of(self, who: Sequence[RequestState | None]) -> Bool[Array, "slots vocab"]:
+    def _protected_of(self, who: _Who) -> Bool[Array, "slots vocab"]:
         for slot, one in enumerate(who):
             # Nobody is rescued anything in a slot without a request.
             if one is not None and one.request.protected_token_ids != self._given[slot]:

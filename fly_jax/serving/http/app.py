@@ -40,17 +40,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 def make_app(service: Service) -> FastAPI:
     """The ASGI application over a service, which whoever runs the app makes ready."""
-    app = FastAPI(
-        title="fly_jax",
-        version=importlib.metadata.version("fly_jax"),
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.add_middleware(
-        Guard,  # type: ignore[arg-type]
-        limits=lambda: service.limits,
-        on_refused=service.metrics.refused,
-    )
+    version, refused_one = importlib.metadata.version("fly_jax"), service.metrics.refused
+    app = FastAPI(title="fly_jax", version=version, docs_url=None, redoc_url=None)
+    guard: Any = Guard
+    app.add_middleware(guard, limits=lambda: service.limits, on_refused=refused_one)
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response

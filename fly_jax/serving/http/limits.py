@@ -161,18 +161,12 @@ class Client:
         self._end = asyncio.get_running_loop().time() + seconds
 
     async def waits_for(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Does a part of the work; it is cancelled when the client leaves, or the time is over.
-
-        Raises:
-          ClientGone: the client has left.
-          ApiError: the time is over.
-        """
+        """Does a part of the work until the client leaves (ClientGone) or time is up (ApiError)."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._leaves())
         left = self._end - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait(
-                (working, leaving), timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait((working, leaving), timeout=left, return_when=first)
             if working.done():
                 return working.result()
             if leaving.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
@@ -130,7 +130,7 @@ class RequestMetrics(BaseModel):
     @classmethod
     def of(cls, states: Sequence[RequestState], k: int) -> RequestMetrics:
         """Of answers that are done, whose rounds draft K tokens."""
-        firsts, decodes, waits, ends, per_token = [], [], [], [], []
+        firsts, decodes, waits, ends = [], [], [], []
         for one in states:
             assert one.seated is not None
             assert one.first_token is not None
@@ -139,8 +139,7 @@ class RequestMetrics(BaseModel):
             firsts.append(one.first_token - one.submitted)
             decodes.append(one.finished - one.first_token)
             ends.append(one.finished)
-            delay = one.inter_token_seconds
-            per_token += [] if delay is None else [delay]
+        per_token = [seconds for one in states if (seconds := one.inter_token_seconds) is not None]
         seconds = max(ends) - min(one.submitted for one in states)
         number = sum(len(one.generation.token_ids) for one in states)
         return cls(
@@ -169,15 +168,8 @@ class AnswerAudit(BaseModel):
     @classmethod
     def of(cls, state: RequestState, tokenizer: Tokenizer, run: Run) -> AnswerAudit:
         """Of an answer that is done."""
-        found, _ = audited(
-            0,
-            "",
-            state.generation,
-            tokenizer,
-            run,
-            has_window=state.rule.longest_window > 0,
-            budget=state.budget,
-        )
+        one, has_window = state.generation, state.rule.longest_window > 0
+        found, _ = audited(0, "", one, tokenizer, run, has_window=has_window, budget=state.budget)
         return cls(
             rule=run.rule,
             entropy_measure=run.entropy_measure,
@@ -355,10 +347,7 @@ class TextStyle:
     """The form of the replies of /v1/completions."""
 
     prefix: ClassVar[str] = "cmpl"
-    whole: Callable[..., Reply] = staticmethod(
-        functools.partial(Completion, object="text_completion")
-    )
-    chunk = whole
+    whole = chunk = staticmethod(functools.partial(Completion, object="text_completion"))
 
     def answer(self, text: str, **fields: Any) -> Choice:
         """An answer in one piece."""
@@ -393,12 +382,8 @@ class ChatStyle:
     """The form of the replies of /v1/chat/completions."""
 
     prefix: ClassVar[str] = "chatcmpl"
-    whole: Callable[..., Reply] = staticmethod(
-        functools.partial(ChatCompletion, object="chat.completion")
-    )
-    chunk: Callable[..., Reply] = staticmethod(
-        functools.partial(ChatChunk, object="chat.completion.chunk")
-    )
+    whole = staticmethod(functools.partial(ChatCompletion, object="chat.completion"))
+    chunk = staticmethod(functools.partial(ChatChunk, object="chat.completion.chunk"))
 
     def answer(self, text: str, **fields: Any) -> Choice:
         """An answer in one piece."""
@@ -421,15 +406,11 @@ class ChatStyle:
             token = data.decode("utf-8", "replace")
             return {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(data)}
 
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(
-                    **shown(one.token_id, one.logprob),
-                    top_logprobs=[TopLogprob(**shown(*other)) for other in one.top],
-                )
-                for one in found
-            ]
-        )
+        content = []
+        for one in found:
+            top = [TopLogprob(**shown(*other)) for other in one.top]
+            content.append(TokenLogprob(**shown(one.token_id, one.logprob), top_logprobs=top))
+        return ChatLogprobs(content=content)
 
 
 Style = TextStyle | ChatStyle

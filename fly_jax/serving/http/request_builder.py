@@ -34,12 +34,9 @@ class RequestBuilder:
 
     @classmethod
     def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:
-        """Of a server whose requests may ask for these rules besides.
+        """Of a server whose requests may ask for these rules besides; FlyJaxError for a wrong one.
 
         None are fly and margin, as far as they fit. Without a draft there is nothing to choose.
-
-        Raises:
-          FlyJaxError: a rule of no use.
         """
         if not config.num_speculative_tokens:
             return cls(config, ())
@@ -124,9 +121,8 @@ class RequestBuilder:
     def _config(self, request: GenerationRequest) -> DecodingConfig:
         """The server's config with what a request gives."""
         own = self.config
-        given = request.fly.model_dump(
-            exclude={"rule", "protect", "audit", "stream_why"}, exclude_none=True
-        )
+        others = {"rule", "protect", "audit", "stream_why"}
+        given = request.fly.model_dump(exclude=others, exclude_none=True)
         temperature = request.temperature
         temperature = float(own.sampling.temperature) if temperature is None else temperature
         if temperature < _GREEDY_BELOW:  # without draws there is nothing to keep tokens from

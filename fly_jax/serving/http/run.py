@@ -245,26 +245,17 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _is_late(self) -> None:
-        self._refuse(
-            ApiError(
-                408,
-                f"The request was not there in {self._limits().arrival_timeout:g} seconds; send it "
-                "faster.",
-                code="request_timeout",
-                headers=NO_RETRY,
-            )
-        )
+        seconds = self._limits().arrival_timeout
+        message = f"The request was not there in {seconds:g} seconds; send it faster."
+        self._refuse(ApiError(408, message, code="request_timeout", headers=NO_RETRY))
 
     def _refuse(self, error: ApiError) -> None:
         """Closes the connection, with a reply where none has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             reply = error.response
             headers = [*reply.raw_headers, (b"connection", b"close")]
-            for event in (
-                h11.Response(status_code=error.status, headers=headers),
-                h11.Data(data=bytes(reply.body)),
-                h11.EndOfMessage(),
-            ):
+            head = h11.Response(status_code=error.status, headers=headers)
+            for event in (head, h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             self._on_refused(error.status)
         if self.cycle is not None:  # whoever waits for the rest of the body

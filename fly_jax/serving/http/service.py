@@ -29,7 +29,6 @@ class Service:
     """Takes requests as long as it is ready.
 
     Attributes:
-      name: of the model.
       engine: whoever runs the service enters and leaves it.
       state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
         replies are cut off.
@@ -103,8 +102,6 @@ class Service:
     ) -> ResponseStream:
         """Hands a request to the engine, to be answered in the style of its endpoint.
 
-        It shares prefixes with those of the same salt.
-
         Raises:
           ApiError: it is not taken.
           FlyJaxError: something in it is wrong.
@@ -169,7 +166,7 @@ class Service:
     def leave(self, stream: ResponseStream) -> None:
         """Counts out a reply of which no more will come."""
         self._open.discard(stream)
-        self.num_open -= stream.num_streams
+        self.num_open -= len(stream.answers)
 
     def _encoded(self, prompt: Prompt) -> Sequence[int]:
         tokenizer, engine = self.pair.tokenizer, self.engine.engine
@@ -230,7 +227,11 @@ class _Answer:
 
 
 class ResponseStream:
-    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
+    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens.
+
+    Attributes:
+      answers: one for each request that the engine has of it.
+    """
 
     def __init__(
         self,
@@ -241,17 +242,12 @@ class ResponseStream:
     ) -> None:
         """Begins to answer a request, of whose prompts each has n streams."""
         self._service, self._request, self._style = service, request, style
-        self._answers = [_Answer(stream) for stream in streams]
+        self.answers = [_Answer(stream) for stream in streams]
         self._fields: dict[str, Any] = {
             "id": f"{style.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.name,
         }
-
-    @property
-    def num_streams(self) -> int:
-        """Requests that the engine has of it."""
-        return len(self._answers)
 
     async def __aenter__(self) -> ResponseStream:
         """Nothing to be done."""
@@ -261,12 +257,12 @@ class ResponseStream:
         """Cancels what is still going."""
         self.cancel()
         self._service.leave(self)
-        for answer in self._answers:
+        for answer in self.answers:
             self._service.metrics.ended(answer.state)
 
     def cancel(self) -> None:
         """Stops decoding; whoever waits for a reply is told so."""
-        for answer in self._answers:
+        for answer in self.answers:
             answer.stream.stop()
 
     async def whole(self) -> replies.Reply:
@@ -280,7 +276,7 @@ class ResponseStream:
                 finish_reason=answer.state.generation.finish_reason,
                 **self._extras(answer, 0, is_last=True, is_whole=True),
             )
-            for index, answer in enumerate(self._answers)
+            for index, answer in enumerate(self.answers)
         ]
         return self._style.whole(
             choices=choices, usage=self._usage(), metrics=self._figures(), **self._fields
@@ -290,9 +286,9 @@ class ResponseStream:
         """The reply as it comes; raises ApiError where the engine has stopped."""
         options = self._request.stream_options
         ends_with_usage = options is not None and options.include_usage
-        unfinished = len(self._answers)
+        unfinished = len(self.answers)
         async for index, settled in self._settled():
-            answer = self._answers[index]
+            answer = self.answers[index]
             begin = len(answer.texts) - len(settled.texts)
             text, is_last = "".join(settled.texts), settled.finish_reason is not None
             unfinished -= is_last
@@ -312,11 +308,11 @@ class ResponseStream:
 
     async def _settled(self) -> AsyncGenerator[tuple[int, Settled]]:
         """Waits for the next tokens of any answer, and counts them."""
-        streams = [answer.stream for answer in self._answers]
+        streams = [answer.stream for answer in self.answers]
         try:
             async with contextlib.aclosing(merged(streams)) as found:
                 async for index, settled in found:
-                    answer, now = self._answers[index], time.perf_counter()
+                    answer, now = self.answers[index], time.perf_counter()
                     self._service.metrics.settled(
                         settled, None if answer.last is None else now - answer.last
                     )
@@ -351,11 +347,11 @@ class ResponseStream:
         return found | ({"fly": replies.ChoiceExtras(**extras)} if extras else {})
 
     def _usage(self) -> replies.Usage:
-        return replies.Usage.of([answer.state for answer in self._answers], self._request.n)
+        return replies.Usage.of([answer.state for answer in self.answers], self._request.n)
 
     def _figures(self) -> replies.RequestMetrics:
         return replies.RequestMetrics.of(
-            [answer.state for answer in self._answers], self._service.num_speculative_tokens
+            [answer.state for answer in self.answers], self._service.num_speculative_tokens
         )
 
 

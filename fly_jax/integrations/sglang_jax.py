@@ -87,10 +87,7 @@ def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> No
             found = jax.sharding.auto_axes(found, out_sharding=PartitionSpec("data"))
         tokens = found(draft_token, target_logits)
         # The argmax of this is the tokens again; XLA makes no array of it.
-        return stock(
-            draft_token,
-            tokens[:, None] == jnp.arange(target_logits.shape[-1]),
-            draft_token_num=draft_token_num,
-        )
+        logits = tokens[:, None] == jnp.arange(target_logits.shape[-1])
+        return stock(draft_token, logits, draft_token_num=draft_token_num)
 
     worker.dflash_greedy_verify = dflash_greedy_verify

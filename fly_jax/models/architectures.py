@@ -92,17 +92,16 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in _SIZES:
             self._check(getattr(self, name) >= 1, "it must be at least 1", name)
-        tokens = self.eos_token_ids
-        tokens += () if self.bos_token_id is None else (self.bos_token_id,)
+        tokens = (*self.eos_token_ids, 0 if self.bos_token_id is None else self.bos_token_id)
         are_ids = all(isinstance(token, int) and token >= 0 for token in tokens)
-        window, rows = self.sliding_window, self.draft_vocab_size
-        has_room = window is None or window >= 1
-        has_rows = rows is None or 2 <= rows <= self.vocab_size
-        few = "the first must be at least 2 and at most the second"
         self._check(are_ids, "token ids are numbers of at least 0", "bos_token_id", "eos_token_ids")
         is_known = self.pard_token is None or self.pard_token in range(self.vocab_size)
         self._check(is_known, "the first must be below the second", "pard_token", "vocab_size")
+        has_room = self.sliding_window is None or self.sliding_window >= 1
         self._check(has_room, "it must be at least 1, or null", "sliding_window")
+        rows = self.draft_vocab_size
+        has_rows = rows is None or 2 <= rows <= self.vocab_size
+        few = "the first must be at least 2 and at most the second"
         self._check(has_rows, few, "draft_vocab_size", "vocab_size")
         if self.num_heads % self.num_kv_heads:
             raise FlyJaxError(
@@ -117,9 +116,8 @@ class LlamaConfig:
 
     def check_layers(self, num_tensors: int) -> None:
         """Raises FlyJaxError where there cannot be a tensor for each layer."""
-        self._check(
-            self.num_layers <= num_tensors, f"there are {num_tensors} tensors", "num_layers"
-        )
+        has_all = self.num_layers <= num_tensors
+        self._check(has_all, f"there are {num_tensors} tensors", "num_layers")
 
     def with_vocabulary(self, size: int) -> LlamaConfig:
         """The same model without the rows that pad its vocabulary beyond so many tokens."""
@@ -200,11 +198,7 @@ def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
 def _read_windows(
     hf: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
 ) -> Fields:
-    """The window and its layers, as Qwen and SmolLM3 write them down.
-
-    Args:
-      is_windowed: whether a layer has the window where the file does not list the layers.
-    """
+    """The window and its layers, listed or `is_windowed`, as Qwen and SmolLM3 write them down."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     if window is None:
         return {}
@@ -238,9 +232,7 @@ def _written_windows(config: LlamaConfig) -> Fields:
     return {
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
-        "layer_types": [
-            kinds[layer in config.windowed_layers] for layer in range(config.num_layers)
-        ],
+        "layer_types": [kinds[at in config.windowed_layers] for at in range(config.num_layers)],
     }
 
 
@@ -322,8 +314,6 @@ GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.ggu
 
 def read_config(folder: Path) -> LlamaConfig:
     """Reads `config.json`, and the end-of-text ids that `generation_config.json` adds.
-
-    Instruct checkpoints list ids there (`<|eot_id|>`, `<|eom_id|>`) that `config.json` lacks.
 
     Raises:
       FlyJaxError: no such file, not JSON, or no model that is known.

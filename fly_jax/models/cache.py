@@ -76,20 +76,16 @@ class KVCache:
     def written(self, new: NewEntries, layout: Layout | None) -> KVCache:
         """With what a pass adds, at and after each row's length; the length stays.
 
-        In place where the cache is donated or carried by a loop. The caller keeps length + time
-        within the capacity: XLA would shift a write that runs over the end.
+        The caller keeps length + time within the capacity: XLA would shift what runs over the end.
         """
         write: Callable[[Entries, Array, Array], Entries] = _write
         if layout is not None:
             cache_spec = layout.spec(CACHE_AXES, self.keys.shape)
             new_spec = layout.spec(NEW_AXES, new.keys.shape)
-            rows = axes_in(new_spec[1])
+            rows, lengths = axes_in(new_spec[1]), axes_in(cache_spec[3])
+            more_rows = tuple(name for name in axes_in(cache_spec[1]) if name not in rows)
             write = jax.shard_map(
-                functools.partial(
-                    _write_shard,
-                    more_rows=tuple(name for name in axes_in(cache_spec[1]) if name not in rows),
-                    lengths=axes_in(cache_spec[3]),
-                ),
+                functools.partial(_write_shard, more_rows=more_rows, lengths=lengths),
                 mesh=layout.mesh,
                 in_specs=(cache_spec, new_spec, PartitionSpec(new_spec[1])),
                 out_specs=cache_spec,
@@ -118,12 +114,7 @@ def empty_cache(
 
 
 def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Array:
-    """Within `jax.shard_map`, this device's part of rows that the mesh splits further.
-
-    Args:
-      count: rows of this device's part of the cache.
-      more_rows: the mesh axes that split the cache's rows, but not those of the activations.
-    """
+    """Within `jax.shard_map`, a device's `count` rows of those that only caches' axes split."""
     if not more_rows:
         return values
     first = jax.lax.axis_index(more_rows) * count
@@ -163,11 +154,7 @@ def _write_part(
     new: Float[Array, "layers rows kv_heads time head"],
     start: Int[Array, " rows"],
 ) -> Entries:
-    """`_write` where these are some of a row's positions: what belongs to others is left out.
-
-    Args:
-      start: where the first of it goes, counted from the first position here; may be negative.
-    """
+    """`_write` of a part of a row's positions; `start` is counted from here; it may be negative."""
     new = new.astype(entries.dtype)
     layers, rows, kv_heads, capacity, head = entries.shape
     time = new.shape[3]

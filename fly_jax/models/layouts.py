@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Iterable
 
 import ml_dtypes
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fly_jax.models.architectures import LlamaConfig, MatrixType, ParameterSpec, parameter_specs
@@ -169,12 +168,10 @@ def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:
 
 
 def _bytes(layout: Layout, specs: Iterable[ParameterSpec]) -> int:
-    numbers = ((layout.shard_bytes(spec.axes, spec.shape, 1), spec.dtype) for spec in specs)
-    return sum(count * _bits(dtype) // 8 for count, dtype in numbers)
-
-
-def _bits(dtype: np.dtype | None) -> int:
-    """Of a number; two of int4 share a byte on accelerators, and take one each in NumPy."""
-    if dtype is None:
-        return 16
-    return 4 if dtype == ml_dtypes.int4 else 8 * dtype.itemsize
+    found = 0
+    for spec in specs:
+        # Two of int4 share a byte on accelerators, and take one each in NumPy.
+        bits = 16 if spec.dtype is None else 8 * spec.dtype.itemsize
+        bits = 4 if spec.dtype == ml_dtypes.int4 else bits
+        found += layout.shard_bytes(spec.axes, spec.shape, 1) * bits // 8
+    return found

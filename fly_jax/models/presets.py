@@ -32,11 +32,7 @@ PRESETS = {name: LlamaConfig(**_fields(table)) for name, table in _TABLES.items(
 
 
 def preset(name: str) -> LlamaConfig:
-    """The configuration of a published model, such as `"llama-3.1-8b"`.
-
-    Raises:
-      FlyJaxError: the name is none of `PRESETS`.
-    """
+    """The configuration of a published model, such as `"llama-3.1-8b"`, one of `PRESETS`."""
     if name not in PRESETS:
         raise FlyJaxError(
             f"There is no preset '{name}'; the presets are {', '.join(PRESETS)}: name one of them."

@@ -62,10 +62,7 @@ def quantised(
 def quantised_rows(
     block: Float32[np.ndarray, "outputs inputs"],
 ) -> tuple[Int8[np.ndarray, "outputs inputs"], Float32[np.ndarray, " outputs"]]:
-    """Rows of a matrix as int8, with their scales: `quantised` on the host, but for its rounding.
-
-    XLA divides in another order, so one integer in a thousand is the next one.
-    """
+    """Rows of a matrix as int8, with scales, on the host; XLA divides in another order."""
     scale = np.abs(block).max(axis=1) / np.float32(127.5)  # -128 and 127 are both used
     scale[scale < np.sqrt(np.finfo(np.float32).tiny)] = 1
     rounded = np.rint(block / scale[:, None])
@@ -90,9 +87,8 @@ def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None =
         for name, spec in parameter_specs(config).items()
         if spec.axes[0] == "layers" and spec.inputs
     }
-    stacks = {
-        name: (parameters.pop(name), parameters.pop(scale_name(name), None)) for name in specs
-    }
+    pop = parameters.pop
+    stacks = {name: (pop(name), pop(scale_name(name), None)) for name in specs}
 
     def rounded(stacks: dict[str, tuple[Array, Array | None]]) -> dict[str, Array]:
         found: dict[str, Array] = {}

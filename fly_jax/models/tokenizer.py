@@ -62,9 +62,7 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of what the ids mean; control tokens count by their place, not by their name."""
         controls = set(self.control_token_ids)
-        names = [
-            "" if index in controls else name for index, name in enumerate(self.vocabulary.names)
-        ]
+        names = ["" if at in controls else name for at, name in enumerate(self.vocabulary.names)]
         return hashlib.sha256(json.dumps(names).encode()).hexdigest()
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
@@ -136,13 +134,10 @@ class Tokenizer:
             [name for name in names if len(name.strip()) > 1 and name in said]
             for names in (controls, vocabulary.added)
         )
-        hidden = [
-            {
-                key: _hidden(value, ours, () if message.get("role") == "assistant" else added)
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
+        hidden = []
+        for message in messages:
+            marks = () if message.get("role") == "assistant" else added
+            hidden.append({key: _hidden(value, ours, marks) for key, value in message.items()})
         text = _render(self.chat_template, self.special_tokens, hidden)
         if not (_WITHIN in text or _CUT in text):
             return vocabulary.encode(text, parse_controls=True)
@@ -206,39 +201,26 @@ def load_tokenizer(folder: Path, config: LlamaConfig | None = None) -> Tokenizer
         for key, value in settings.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
-    vocabulary = _load_vocabulary(
-        folder, adds_bos=settings.get("add_bos_token", True), bos=special.get("bos_token")
-    )
+    adds_bos, bos = settings.get("add_bos_token", True), special.get("bos_token")
+    vocabulary = _load_vocabulary(folder, adds_bos=adds_bos, bos=bos)
     ids = {name: index for index, name in enumerate(vocabulary.names) if name}
     eos = ids.get(special.get("eos_token", ""))
     eos_ids: tuple[int, ...] = () if eos is None else (eos,)
     if config is not None:
         eos_ids = tuple(dict.fromkeys(eos_ids + config.eos_token_ids))
     named = {ids[name] for name in special.values() if name in ids}
-    return Tokenizer(
-        vocabulary=vocabulary,
-        eos_token_ids=eos_ids,
-        control_token_ids=tuple(sorted(vocabulary.control_ids | named | set(eos_ids))),
-        chat_template=_chat_template(folder, settings),
-        special_tokens=special,
-    )
+    controls = tuple(sorted(vocabulary.control_ids | named | set(eos_ids)))
+    return Tokenizer(vocabulary, eos_ids, controls, _chat_template(folder, settings), special)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """Checks that every id means the same to both models.
-
-    Control tokens may have other names: Llama 3.1 renamed some that Llama 3 had reserved.
-
-    Raises:
-      FlyJaxError: names the sizes, or the first id that differs.
-    """
+    """Raises FlyJaxError, which names sizes or the first id, unless ids mean the same to both."""
     names, others = target.vocabulary.names, draft.vocabulary.names
     advice = "speculative decoding needs one vocabulary: choose a draft of the target's family."
     if len(names) != len(others):
-        raise FlyJaxError(
-            f"The target's tokenizer has {len(names)} tokens and the draft's {len(others)}; "
-            f"{advice}"
-        )
+        sizes = f"{len(names)} tokens and the draft's {len(others)}"
+        raise FlyJaxError(f"The target's tokenizer has {sizes}; {advice}")
+    # These may have other names: Llama 3.1 renamed some that Llama 3 had reserved.
     controls = set(target.control_token_ids) & set(draft.control_token_ids)
     for index, (name, other) in enumerate(zip(names, others, strict=True)):
         if name != other and index not in controls:
@@ -249,8 +231,15 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabulary:
     """A `tokenizer.json`, whose post-processor alone says what is added, or a `.model`."""
-    if (folder / "tokenizer.json").exists():
-        return _json_vocabulary(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    if path.exists():
+        try:
+            return JsonVocabulary(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception
+            raise FlyJaxError(
+                f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
+                "download the file again."
+            ) from error
     models = [folder / "tokenizer.model", *sorted(folder.glob("*.model"))]
     for path in models:
         if path.exists():
@@ -296,22 +285,20 @@ def _render(
         chat_template=template,
         **special_tokens,
     )
+    said = [dict(message) for message in messages]
     try:
-        text = renderer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        return str(renderer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template is a program, and fails as it likes
-        said = " ".join(str(error).replace(_WITHIN, "").replace(_CUT, "").split())
+        reason = " ".join(str(error).replace(_WITHIN, "").replace(_CUT, "").split())
         if type(error) is jinja2.TemplateError:  # what its raise_exception raises
             raise FlyJaxError(
-                f"The chat template refuses these messages ({said}); give an alternation of user "
+                f"The chat template refuses these messages ({reason}); give an alternation of user "
                 "and assistant messages that ends with the user's."
             ) from error
         raise FlyJaxError(
-            f"The chat template fails ({type(error).__name__}: {said.rstrip('.')}); download the "
+            f"The chat template fails ({type(error).__name__}: {reason.rstrip('.')}); download the "
             "model's tokenizer files again."
         ) from error
-    return str(text)
 
 
 def _hidden(text: str, controls: Iterable[str], added: Iterable[str]) -> str:
@@ -371,11 +358,9 @@ class JsonVocabulary:
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
-        """The tokens of a text.
+        """The tokens of a text, with what its makers put around a prompt if it `adds_special`.
 
-        Args:
-          parse_controls: control tokens that are spelt out become one token each.
-          adds_special: adds what the model's makers put around a prompt, such as a begin of text.
+        With `parse_controls` control tokens that are spelt out become one token each.
         """
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
@@ -459,16 +444,6 @@ class SentencePieceVocabulary:
 
 
 Vocabulary = JsonVocabulary | SentencePieceVocabulary
-
-
-def _json_vocabulary(path: Path) -> JsonVocabulary:
-    try:
-        return JsonVocabulary(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as error:  # the library raises bare Exception
-        raise FlyJaxError(
-            f"{path} is not a tokenizer that the tokenizers library can read ({error}); "
-            "download the file again."
-        ) from error
 
 
 def _sentence_piece_vocabulary(

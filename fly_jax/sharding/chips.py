@@ -127,11 +127,9 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
-    """Sizes of these axes, and the devices from one of a group along them to the next.
+    """Sizes of these neighbouring axes, and the devices from one of a group along them to the next.
 
-    Args:
-      mesh: size of each axis, the outermost first, neighbours being next to each other.
-      names: neighbouring axes of it.
+    The mesh has the size of each axis, the outermost first.
     """
     sizes = [mesh[name] for name in names]
     axes = list(mesh)

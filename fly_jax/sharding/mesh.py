@@ -141,12 +141,8 @@ def create_mesh(spec: MeshSpec) -> Mesh:
             f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to "
             f"{len(devices)}{also}."
         )
-    return jax.make_mesh(
-        spec.sizes,
-        spec.names,
-        axis_types=(AxisType.Auto,) * len(spec.axes),
-        devices=devices[:needed],
-    )
+    kinds = (AxisType.Auto,) * len(spec.axes)
+    return jax.make_mesh(spec.sizes, spec.names, axis_types=kinds, devices=devices[:needed])
 
 
 def describe(mesh: Mesh) -> str:
@@ -217,11 +213,7 @@ def _kind() -> str:
 
 
 def kept_folder(given: str | Path | None, variable: str, name: str) -> Path | None:
-    """The folder that was asked for, or the user's own one of a name; None for none at all.
-
-    Args:
-      given: "off" or "none" for none. None takes the environment variable, else the user's folder.
-    """
+    """The folder given, else the variable's, else the user's own; None for "off" or "none"."""
     wanted = str(given or os.environ.get(variable) or "")
     if wanted.lower() in _OFF:
         return None

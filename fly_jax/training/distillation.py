@@ -47,13 +47,7 @@ class Document(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A document with what the teacher expects after each of its tokens.
-
-    Attributes:
-      tokens: of prompt and answer.
-      likely: the tokens that it finds most probable next.
-      shares: their probabilities.
-    """
+    """A document's tokens, and those that the teacher finds most probable next, with shares."""
 
     tokens: Int32[np.ndarray, " length"]
     num_prompt: int
@@ -64,12 +58,7 @@ class Expected(NamedTuple):
 def continued(
     engine: Engine, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int, seed: int
 ) -> list[Document]:
-    """The teacher's continuations. What the file has of an earlier run is not decoded again.
-
-    Args:
-      file: takes a JSON object for each prompt.
-      seed: of the draws of the first prompt, each other one's being one more.
-    """
+    """The teacher's continuations, kept in a JSON lines file, from which an earlier run goes on."""
     found = dict(_read(file))
     left = [index for index in range(len(prompts)) if index not in found]
     with (
@@ -104,11 +93,7 @@ def _read(file: Path) -> Iterator[tuple[int, Document]]:
 def expected(
     teacher: Llama, documents: Sequence[Document], folder: Path, *, length: int
 ) -> list[Expected]:
-    """Reads along: the teacher's expectations after each token, in parts that are kept on disk.
-
-    Args:
-      length: what is kept of a document is its last tokens, so many at most.
-    """
+    """The teacher's expectations after the last `length` tokens of each, in parts kept on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []
     with tqdm(total=len(documents), desc="Reading along", unit="document") as bar:
@@ -129,18 +114,14 @@ def _read_along(teacher: Llama, documents: Sequence[Document], length: int) -> l
         tokens = np.zeros((rows, width), np.int32)
         for row, index in enumerate(batch):
             tokens[row, : len(texts[index])] = texts[index]
-        likely, shares = jax.device_get(
-            _most_likely(teacher.config, teacher.layout, teacher.parameters(), tokens)
-        )
+        model = teacher.config, teacher.layout, teacher.parameters()
+        likely, shares = jax.device_get(_most_likely(*model, tokens))
         for row, index in enumerate(batch):
             end = len(texts[index])
             kept = slice(max(end - length, 0), end)
-            found[index] = Expected(
-                texts[index][kept],
-                max(len(documents[index].prompt) - kept.start, 0),
-                likely[row, kept],
-                shares[row, kept].astype(np.float16),
-            )
+            num_prompt = max(len(documents[index].prompt) - kept.start, 0)
+            own = likely[row, kept], shares[row, kept].astype(np.float16)
+            found[index] = Expected(texts[index][kept], num_prompt, *own)
     return [found[index] for index in range(len(texts))]
 
 
@@ -202,12 +183,9 @@ def _load(file: Path) -> list[Expected]:
 
 
 class OwnTokens(NamedTuple):
-    """Which of a teacher's tokens the drafter knows.
+    """The teacher's tokens that the drafter knows, ascending, and the row of every token.
 
-    Attributes:
-      known: in ascending order; one has the row of its place.
-      rows: the row of each of the teacher's tokens: for those that are not known, the one after
-        all others.
+    A token that is not known has the row after all others.
     """
 
     known: Int32[np.ndarray, " known"]
@@ -245,12 +223,7 @@ def drafter_recipe(
     num_steps: int,
     seed: int,
 ) -> Recipe:
-    """The model and its run.
-
-    Args:
-      teacher: whose rotary base and context the drafter takes.
-      embed_size: a multiple of two heads of 64.
-    """
+    """The model, whose width is a multiple of two heads of 64, and its run."""
     heads = embed_size // HEAD_SIZE
     config = LlamaConfig(
         vocab_size=own.num_rows,

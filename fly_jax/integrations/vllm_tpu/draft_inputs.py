@@ -1,8 +1,7 @@
 """The inputs of a draft model after a step of the target: flat, pure, and free of the engine.
 
-With a lookup, a pass takes in, of each request, its last token and what followed the same n-gram
-earlier in its text. The model's choice after each of them says how many were its own; one more is
-known besides. So the tokens are those that it would have drafted one at a time, in fewer passes.
+With a lookup, a pass takes in each request's last token and what followed the same n-gram before.
+The model's choices say how many were its own: the tokens are those of one pass for each.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class TakenIn(NamedTuple):
 
 
 def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
-    """The tokens that the target kept of each request, and the one that follows them.
-
-    What would stand beyond `max_length` of a request's text stands at its end.
-    """
+    """The tokens that the target kept of each request, and what follows, up to `max_length`."""
     num_rows = step.lengths.shape[0]
     is_live = jnp.arange(num_rows) < step.num_requests
     kept = step.starts[1:] - step.starts[:-1] - step.num_rejected
@@ -101,10 +97,9 @@ def decoding_step(
     Int32[Array, " requests+1"],
     Int32[Array, " 3"],
 ]:
-    """The last tokens of what was `TakenIn`, and how a pass of one token of each request lies.
+    """Hidden states and positions of the last tokens of what was `TakenIn`.
 
-    Returns:
-      Hidden states and positions of the last tokens, and `starts` and `distribution` of the pass.
+    With them come `starts` and `distribution` of a pass of one token of each request.
     """
     starts = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
     return hidden[last], positions[last], starts, jnp.repeat(distribution[2:], 3)
@@ -128,11 +123,7 @@ class Progress(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """The inputs of a pass with a lookup, laid out as those of a `TargetStep`.
-
-    Attributes:
-      tokens: the last one of each request, and what was looked up; the rest is padding.
-    """
+    """The last tokens and what was looked up, for a pass, laid out as those of a `TargetStep`."""
 
     tokens: Int32[Array, " tokens"]
     positions: Int32[Array, " tokens"]
@@ -155,10 +146,7 @@ def begin(
 
 
 def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
-    """The inputs of the next pass; no request reaches further than K passes of one token would.
-
-    What would stand beyond `max_length` of a request's text stands at its end.
-    """
+    """The inputs of the next pass; no request reaches further than K passes of one token would."""
     text, length, num_drafted = progress
     num_rows, width = len(length), 1 + lookup.num_tokens
     end = length + num_drafted

@@ -157,11 +157,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         num_rejected_tokens: Int[Array, " requests"],
         num_reqs_dp: Int[Array, " ranks"],
     ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], AttentionMetadata]:
-        """As `Eagle3Proposer.prepare_inputs`, without hidden states.
-
-        Each request may have one token more than the target's step; the programs are made for one
-        more of each.
-        """
+        """As `Eagle3Proposer.prepare_inputs`, without hidden states, and one more token of each."""
         step = draft_inputs.TargetStep(
             input_ids,
             attn_metadata.input_positions,
@@ -226,20 +222,17 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         first = self._greedy(leaves, hidden)
         if texts is not None and slots is not None:
             # 2) The texts, with what is new, and each request's own; zeros for one without a place.
-            where = self._on_each(draft_inputs.slots_of_tokens)(
-                slots, metadata.query_start_loc, tokens
-            )
+            find = self._on_each(draft_inputs.slots_of_tokens)
+            where = find(slots, metadata.query_start_loc, tokens)
             texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
             rows = texts.at[slots].get(mode="fill", fill_value=0)
-            begun = self._on_each(draft_inputs.begin, k=self.num_speculative_tokens)(
-                rows, positions + 1, first, metadata.request_distribution
-            )
+            begin = self._on_each(draft_inputs.begin, k=self.num_speculative_tokens)
+            begun = begin(rows, positions + 1, first, metadata.request_distribution)
             # 3) In a pass as many tokens as are found and would have been drafted, and one more.
             return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
         # 2) One token after the other.
-        one_each = dataclasses.replace(
-            metadata, query_start_loc=starts, request_distribution=distribution
-        )
+        where = {"query_start_loc": starts, "request_distribution": distribution}
+        one_each = dataclasses.replace(metadata, **where)
         return self._one_by_one(caches, leaves, one_each, positions, first)
 
     def _one_by_one(
@@ -250,13 +243,13 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         positions: Int32[Array, " requests"],
         first: Int32[Array, " requests"],
     ) -> Drafted:
+        most = self.runner.max_model_len
+
         def step(carry: Any, index: Array) -> tuple[Any, Array]:
             caches, token = carry
-            here = dataclasses.replace(
-                metadata,
-                input_positions=jnp.minimum(positions + 1 + index, self.runner.max_model_len - 1),
-                seq_lens=jnp.minimum(metadata.seq_lens + 1 + index, self.runner.max_model_len),
-            )
+            at = jnp.minimum(positions + 1 + index, most - 1)
+            lengths = jnp.minimum(metadata.seq_lens + 1 + index, most)
+            here = dataclasses.replace(metadata, input_positions=at, seq_lens=lengths)
             caches, hidden = self._passed(caches, leaves, token, here)
             token = self._greedy(leaves, hidden)
             return (caches, token), token
@@ -269,10 +262,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     def _with_lookup(
         self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: draft_inputs.Progress
     ) -> Drafted:
-        k = self.num_speculative_tokens
-        feeding = self._on_each(
-            draft_inputs.feed, lookup=self._lookup, k=k, max_length=self.runner.max_model_len
-        )
+        k, most = self.num_speculative_tokens, self.runner.max_model_len
+        feeding = self._on_each(draft_inputs.feed, lookup=self._lookup, k=k, max_length=most)
 
         def step(carry: Any) -> Any:
             caches, progress, num_passes = carry
@@ -285,11 +276,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             )
             caches, hidden = self._passed(caches, leaves, fed.tokens, here)
             chosen = self._greedy(leaves, hidden)
-            return (
-                caches,
-                self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen),
-                num_passes + 1,
-            )
+            progress = self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen)
+            return caches, progress, num_passes + 1
 
         caches, progress, num_passes = jax.lax.while_loop(
             lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))

@@ -20,11 +20,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RequestPlaces:
-    """A place for each request, from its first step to its last.
+    """One of `num` places for each request, from its first step to its last.
 
-    Attributes:
-      num: of the places. More requests may be alive where some were preempted; what has found no
-        place is said to be at `num`.
+    More requests may be alive where some were preempted; padding and what finds none is at `num`.
     """
 
     def __init__(self, num: int) -> None:
@@ -36,11 +34,9 @@ class RequestPlaces:
     def step(
         self, rows: Sequence[str | None], live: Collection[str]
     ) -> tuple[Int32[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-        """The place of each row's request, and whether it is new.
+        """The place of each row's request, by its id (None for padding), and whether it is new.
 
-        Args:
-          rows: the requests' ids in the order of the rows; None for padding, which is at `num`.
-          live: ids of all requests that the engine knows; the places of others are free again.
+        Places of requests that are not `live`, as the engine knows them, are free again.
         """
         for gone in [name for name in self._of if name not in live]:
             slot = self._of.pop(gone)

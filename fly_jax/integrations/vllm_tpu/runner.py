@@ -128,20 +128,10 @@ class LoosenedSampler(RejectionSampler):
         # The engine also calls to compile ahead, with no requests.
         step = self._step or self._rows.padding(num_draft_tokens.shape[0])
         tokens, self.num_rescued, self._budgets = kept_on(
-            step,
-            self._budgets,
-            draft_token_ids,
-            num_draft_tokens,
-            draft_probs,
-            target_logits,
-            bonus_token_ids,
-            sampling_metadata,
-            key,
-            self._protected,
-            self._memory,
-            mesh=self.mesh,
-            max_drafted=self._max_drafted,
-        )
+            step, self._budgets, draft_token_ids, num_draft_tokens, draft_probs, target_logits,
+            bonus_token_ids, sampling_metadata, key, self._protected, self._memory,
+            mesh=self.mesh, max_drafted=self._max_drafted,
+        )  # fmt: skip
         self._step = None
         return tokens
 
@@ -163,13 +153,9 @@ def kept_on(
     mesh: jax.sharding.Mesh,
     max_drafted: int,
 ) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:
-    """`verify_flat` on every device's share of the requests.
+    """`verify_flat` on every device's share of the requests, with the budgets left, in nats.
 
-    Args:
-      budgets: the risk budget that is left to the request of each slot, in nats.
-
-    Returns:
-      The tokens, in the engine's layout, how many of them are rescues, and the budgets.
+    It returns the tokens in the engine's layout, how many are rescues, and the budgets.
     """
     sampling, budget = None, None
     if metadata.do_sampling:
@@ -233,31 +219,23 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
             super()._init_speculative_decoding()
         if config.is_loosened:
             self.rejection_sampler = self._loosened_sampler(config, k)
-            self.rescues = RescueCounter(
-                self.model_config.served_model_name,
-                self.vllm_config.parallel_config.data_parallel_index,
-            )
+            index = self.vllm_config.parallel_config.data_parallel_index
+            self.rescues = RescueCounter(self.model_config.served_model_name, index)
 
     def _loosened_sampler(self, config: DecodingConfig, k: int) -> LoosenedSampler:
-        tokenizer = target_tokenizer(self.model_config)
+        tokenizer, limits = target_tokenizer(self.model_config), config.limits
         memory = None
-        if config.limits.memory is not None:
-            memory = load_memory(
-                Path(config.limits.memory), tokenizer.digest, min_count=config.limits.csd_min_count
-            )
+        if limits.memory is not None:
+            path, least = Path(limits.memory), limits.csd_min_count
+            memory = load_memory(path, tokenizer.digest, min_count=least)
         elif config.to_rule().uses_memory:
             memory = CorrectionMemory(tokenizer.digest)
         protected = np.zeros(self.vocab_size, bool)
-        ids = [*tokenizer.control_token_ids, *tokenizer.matching(config.limits.protect)]
+        ids = [*tokenizer.control_token_ids, *tokenizer.matching(limits.protect)]
         protected[[token for token in ids if token < self.vocab_size]] = True
-        return LoosenedSampler(
-            self.mesh,
-            # Requests that were preempted keep their budgets.
-            RowRules(config, 2 * self.max_num_reqs),
-            max_drafted=k,
-            protected=protected,
-            memory=None if memory is None else memory.keys(),
-        )
+        rows = RowRules(config, 2 * self.max_num_reqs)  # preempted requests keep their budgets
+        keys = None if memory is None else memory.keys()
+        return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)
 
     def get_kv_cache_spec(self) -> Any:
         """As `TPUModelRunner.get_kv_cache_spec`, and the layers of the draft model."""
@@ -291,9 +269,8 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
             rows = _padded(of_ranks, kwargs["padded_num_reqs_per_dp_rank"])
             sampler.begin(rows, requests, lambda name: requests[name].sampling_params)
         if isinstance(self.runner.drafter, DraftModelProposer):
-            self.runner.drafter.begin(
-                _padded(of_ranks, kwargs["max_num_reqs_per_dp_rank"]), requests
-            )
+            rows = _padded(of_ranks, kwargs["max_num_reqs_per_dp_rank"])
+            self.runner.drafter.begin(rows, requests)
         return metadata
 
     def propose_draft_token_ids(self, *given: Any, **named: Any) -> None:

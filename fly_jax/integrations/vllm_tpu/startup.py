@@ -54,11 +54,9 @@ def known() -> dict[str, Parameter]:
     """All that may be asked for, by name."""
     everything, groups = decoding_parameters(), parameter_groups()
     parts = ("Loosened rules", "Limits of loosened rules", "Lookup")
-    return (
-        {name: everything[name] for name in _OWN}
-        | {one.name: one for part in parts for one in groups[part]}
-        | {one.name: one for one in parameters_of(_Plugin)}
-    )
+    others = [one for part in parts for one in groups[part]]
+    own = {name: everything[name] for name in _OWN}
+    return own | {one.name: one for one in (*others, *parameters_of(_Plugin))}
 
 
 def asked_for(
@@ -174,20 +172,11 @@ def _parsed(text: str, one: Parameter) -> Any:
 
 
 class StartRefusedError(RuntimeError):
-    """Why the engine does not start: the sentence of a `FlyJaxError`.
-
-    That one is a `ValueError`, and vLLM's configs are pydantic's, which would put the sentence into
-    a report of its own.
-    """
+    """A `FlyJaxError`'s sentence; that is a `ValueError`, which pydantic puts into a report."""
 
 
 def refuse(error: FlyJaxError) -> NoReturn:
-    """Ends the start: vLLM's command with the sentence and status 2, another program by raising.
-
-    Raises:
-      StartRefusedError: with the sentence, where a program makes the engine.
-      SystemExit: in `vllm serve` and the like.
-    """
+    """Ends the start: vLLM's command by SystemExit, another program by StartRefusedError."""
     command = Path(sys.argv[0])
     if command.name == "vllm" or command.parts[-4:-1] == ("vllm", "entrypoints", "cli"):
         print(f"vllm: {error}", file=sys.stderr)
@@ -231,13 +220,7 @@ def prepare(vllm_config: Any) -> None:
 
 
 def check_request(params: Any) -> None:
-    """Checks `extra_args["fly_jax"]` of a request.
-
-    Where this process has not made the engine's config, the worker checks it.
-
-    Raises:
-      FlyJaxError: see `request_rule`.
-    """
+    """Checks `extra_args["fly_jax"]` of a request, unless its worker has to; see `request_rule`."""
     if _prepared:
         request_rule(_prepared[0], params.extra_args[KEY], params.temperature)
 
@@ -266,9 +249,8 @@ def _check_versions() -> None:
 def _check_draft(vllm_config: Any) -> None:
     draft = vllm_config.speculative_config.draft_model_config
     (name,) = draft.hf_config.architectures
-    if name not in DRAFTS or (
-        name == "MistralForCausalLM" and draft.hf_config.sliding_window is not None
-    ):
+    has_window = name == "MistralForCausalLM" and draft.hf_config.sliding_window is not None
+    if name not in DRAFTS or has_window:
         raise FlyJaxError(
             f"The draft model {draft.model} is a {name}, with which the engine cannot draft on "
             f"TPU; give one of {', '.join(DRAFTS)}, without a sliding window."

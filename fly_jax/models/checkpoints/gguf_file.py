@@ -200,7 +200,7 @@ class _Header:
 
 def _unreadable(path: Path, head: bytes) -> str:
     """The fault of a file that begins so and that the library cannot read."""
-    if head[:4] != b"GGUF":
+    if head[:4] != _MAGIC:
         return f"{path} is no GGUF file; correct the path, or download the file again."
     version = int.from_bytes(head[4:], "little")
     if version not in READER_SUPPORTED_VERSIONS:

@@ -202,11 +202,9 @@ class GgufSource:
         for name, spec in group.specs(self.config).items():
             tensor = self._tensor(group, name)
             shape = self.file.tensors[tensor].shape
-            found[name] = jax.make_array_from_callback(
-                shape,
-                row_sharding(layout, spec, shape[0]),
-                functools.partial(self._part, group, name, shape),
-            )
+            part = functools.partial(self._part, group, name, shape)
+            rows = row_sharding(layout, spec, shape[0])
+            found[name] = jax.make_array_from_callback(shape, rows, part)
         return found
 
     def _part(
@@ -224,17 +222,13 @@ class GgufSource:
         return part[(slice(None), *index[1:])]
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
-        """Some rows of a parameter's tensor in float32, in the order that Hugging Face has.
-
-        Some families have a head's rotary pairs side by side, and Hugging Face their two halves one
-        after the other.
-        """
+        """Some rows of a parameter's tensor in float32, in the order that Hugging Face has."""
         tensor = self._tensor(group, name)
+        # Some families have a head's rotary pairs side by side, and Hugging Face two halves.
         if not self._has_pairs or name not in ("query", "key"):
             return self.file.rows(tensor, rows)
-        pairs = np.arange(self.file.tensors[tensor].shape[0]).reshape(
-            -1, self.config.head_size // 2, 2
-        )
+        rotated = np.arange(self.file.tensors[tensor].shape[0])
+        pairs = rotated.reshape(-1, self.config.head_size // 2, 2)
         return self.file.rows(tensor, pairs.swapaxes(1, 2).ravel()[rows])
 
     def _tensor(self, group: Group, name: str) -> str:
@@ -269,16 +263,11 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 class _Cut(NamedTuple):
-    """How text is cut before pairs are merged.
-
-    Attributes:
-      keeps_tokens: a text that is a token stays one, however its merges would cut it.
-      begins: a text begins with a token of its own where the file does not say.
-    """
+    """How text is cut before pairs are merged."""
 
     cutter: pre_tokenizers.PreTokenizer
-    keeps_tokens: bool = False
-    begins: bool = False
+    keeps_tokens: bool = False  # a text that is a token stays one, however its merges would cut it
+    begins: bool = False  # a text begins with a token of its own where the file does not say
     normalizer: normalizers.Normalizer | None = None
 
 

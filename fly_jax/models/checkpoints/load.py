@@ -185,9 +185,8 @@ def load_llama(
     stacks: dict[str, Array] = {}
     with large_arrays_given_back():
         for group in groups(config):
-            parts = read_group(
-                source, group, config, layout=layout, dtype=jnp.dtype(dtype), int8=int8
-            )
+            width = jnp.dtype(dtype)
+            parts = read_group(source, group, config, layout=layout, dtype=width, int8=int8)
             if "token_rows" in parts:
                 _check_rows(parts["token_rows"], config, source.describe(group, "token_rows"))
             if group.layer is None:
@@ -241,7 +240,6 @@ def read_group(
     Args:
       config: the source's, or with a smaller vocabulary.
       dtype: of those that have no type of their own.
-      int8: quantise the matrices, if they are not stored so.
 
     Raises:
       FlyJaxError: a file is damaged, or a weight is NaN or infinite.
@@ -303,12 +301,11 @@ def _empty_stacks(
     """Zeros for the parts of all layers."""
     specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
-    sizes = tuple((name, specs[name].shape, part.dtype) for name, part in parts.items())
-    return jax.jit(_zeros, static_argnums=0, out_shardings=shardings)(sizes)
-
-
-def _zeros(sizes: tuple[tuple[str, tuple[int, ...], jnp.dtype], ...]) -> dict[str, Array]:
-    return {name: jnp.zeros(shape, dtype) for name, shape, dtype in sizes}
+    sizes = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
+    make = jax.jit(
+        lambda: {name: jnp.zeros(*size) for name, size in sizes.items()}, out_shardings=shardings
+    )
+    return make()
 
 
 @functools.partial(jax.jit, donate_argnames=("stacks",))
@@ -324,11 +321,10 @@ def _insert(
 
 @contextlib.contextmanager
 def large_arrays_given_back() -> Iterator[None]:
-    """Within it, what is freed of large arrays goes back to the system; does that on glibc only.
+    """Within it, what is freed of large arrays goes back to the system; on glibc only.
 
-    By default glibc keeps freed arrays of up to 32 MiB for later. While a model is loaded, arrays
-    that stay lie between those that go, and so what is kept grows with the model
-    (benchmarks/load_memory.py measures that it does not).
+    By default that keeps them, and more of them with a larger model, since arrays that stay lie
+    between those that go (benchmarks/load_memory.py measures that it does not).
     """
     _set_malloc(_MMAP_THRESHOLD, _LARGE_BYTES)
     try:
@@ -368,13 +364,7 @@ class _Place:
 
 
 class _Kept:
-    """A checkpoint whose weights lie in the types that they are used in, matrices as [out, in].
-
-    They are a mapped file's, or in memory where there is no such file.
-
-    Attributes:
-      int8: matrices are integers of 8 bits, with scales.
-    """
+    """A checkpoint whose weights lie as they are used, matrices [out, in], in a file or memory."""
 
     arranged = staticmethod(arranged)
 
@@ -387,18 +377,9 @@ class _Kept:
         self._size = max(place.end for place in self._places.values())
 
     def map(self, path: Path, folder: str | Path | None, say: Say) -> bool:
-        """Maps the file of what was converted, which is made where there is none.
+        """Maps the file of what was converted from `path`, made where there is none; if it can be.
 
-        Args:
-          path: the source's.
-          folder: `load_llama`'s `weights_cache`.
-          say: gets a sentence where the file is damaged, or cannot be kept.
-
-        Returns:
-          Whether there is such a file now.
-
-        Raises:
-          FlyJaxError: a weight is NaN or infinite.
+        `folder` is `load_llama`'s `weights_cache`. FlyJaxError for a weight that is not finite.
         """
         if self._size < _LEAST_BYTES:
             return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Int32
 from fly_jax.errors import FlyJaxError
 
 Shape = tuple[int, ...]
+Matrix = Float[Array, "outputs inputs"]
 _FLOATS = ("BF16", "F16", "F32")
 _WORD = 32  # bits of the integers that others are packed into
 # Which of the eight numbers in an integer of AWQ's is which of eight neighbours.
@@ -54,9 +55,7 @@ class Packing(abc.ABC):
         """The tensors of a matrix by the ends of their names; else FlyJaxError for its sizes."""
 
     @abc.abstractmethod
-    def widened(
-        self, parts: Mapping[str, Array], outputs: int, inputs: int
-    ) -> Float[Array, "outputs inputs"]:
+    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
         """The matrix in float32, from its tensors; runs under `jit`."""
 
 
@@ -85,9 +84,7 @@ class Scaled(Packing):
             self.scale: Part(shapes, _FLOATS),
         }
 
-    def widened(
-        self, parts: Mapping[str, Array], outputs: int, inputs: int
-    ) -> Float[Array, "outputs inputs"]:
+    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
         """See `Packing`."""
         scale = parts[self.scale].astype(jnp.float32)
         if self.block is not None:
@@ -115,9 +112,7 @@ class Awq(Packing):
             "scales": Part(((groups, outputs),), _FLOATS),
         }
 
-    def widened(
-        self, parts: Mapping[str, Array], outputs: int, inputs: int
-    ) -> Float[Array, "outputs inputs"]:
+    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
         """See `Packing`."""
 
         def unpacked(words: Int32[Array, "rows words"]) -> Int[Array, "rows outputs"]:
@@ -156,9 +151,7 @@ class Gptq(Packing):
             "g_idx": Part(((inputs,),), ("I32",), is_optional=not self.is_ordered),
         }
 
-    def widened(
-        self, parts: Mapping[str, Array], outputs: int, inputs: int
-    ) -> Float[Array, "outputs inputs"]:
+    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
         """See `Packing`."""
         matrix = _unpacked(parts["qweight"].T, self.bits)
         zeros = _unpacked(parts["qzeros"], self.bits) + self.zero_offset
@@ -200,9 +193,7 @@ class Packed(Packing):
             found["weight_zero_point"] = Part(((rows, groups),), ("I32",))
         return found
 
-    def widened(
-        self, parts: Mapping[str, Array], outputs: int, inputs: int
-    ) -> Float[Array, "outputs inputs"]:
+    def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
         """See `Packing`."""
         half = 1 << (self.bits - 1)
         matrix = _unpacked(parts["weight_packed"], self.bits) - half
@@ -240,18 +231,14 @@ def _whole(size: int, of: int, name: str) -> int:
 
 
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:
-    """How the matrices of a checkpoint are stored.
-
-    Args:
-      said: the field `quantization_config`.
-      source: names the file in errors.
+    """How the matrices of a checkpoint, whose file is the source, are stored.
 
     Raises:
       FlyJaxError: in a way that fly_jax does not read, or one that is not described.
     """
-    ways = {
+    ways: dict[str, Callable[[Mapping[str, Any]], Packing | None]] = {
         "fp8": _fp8,
-        "fbgemm_fp8": _fbgemm,
+        "fbgemm_fp8": lambda _: Scaled("fbgemm_fp8"),
         "awq": _awq,
         "gptq": _gptq,
         "compressed-tensors": _compressed_tensors,
@@ -277,22 +264,13 @@ def read_packing(said: Mapping[str, Any], source: str) -> Packing:
 
 def _fp8(said: Mapping[str, Any]) -> Packing | None:
     block = said.get("weight_block_size")
-    if block is None:
-        return Scaled("fp8")
-    return Scaled("fp8", "weight_scale_inv", _pair(block))
-
-
-def _fbgemm(said: Mapping[str, Any]) -> Packing | None:
-    return Scaled("fbgemm_fp8")
+    return Scaled("fp8", "weight_scale_inv", _pair(block)) if block is not None else Scaled("fp8")
 
 
 def _awq(said: Mapping[str, Any]) -> Packing | None:
-    given = (
-        _positive(said["bits"]),
-        said.get("zero_point", True),
-        str(said.get("version", "gemm")).lower(),
-    )
-    return Awq(_positive(said["group_size"])) if given == (4, True, "gemm") else None
+    given = _positive(said["bits"]), said.get("zero_point", True), said.get("version", "gemm")
+    is_known = given[:2] == (4, True) and str(given[2]).lower() == "gemm"
+    return Awq(_positive(said["group_size"])) if is_known else None
 
 
 def _gptq(said: Mapping[str, Any]) -> Packing | None:
@@ -306,16 +284,13 @@ def _gptq(said: Mapping[str, Any]) -> Packing | None:
 
 def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
     groups = list(said["config_groups"].values())
-    kinds = {(one.get("format") or said["format"], _fixed(one["weights"])) for one in groups}
+    own = [(one.get("format") or said["format"], one["weights"]) for one in groups]
+    kinds = {(form, json.dumps(weights, sort_keys=True)) for form, weights in own}
     if len(kinds) != 1 or said.get("sparsity_config") or said.get("transform_config"):
         return None
-    form, weights = next(iter(kinds))[0], groups[0]["weights"]
-    bits, group, strategy = (
-        _positive(weights["num_bits"]),
-        weights.get("group_size"),
-        weights["strategy"],
-    )
-    is_symmetric = weights.get("symmetric", True)
+    form, weights = own[0]
+    bits, group = _positive(weights["num_bits"]), weights.get("group_size")
+    strategy, is_symmetric = weights["strategy"], weights.get("symmetric", True)
     if form == "pack-quantized" and bits in (4, 8) and strategy in ("group", "channel"):
         group = _positive(group) if strategy == "group" else None
         is_ordered = weights.get("actorder") in (True, "group")
@@ -326,11 +301,6 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Packing | None:
     if strategy == "block":
         return Scaled(form, block=_pair(weights["block_structure"]))
     return Scaled(form) if strategy in ("channel", "tensor") else None
-
-
-def _fixed(weights: Mapping[str, Any]) -> str:
-    """What two groups have in common whose matrices are stored alike."""
-    return json.dumps(weights, sort_keys=True)
 
 
 def _positive(size: Any) -> int:

@@ -55,16 +55,10 @@ _CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
-    _CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-    "model.safetensors",
+    _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json", "model.safetensors",
     "model-*-of-*.safetensors",
-]
+]  # fmt: skip
 
 
 def is_gguf(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import shutil
@@ -67,8 +68,7 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
 def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
     """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
 
-    It needs memory for one group: a layer, or the embedding. What is there of an earlier run with
-    the same source and type is kept.
+    It needs memory for one group: a layer, or the embedding. What an earlier run has made is kept.
 
     Args:
       source: folder of a Hugging Face checkpoint, or of one converted to another type; or a GGUF
@@ -92,23 +92,24 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         return
     left = _left(output, checkpoint.config)
     sizes = {group: _bytes(group, checkpoint.config, dtype) for group in groups(checkpoint.config)}
-    _check_room(output, sum(sizes[group] for group in left))
+    needed, free = sum(sizes[group] for group in left), shutil.disk_usage(output).free
+    if free < needed:
+        raise FlyJaxError(
+            f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
+            f"{free / 1e9:.1f}; give an --output on a larger disk."
+        )
     int8 = dtype == "int8"
     width = jnp.dtype(jnp.float32 if int8 else dtype)
     total = sum(sizes.values())
-    done = total - sum(sizes[group] for group in left)
+    done = total - needed
     with (
         large_arrays_given_back(),
         tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="Converting") as bar,
     ):
         for group in left:
-            write_group(  # no group is held while the next is read
-                output,
-                group,
-                read_group(
-                    checkpoint, group, checkpoint.config, layout=None, dtype=width, int8=int8
-                ),
-            )
+            read = functools.partial(read_group, checkpoint, group, checkpoint.config)
+            # No group is held while the next is read.
+            write_group(output, group, read(layout=None, dtype=width, int8=int8))
             bar.update(sizes[group])
     if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
         fields = json.dumps(config_fields(checkpoint.config), indent=2)
@@ -170,12 +171,3 @@ def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:
     width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
     specs = group.specs(config, int8=dtype == "int8").values()
     return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)
-
-
-def _check_room(output: Path, needed: int) -> None:
-    free = shutil.disk_usage(output).free
-    if free < needed:
-        raise FlyJaxError(
-            f"The rest of the conversion needs {needed / 1e9:.1f} GB and {output} has room for "
-            f"{free / 1e9:.1f}; give an --output on a larger disk."
-        )

@@ -89,12 +89,7 @@ def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Deferral:
-    """Windows that a round opens: `is_new` rows keep their first refused mismatch provisionally.
-
-    Attributes:
-      index: of the mismatch in the block.
-      remaining: draft tokens of later blocks that the window still needs.
-    """
+    """Windows that a round opens at `index` of the block, and what they need of later blocks."""
 
     is_new: Bool[Array, " rows"]
     index: Int32[Array, " rows"]

@@ -164,12 +164,7 @@ Dtype = Literal["float32", "bfloat16", "int8"]
 
 @dataclasses.dataclass(frozen=True)
 class OpenPair:
-    """A target and its draft models, opened and checked against each other; no weight is read.
-
-    Attributes:
-      is_embedded: it is the pair that ships with the package.
-      self_draft: such as "self:int4", the target's own matrices, rounded to draft for it.
-    """
+    """Models, opened and checked against each other; `self_draft` rounds the target's matrices."""
 
     target: Checkpoint
     drafts: tuple[Checkpoint, ...]

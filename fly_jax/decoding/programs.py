@@ -116,12 +116,7 @@ class Rows(NamedTuple):
 
 
 class Programs:
-    """Target and drafter as the jitted programs take them: plain arrays and static shapes.
-
-    Attributes:
-      room: positions beyond a row's last token that a round may write to.
-      has_few_shapes: few programs are better than such as waste little: see `_LARGE_BYTES`.
-    """
+    """Target and drafter as the jitted programs take them; a round writes up to `room` further."""
 
     def __init__(
         self,
@@ -224,12 +219,7 @@ class Programs:
     def prefill_chunk(
         self, state: DecodeState, size: int, start: int, attended: int
     ) -> DecodeState:
-        """Runs `size` more tokens of the prompts of all rows; the state is donated.
-
-        Args:
-          start: tokens that were run before.
-          attended: positions that attention reads, at least `start`.
-        """
+        """Runs `size` more tokens of all rows' prompts, from `start` on; the state is donated."""
         models = (self._parameters, self._drafter)
         begin = self._index(start)
         return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, begin)

@@ -140,12 +140,7 @@ def token_reports(
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at the position of a settled token, in the target's plain softmax, in nats.
-
-    Attributes:
-      logprob: its own, whatever the temperature and whatever rule kept it.
-      top: the most probable tokens with theirs, the most probable first.
-    """
+    """A token's log-probability in the target's plain softmax, in nats, and the top ones."""
 
     token_id: int
     logprob: float

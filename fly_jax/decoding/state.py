@@ -145,12 +145,7 @@ class RoundOutput:
 def corrections(
     output: RoundOutput, rows: Sequence[int] | slice = slice(None)
 ) -> list[tuple[int, int]]:
-    """Corrections of exact verification: pairs of draft token and target's choice.
-
-    Args:
-      output: on the host, with `reports`.
-      rows: that are looked at, all of them decoded greedily; a drawn token corrects nothing.
-    """
+    """Corrections of exact verification in these (greedy) rows: draft token, target's choice."""
     assert output.reports is not None
     wanted = np.zeros(output.count.shape[1], bool)
     wanted[rows] = True

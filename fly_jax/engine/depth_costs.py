@@ -31,11 +31,7 @@ Program = tuple[int, int]
 
 
 class Round(NamedTuple):
-    """The depth and the tokens of a round.
-
-    Attributes:
-      expected: tokens, had every slot with somebody in it been live, and given what its rates say.
-    """
+    """The depth of a round, its tokens, and those expected, had every seat been live."""
 
     depth: int
     tokens: int

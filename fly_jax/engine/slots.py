@@ -167,11 +167,7 @@ class Dispatch:
 
 
 class RowInputs:
-    """The numbers that rounds read of each slot; put on the devices when they have changed.
-
-    Attributes:
-      united: a rule of all slots in which every kind has its place.
-    """
+    """The numbers that rounds read of each slot, put on the devices when they have changed."""
 
     def __init__(
         self,

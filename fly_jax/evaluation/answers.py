@@ -30,12 +30,7 @@ Key = tuple[str, str, str]  # task, item, decoding
 
 
 class Answers:
-    """The file: its first line is the setting, each other one an answer.
-
-    Attributes:
-      records: by task, item and decoding.
-      dropped: whether the last line was only half there.
-    """
+    """The file: a setting, then an answer a line; `dropped` if the last was only half there."""
 
     def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
         """Reads what is whole of the file; raises FlyJaxError for one of another setting."""

@@ -223,12 +223,7 @@ _Line = TypeVar("_Line", Run, Mismatch, Continuation)
 
 @dataclasses.dataclass
 class Audit:
-    """A file that has been read, of the prompts that are done.
-
-    Attributes:
-      continuations: by index of the prompt.
-      warning: what is missing at its end; None if it is whole.
-    """
+    """A file that has been read, by index of the prompt; the warning says what is missing."""
 
     run: Run
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)

@@ -56,12 +56,7 @@ class Judged(NamedTuple):
 
 
 def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_SECONDS) -> Judged:
-    """Runs a Python program: it passes if its last line was run, whatever its exit status.
-
-    Args:
-      namespaces: are used where they are permitted.
-      wall_seconds: after which it is ended.
-    """
+    """Runs a Python program for so long: it passes if its last line was run."""
     word = secrets.token_hex()  # what the process says at the end, and no program knows
     with tempfile.TemporaryDirectory() as folder:
         given = {"program": program, "folder": folder, "word": word, "namespaces": namespaces}

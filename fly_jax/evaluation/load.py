@@ -85,11 +85,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A number of clients, and what all of them saw.
-
-    Attributes:
-      seconds: from the first request to the end of the last.
-    """
+    """A number of clients, what they saw, and the seconds from first to last."""
 
     concurrency: int
     seconds: float

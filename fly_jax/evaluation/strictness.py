@@ -70,11 +70,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Strictness:
-    """The number of a rule that makes it stricter or laxer.
-
-    Attributes:
-      levels: for each mismatch the number at which the rule just rescues it, windows aside.
-    """
+    """A rule's number, and its level at which the rule just rescues a mismatch, windows aside."""
 
     name: str
     levels: Callable[[Rounds], Levels]

@@ -46,11 +46,7 @@ _EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command of a command line, which is without the program's name.
-
-    Returns:
-      The exit status: 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away.
-    """
+    """Runs a command; 0, 2 for wrong input, 130 after Ctrl-C, 141 where the reader went away."""
     logging.set_verbosity(logging.ERROR)  # what libraries say of their own work is not for users
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -71,12 +71,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Facts that are known before weights are read, the same in all processes.
-
-    Attributes:
-      prompts: those that fit the context; in processes other than 0 their texts alone.
-      ids: their tokens.
-    """
+    """Facts that are known before weights are read; in other processes prompts are texts alone."""
 
     config: DecodingConfig
     rule: Rule
@@ -133,14 +128,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
 
 
 def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str] = ()) -> Inputs:
-    """Reads the prompts, opens the models, and encodes the prompts.
-
-    Args:
-      texts: prompts that come before those of a file; process 0's are taken by all.
-
-    Raises:
-      FlyJaxError: on every process, whatever is wrong on any of them.
-    """
+    """Reads the prompts, these texts first, opens models, and encodes; or fails on all."""
     # The same on all of them, which have the same flags and process 0's config.
     rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():

@@ -606,12 +606,7 @@ def parameter_specs(
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Parameters that are read and written together: those of a layer, or one outside the layers.
-
-    Attributes:
-      name: such as `layer_007` or `embedding`.
-      layer: its index, or None outside the layers.
-    """
+    """The parameters of a layer, or one outside them, such as `layer_007` or `embedding`."""
 
     name: str
     layer: int | None

@@ -37,12 +37,7 @@ _turns = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """Which process this is, and where all of them meet.
-
-    Attributes:
-      coordinator_address: host and port of process 0, such as `10.0.0.1:8476`.
-      local_device_ids: the accelerators of this host that are this process's; None for all.
-    """
+    """Which process this is, with its accelerators (None: all), and where process 0 listens."""
 
     coordinator_address: str
     num_processes: int
@@ -126,13 +121,7 @@ def _cluster_size() -> int:
 
 
 def initialize(process: ProcessInfo, *, timeout: int) -> tuple[str, ...]:
-    """Meets the other processes. Call it before anything touches a JAX backend.
-
-    Where they do not all come in time, JAX aborts the process: see `fly_jax.launch.crash_handler`.
-
-    Returns:
-      The host name of every process.
-    """
+    """Meets the other processes, before a JAX backend is up; returns every one's host name."""
     # It would take SIGTERM for a wish to save a checkpoint first, and go on for a minute.
     with contextlib.suppress(AttributeError):  # a JAX without that service
         jax.config.update("jax_enable_preemption_service", False)

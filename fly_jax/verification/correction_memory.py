@@ -36,13 +36,7 @@ def is_remembered(
     draft_tokens: Int[Array, "*shape"],
     target_tokens: Int[Array, "*shape"],
 ) -> Bool[Array, "*shape"]:
-    """True where the pair (draft token, target token) is among the keys.
-
-    A binary search, since both ids in one number would need 64 bits.
-
-    Args:
-      keys: `CorrectionMemory.keys`: sorted by the first column, then by the second.
-    """
+    """True where the pair is among the keys; by halving: both in one number would need 64 bits."""
     keys = jnp.asarray(keys)
     low = jnp.zeros(draft_tokens.shape, jnp.int32)
     high = jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)

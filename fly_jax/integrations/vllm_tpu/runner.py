@@ -195,12 +195,7 @@ def kept_on(
 
 
 class Runner(TPUModelRunner):  # type: ignore[misc]
-    """tpu-inference's, with a sampler and a drafter of fly_jax where they were asked for.
-
-    Attributes:
-      rescues: the counter of rescued tokens; None with a lossless rule, where the engine's sampler
-        stays in its place.
-    """
+    """tpu-inference's, with fly_jax's sampler (of a loosened rule) and drafter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `TPUModelRunner`."""

@@ -142,13 +142,7 @@ class Unpacking:
 
 
 class HuggingFaceSource:
-    """A folder with `config.json` and safetensors, in one file or in several with an index.
-
-    Each process reads only the bytes that its devices take.
-
-    Attributes:
-      packing: how matrices are quantised; None where they are not.
-    """
+    """A folder with `config.json` and safetensors; each process reads what its devices take."""
 
     int8 = False
 

@@ -102,14 +102,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
-    """Opens a model and its tokenizer, without reading a weight.
-
-    Args:
-      target: of a draft model; an EAGLE-3 head has its tokenizer.
-
-    Raises:
-      FlyJaxError: what `open_weights`, `load_tokenizer` and `gguf_tokenizer` raise.
-    """
+    """Opens a model and its tokenizer (an EAGLE-3 head's is its target's); reads no weight."""
     source = open_weights(path)
     if source.config.head is not None:
         if target is None:

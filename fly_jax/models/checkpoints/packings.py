@@ -42,11 +42,7 @@ class Part:
 
 
 class Packing(abc.ABC):
-    """A way to store a matrix of [outputs, inputs]; equal for checkpoints stored alike.
-
-    Attributes:
-      name: as `quantization_config` spells it.
-    """
+    """A way to store a matrix of [outputs, inputs]; equal for checkpoints stored alike."""
 
     name: str
 

@@ -24,12 +24,7 @@ Arranging = Callable[[str, Any, ParameterSpec], Array]
 
 
 class Source(Protocol):
-    """A checkpoint of which everything was checked that can be without reading a weight.
-
-    Attributes:
-      config: of the model.
-      int8: its matrices are int8 and have scales.
-    """
+    """A checkpoint of which everything was checked that can be without reading a weight."""
 
     config: LlamaConfig
     int8: bool

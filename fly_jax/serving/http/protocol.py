@@ -254,11 +254,7 @@ class TextPart(_Fields):
 
 
 class Message(_Fields):
-    """A message of a conversation.
-
-    Attributes:
-      role: such as system, user or assistant; the model's template knows which there are.
-    """
+    """A message of a conversation; the model's template knows which roles there are."""
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Text | Annotated[list[TextPart], Field(max_length=_MOST_MESSAGES, fail_fast=True)]
@@ -317,13 +313,7 @@ GenerationRequest = CompletionRequest | ChatRequest
 
 
 class ErrorDetail(BaseModel):
-    """An error, for people and for programs.
-
-    Attributes:
-      type: whose fault it is.
-      param: the field that is wrong, if one is.
-      code: a word that programs can compare.
-    """
+    """An error for people and, by its code, for programs; the type says whose fault it is."""
 
     message: str
     type: str

@@ -245,12 +245,7 @@ class TextLogprobs(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token of /v1/chat/completions.
-
-    Attributes:
-      token: what it spells by itself; U+FFFD stands for a part of a character.
-      logprob: in nats.
-    """
+    """A token of /v1/chat/completions, U+FFFD for a part of a character; in nats."""
 
     token: str
     logprob: float
@@ -270,12 +265,7 @@ class ChatLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """The fields of all answers and their pieces.
-
-    Attributes:
-      index: prompts in their order, the n answers of each together.
-      finish_reason: None while it goes on.
-    """
+    """The fields of all answers; the n answers to a prompt follow each other."""
 
     index: int
     finish_reason: Literal["stop", "length"] | None
@@ -311,11 +301,7 @@ class ChatPiece(Choice):
 
 
 class Reply(BaseModel):
-    """The fields of all replies; `usage` and `metrics` come at the end.
-
-    Attributes:
-      created: when the request arrived, in seconds since 1970.
-    """
+    """The fields of all replies, by the second of arrival; `usage` and `metrics` end them."""
 
     id: str
     object: str

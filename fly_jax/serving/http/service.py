@@ -227,11 +227,7 @@ class _Answer:
 
 
 class ResponseStream:
-    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens.
-
-    Attributes:
-      answers: one for each request that the engine has of it.
-    """
+    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ latency, so that fewer layers may weigh more than better guesses.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
@@ -29,16 +30,13 @@ def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, 
     def fits(changed: PlanSpec) -> bool:
         return counted_peak(changed, changed.layouts()) + correction <= changed.chip.memory_bytes
 
-    def fits_rows(rows: int) -> bool:
-        return fits(dataclasses.replace(spec, rows=rows))
-
     def fits_steps(steps: int) -> bool:
         context, prompt = _CONTEXT_STEP * steps, spec.prompt_length
         prompt = None if prompt is None else min(prompt, context - 1)
         return fits(dataclasses.replace(spec, context=context, prompt_length=prompt))
 
     most = min(spec.target.max_context, spec.draft.max_context)
-    rows = _largest(fits_rows, _MOST_ROWS)
+    rows = _largest(lambda rows: fits(dataclasses.replace(spec, rows=rows)), _MOST_ROWS)
     context = _CONTEXT_STEP * _largest(fits_steps, most // _CONTEXT_STEP)
     if peak_bytes <= spec.chip.memory_bytes:
         return max(rows, spec.rows), max(context, spec.context), ()
@@ -69,17 +67,14 @@ def _remedies(
     if 0 < largest_context < spec.context:
         yield f"a context of {largest_context} (--context {largest_context})"
     for shape in spec.chip.slices or ("1", "2", "4", "8"):
-        sizes = shape.split("x")
-        mesh = parse_mesh("x".join(sizes[:2] if len(sizes) < 3 else _merged(sizes)))
+        sizes = [int(size) for size in shape.split("x")]
+        if len(sizes) == 3:  # a cube is two axes of the mesh
+            first, second, third = sizes
+            sizes = [second * third, first] if first < third else [first * second, third]
+        mesh = parse_mesh("x".join(map(str, sizes)))
         if mesh.num_devices > spec.mesh.num_devices and fits(dataclasses.replace(spec, mesh=mesh)):
             yield f"a larger slice: {mesh} (--mesh {mesh})"
             return
-
-
-def _merged(sizes: list[str]) -> list[str]:
-    """A cube as two axes of the mesh."""
-    first, second, third = map(int, sizes)
-    return [str(second * third), str(first)] if first < third else [str(first * second), str(third)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +132,7 @@ class Drafters:
 def weigh_drafters(
     spec: PlanSpec, layouts: Layouts, verify_seconds: float, mean: float
 ) -> Drafters:
-    """Weighs the given draft's layouts and types, and smaller models of its type, at the plan's K.
-
-    A round of the plan verifies in so many seconds, and settles so many tokens in the mean.
-    """
+    """Weighs the draft's layouts and types, and smaller models, by seconds to verify and mean."""
     left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
     wide = "int8" if spec.int8 else "bfloat16"
@@ -153,10 +145,8 @@ def weigh_drafters(
         given = own.pop(next(name for name in own if spec.self_draft == self_draft_type(name)))
         passes: tuple[DraftPass, ...] = (given,)
     else:
-        passes = _passes(spec, spec.draft, left)
-        given = next(
-            one for one in passes if (one.rules, one.matrices) == (layouts.draft_rules, wide)
-        )
+        passes, its = _passes(spec, spec.draft, left), (layouts.draft_rules, wide)
+        given = next(one for one in passes if (one.rules, one.matrices) == its)
     given_round = verify_seconds + _num_passes(spec.draft, k) * given.seconds
     others = {
         name: next(one for one in _passes(spec, config, left) if one.matrices == wide)
@@ -192,9 +182,8 @@ def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
 
 def _passes(spec: PlanSpec, config: LlamaConfig, left: float) -> tuple[DraftPass, ...]:
     """Every layout and type of a draft model in the bytes left of a chip, the best first."""
-    found = [
-        _pass(spec, config, name, matrices, left) for name in RULES for matrices in (None, INT8)
-    ]
+    ways = itertools.product(RULES, (None, INT8))
+    found = (_pass(spec, config, *way, left) for way in ways)
     return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))
 
 

@@ -96,11 +96,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One computation that runs, as it is called from one place; what is fused is none.
-
-    Attributes:
-      count: how often it runs, at most.
-    """
+    """One computation that runs, so often at most, as it is called from one place; none fused."""
 
     computation: Computation
     count: int
@@ -145,9 +141,8 @@ def _instruction(name: str, text: str) -> Instruction:
     result, rest = text[:end], text[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
-    return Instruction(
-        name, result, rest[:opening], rest[opening + 1 : closing - 1], rest[closing:]
-    )
+    inputs = rest[opening + 1 : closing - 1]
+    return Instruction(name, result, rest[:opening], inputs, rest[closing:])
 
 
 def _closing(text: str, opening: int) -> int:
@@ -244,11 +239,7 @@ def _element(value: _Value, slot: int) -> _Value:
 
 
 def _loop(scope: _Scope, one: Instruction) -> tuple[int | None, _Scope]:
-    """A `while` in its place: its trips at most (None where only data says them), and its body.
-
-    Its counters are counted through. Of the values that it carries the body has those that it
-    leaves as they are.
-    """
+    """A `while`: its trips at most, counted through (None: data says), and its body."""
     names = _LOOP.search(one.attributes)
     condition, body = (names[1], names[2]) if names else ("", "")
     init = scope.value(one.operands[0]) if one.operands else None
@@ -371,12 +362,7 @@ _VECTOR_MEMORY = "S(1)"
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An operation that makes a large array from another of its size.
-
-    Attributes:
-      operation: as HLO names it, such as "copy" or "fusion".
-      shape: of the array on one device, as are the bytes.
-    """
+    """An operation, as HLO names it, that makes a large array, on one device, from another."""
 
     operation: str
     name: str
@@ -402,9 +388,9 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
     program, wanted = parse(hlo), {_sizes(shape) for shape in shapes}
     return [
         Copy(
-            operation=one.opcode,
-            name=one.name,
-            shape=array.shape,
+            one.opcode,
+            one.name,
+            array.shape,
             num_bytes=math.prod(array.shape) * ITEM_BYTES.get(array.kind, 1),
             count=frame.count,
             in_loop=frame.in_loop,
@@ -465,9 +451,5 @@ def _reads(computation: Computation, one: Instruction, array: Array) -> bool:
     if one.opcode.removesuffix("-start") in EXCHANGES:
         return True
     given = (computation.instructions.get(operand) for operand in one.operands)
-    return any(
-        math.prod(other.shape) >= math.prod(array.shape)
-        for source in given
-        if source is not None
-        for other in source.arrays
-    )
+    arrays = [other for source in given if source is not None for other in source.arrays]
+    return any(math.prod(other.shape) >= math.prod(array.shape) for other in arrays)

@@ -61,15 +61,9 @@ def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if spec.num_devices == 1 else {}
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{chip.name}:{shape}", **bounds
-    )
-    return jax.make_mesh(
-        spec.sizes,
-        spec.names,
-        axis_types=(AxisType.Auto,) * len(spec.axes),
-        devices=topology.devices,
-    )
+    name, kinds = f"{chip.name}:{shape}", (AxisType.Auto,) * len(spec.axes)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
+    return jax.make_mesh(spec.sizes, spec.names, axis_types=kinds, devices=topology.devices)
 
 
 def abstract_mesh(spec: MeshSpec) -> AbstractMesh:
@@ -155,12 +149,9 @@ class PlanSpec:
     def chunk_plan(self, target: Layout) -> ChunkPlan:
         """How the engine runs prompts where the target lies so."""
         is_whole = bool(target.rules.cache_length)
-        return ChunkPlan(
-            attention_steps(self.workload.capacity, is_whole=is_whole),
-            tokens=OFFLINE_PREFILL_TOKENS,
-            num_slots=self.rows,
-            longest=self.context,
-        )
+        steps = attention_steps(self.workload.capacity, is_whole=is_whole)
+        most = OFFLINE_PREFILL_TOKENS
+        return ChunkPlan(steps, tokens=most, num_slots=self.rows, longest=self.context)
 
     def check(self) -> None:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""

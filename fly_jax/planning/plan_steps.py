@@ -268,14 +268,12 @@ def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
     if name == "autoregressive":
         return pass_work(*target, 1, vector_memory=fast)
     verified = pass_work(*target, k + 1, vector_memory=fast)
-    drafted = functools.reduce(
-        operator.add,
-        (
-            pass_work(*model, width, vector_memory=fast) * times
-            for model, passes in zip(drafts, spec.draft_passes, strict=True)
-            for width, times in passes.items()
-        ),
+    passes = (
+        pass_work(*model, width, vector_memory=fast) * times
+        for model, passes in zip(drafts, spec.draft_passes, strict=True)
+        for width, times in passes.items()
     )
+    drafted = functools.reduce(operator.add, passes)
     return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
 
 
@@ -312,12 +310,9 @@ def _compiled(
     times: int = 1,
     beside: int = 0,
 ) -> Step:
-    """Compiles a step.
+    """Compiles a step that runs so many times, with so many bytes held beside its arguments.
 
-    Args:
-      caches: those that are not to be copied, nor the models' stacks of matrices.
-      times: that the program runs.
-      beside: bytes that the engine holds while it runs and that are not its arguments.
+    Neither the caches are to be copied, nor the models' stacks of matrices.
     """
     large = {
         shape
@@ -370,12 +365,10 @@ def abstract_model(
     dtype: DTypeLike = jnp.bfloat16,
 ) -> Llama:
     """A model with shapes for parameters, on devices that need not be there."""
-    parameters = {
-        name: jax.ShapeDtypeStruct(
-            one.shape, one.dtype or dtype, sharding=layout.sharding(one.axes, one.shape)
-        )
-        for name, one in parameter_specs(config, matrices).items()
-    }
+    parameters = {}
+    for name, one in parameter_specs(config, matrices).items():
+        where = layout.sharding(one.axes, one.shape)
+        parameters[name] = jax.ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
     return Llama(config, parameters, layout)
 
 
@@ -439,13 +432,11 @@ def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
     ) -> tuple[TargetEvidence, KVCache]:
         model = Llama(target.config, parameters, target.layout)
         logits, cache = verify_step(model, cache, text, length, drafted)
-        return evidence(
-            logits, drafted, needs=spec.static.needs(spec.rule), layout=target.layout
-        ), cache
+        needs = spec.static.needs(spec.rule)
+        return evidence(logits, drafted, needs=needs, layout=target.layout), cache
 
     assert target.layout is not None
     shape = (state.length.shape[0], spec.static.num_speculative_tokens)
-    drafted = jax.ShapeDtypeStruct(
-        shape, np.int32, sharding=target.layout.sharding((None, None), shape)
-    )
+    whole = target.layout.sharding((None, None), shape)
+    drafted = jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
     return step.trace(state.target, target.parameters(), state.tokens, state.length, drafted)

@@ -70,14 +70,11 @@ class Plan:
         busy = verify.work.flops / self.spec.chip.flops / (k + 1)
         # Levels below shorten the draft of any K alike.
         at_once = self.spec.draft.pard_token is not None
-        passes = 1 if at_once else k
-        times = roofline.StepTimes(
-            draft.seconds / passes, verify.seconds, alone.seconds, busy, drafts_at_once=at_once
-        )
+        seconds = draft.seconds / (1 if at_once else k), verify.seconds, alone.seconds
+        times = roofline.StepTimes(*seconds, busy, drafts_at_once=at_once)
         mean = self.mean_accepted
-        best, best_speed_up = roofline.best_num_speculative_tokens(
-            times, roofline.acceptance_from(mean, k), k
-        )
+        acceptance = roofline.acceptance_from(mean, k)
+        best, best_speed_up = roofline.best_num_speculative_tokens(times, acceptance, k)
         return {
             "mean_accepted_tokens": mean,
             "tokens_per_second": rows * mean / times.round(k),
@@ -98,15 +95,13 @@ class Plan:
         """Bytes on each chip, by what they are for."""
         spec, layouts = self.spec, self.layouts
         workload, drafting = spec.workload, spec.draft_workload
+        held = [held_bytes(layouts.draft, one, drafting.matrices) for one in spec.drafts]
+        cached = [cache_bytes(layouts.draft, one, drafting) for one in spec.drafts]
         return {
             "parameter_bytes": held_bytes(layouts.target, spec.target, workload.matrices),
-            "draft_parameter_bytes": sum(
-                held_bytes(layouts.draft, one, drafting.matrices) for one in spec.drafts
-            ),
+            "draft_parameter_bytes": sum(held),
             "cache_bytes": cache_bytes(layouts.target, spec.target, workload),
-            "draft_cache_bytes": sum(
-                cache_bytes(layouts.draft, one, drafting) for one in spec.drafts
-            ),
+            "draft_cache_bytes": sum(cached),
             "prefill_cache_bytes": prefill_cache_bytes(spec, layouts),
             "temporary_bytes": max(step.temporary_bytes for step in self.steps),
             "peak_bytes": self.peak_bytes,

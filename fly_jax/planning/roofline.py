@@ -113,10 +113,7 @@ def draft_passes(
 def model_exchanges(
     layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, kinds: Iterable[str]
 ) -> list[Exchange]:
-    """The exchanges of one pass over `tokens` of every row, where no compiler says them.
-
-    They are those of the layers; `kinds` are what attention needs (`fly_jax.models.layouts`).
-    """
+    """The layers' exchanges of one pass over `tokens` of every row, and attention's `kinds`."""
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)

@@ -254,9 +254,9 @@ class RoundProgram:
         steps = jnp.arange(drafted + 1, dtype=jnp.int32)
         kept = verdict.num_accepted[:, None]
         pad = ((0, 0), (0, 1))
-        following, next_why = verdict.next_token[:, None], verdict.next_why[:, None]
-        tokens = jnp.where(steps < kept, jnp.pad(draft_tokens, pad), following).astype(jnp.int32)
-        why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), next_why).astype(jnp.int8)
+        tokens = jnp.where(steps < kept, jnp.pad(draft_tokens, pad), verdict.next_token[:, None])
+        why = jnp.where(steps < kept, jnp.pad(verdict.why, pad), verdict.next_why[:, None])
+        tokens, why = tokens.astype(jnp.int32), why.astype(jnp.int8)
         is_end = self._is_end(tokens) & (steps <= kept)
         until_end = jnp.where(jnp.any(is_end, axis=1), jnp.argmax(is_end, axis=1), drafted) + 1
         room = state.limit - state.length

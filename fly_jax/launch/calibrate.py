@@ -8,16 +8,7 @@ from pathlib import Path
 
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.strictness import (
-    CALIBRATED,
-    WINDOWS,
-    Bound,
-    as_toml,
-    check_new,
-    strictness_of,
-    windows_of,
-    write_config,
-)
+from fly_jax.evaluation import strictness
 from fly_jax.launch.flags import BatchFlags, DecodingFlags, Flags, ProcessFlags, flag_group
 from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter, parameters_of
@@ -59,12 +50,12 @@ class _GateFlags:
     )
     rule: str | None = parameter(
         None,
-        f"a loosened rule ({', '.join(CALIBRATED)}), or several joined by & and |, of which the "
-        "first is varied; that of the config if not given, else fly",
+        f"a loosened rule ({', '.join(strictness.CALIBRATED)}), or several joined by & and |, of "
+        "which the first is varied; that of the config if not given, else fly",
     )
     window_size: int | None = parameter(
         None,
-        f"fly: the window; if not given, {', '.join(map(str, WINDOWS))} are tried",
+        f"fly: the window; if not given, {', '.join(map(str, strictness.WINDOWS))} are tried",
         kind=int, low=0,
     )  # fmt: skip
     config: str | None = parameter(
@@ -129,7 +120,7 @@ def _run(values: _CalibrateFlags, command: str) -> None:
     """Runs in each process. Only the first one reads prompts and is heard."""
     with joint_errors():
         if values.gate is not None and process_id() == 0:
-            check_new(Path(values.gate))
+            strictness.check_new(Path(values.gate))
     inputs = open_inputs(values, _config(values))
     if values.gate is not None:
         _find(values, Path(values.gate), inputs, command)
@@ -145,15 +136,15 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
     decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
     given = DecodingFlags(config=values.config, decoding=decoding)
     config = given.to_config(is_embedded=values.is_embedded)
-    _bound(values), strictness_of(config)
-    return config.replace(window_size=windows_of(config, values.window_size)[0])
+    _bound(values), strictness.strictness_of(config)
+    return config.replace(window_size=strictness.windows_of(config, values.window_size)[0])
 
 
-def _bound(values: _CalibrateFlags) -> Bound:
+def _bound(values: _CalibrateFlags) -> strictness.Bound:
     if values.max_disagreement is not None:
-        return Bound("disagreement", values.max_disagreement)
+        return strictness.Bound("disagreement", values.max_disagreement)
     assert values.max_regret is not None
-    return Bound("regret", values.max_regret)
+    return strictness.Bound("regret", values.max_regret)
 
 
 def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> None:
@@ -171,8 +162,8 @@ def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> 
     )
     say(gate.summary())
     if process_id() == 0:
-        text = as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
-        write_config(path, text)
+        text = strictness.as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
+        strictness.write_config(path, text)
     say(f"{path} says so; decode with --config {path}.")
 
 

@@ -17,15 +17,7 @@ from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import Group, LlamaConfig, config_fields, groups, parameter_specs
-from fly_jax.models.checkpoints.converted import (
-    RECORD,
-    Record,
-    StoredType,
-    group_folder,
-    read_record,
-    stored_files,
-    write_group,
-)
+from fly_jax.models.checkpoints import converted
 from fly_jax.models.checkpoints.gguf_source import GgufSource, gguf_tokenizer, write_tokenizer
 from fly_jax.models.checkpoints.hugging_face import (
     HuggingFaceSource,
@@ -65,7 +57,7 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
     shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone
 
 
-def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
+def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16") -> None:
     """Writes a checkpoint as Orbax checkpoints, from which any mesh reads its parts.
 
     It needs memory for one group: a layer, or the embedding. What an earlier run has made is kept.
@@ -87,7 +79,8 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."
         )
-    if _begin(output, Record(config_fields(checkpoint.config), fingerprint(source), dtype)):
+    fields = config_fields(checkpoint.config)
+    if _begin(output, converted.Record(fields, fingerprint(source), dtype)):
         open_weights(output)  # is not damaged
         return
     left = _left(output, checkpoint.config)
@@ -109,14 +102,13 @@ def convert(source: Path, output: Path, dtype: StoredType = "bfloat16") -> None:
         for group in left:
             read = functools.partial(read_group, checkpoint, group, checkpoint.config)
             # No group is held while the next is read.
-            write_group(output, group, read(layout=None, dtype=width, int8=int8))
+            converted.write_group(output, group, read(layout=None, dtype=width, int8=int8))
             bar.update(sizes[group])
     if not isinstance(checkpoint, HuggingFaceSource) or checkpoint.packing is not None:
-        fields = json.dumps(config_fields(checkpoint.config), indent=2)
-        (output / "config.json").write_text(f"{fields}\n")
+        (output / "config.json").write_text(f"{json.dumps(fields, indent=2)}\n")
     carry_tokenizer(source, checkpoint, output)
-    record = read_record(output)
-    dataclasses.replace(record, files=stored_files(output)).write(output)
+    record = converted.read_record(output)
+    dataclasses.replace(record, files=converted.stored_files(output)).write(output)
 
 
 def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
@@ -126,17 +118,17 @@ def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
         return
     for pattern in _CARRIED:
         for carried in path.glob(pattern):
-            own = carried.match(_NOT_CARRIED) or carried.name == RECORD
+            own = carried.match(_NOT_CARRIED) or carried.name == converted.RECORD
             if not own and not (output / carried.name).exists():
                 partial = output / f"{carried.name}.partial"
                 shutil.copy(carried, partial)
                 partial.replace(output / carried.name)  # so that none is ever half there
 
 
-def _begin(output: Path, wanted: Record) -> bool:
+def _begin(output: Path, wanted: converted.Record) -> bool:
     """Makes the folder ready for this conversion; whether it is finished already."""
-    if (output / RECORD).exists():
-        found = read_record(output)
+    if (output / converted.RECORD).exists():
+        found = converted.read_record(output)
         if (found.source, found.dtype) != (wanted.source, wanted.dtype):
             what = "from other weights" if found.source != wanted.source else f"to {found.dtype}"
             raise FlyJaxError(
@@ -159,7 +151,7 @@ def _begin(output: Path, wanted: Record) -> bool:
 
 def _left(output: Path, config: LlamaConfig) -> list[Group]:
     """The groups that are not written yet; what an interrupted write has left is removed."""
-    known = {group_folder(output, group): group for group in groups(config)}
+    known = {converted.group_folder(output, group): group for group in groups(config)}
     if known:
         for path in next(iter(known)).parent.glob("*"):
             if path not in known:
@@ -167,7 +159,7 @@ def _left(output: Path, config: LlamaConfig) -> list[Group]:
     return [group for path, group in known.items() if not path.is_dir()]
 
 
-def _bytes(group: Group, config: LlamaConfig, dtype: StoredType) -> int:
+def _bytes(group: Group, config: LlamaConfig, dtype: converted.StoredType) -> int:
     width = jnp.dtype(jnp.float32 if dtype == "int8" else dtype)
     specs = group.specs(config, int8=dtype == "int8").values()
     return sum(math.prod(spec.shape) * (spec.dtype or width).itemsize for spec in specs)

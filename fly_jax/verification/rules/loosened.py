@@ -11,17 +11,8 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, parameter
 from fly_jax.verification.data import Count, Number, data_tree, log
 from fly_jax.verification.evidence import Entropy, EntropyMeasure
-from fly_jax.verification.rules.conditions import (
-    Clause,
-    Lenient,
-    Near,
-    Probable,
-    Remembered,
-    TypicalEnough,
-    Undecided,
-    Window,
-    WindowKind,
-)
+from fly_jax.verification.rules import conditions
+from fly_jax.verification.rules.conditions import Clause, Window, WindowKind
 from fly_jax.verification.rules.rule import Loose, check_size
 
 
@@ -74,7 +65,8 @@ class Fly(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The gate and the deferred window."""
-        gate = Undecided(self.entropy_threshold, Entropy(self.entropy, self.entropy_top_k))
+        entropy = Entropy(self.entropy, self.entropy_top_k)
+        gate = conditions.Undecided(self.entropy_threshold, entropy)
         return (Clause((gate,), (Window(self.window_size, self.window),)),)
 
 
@@ -119,8 +111,8 @@ class Csd(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The halves that are on."""
-        near = () if self.consistency is None else (Near(-log(self.consistency)),)
-        return (Clause((*near, *((Remembered(),) if self.memory else ()))),)
+        near = () if self.consistency is None else (conditions.Near(-log(self.consistency)),)
+        return (Clause((*near, *((conditions.Remembered(),) if self.memory else ()))),)
 
 
 @data_tree
@@ -138,7 +130,7 @@ class Lossy(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The threshold."""
-        return (Clause((Probable(self.threshold),)),)
+        return (Clause((conditions.Probable(self.threshold),)),)
 
 
 @data_tree
@@ -159,7 +151,7 @@ class Lenience(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The lenient draw, or the ratio."""
-        return (Clause((Lenient(self.lenience),)),)
+        return (Clause((conditions.Lenient(self.lenience),)),)
 
 
 @data_tree
@@ -180,7 +172,7 @@ class Typical(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The threshold that moves with the entropy."""
-        return (Clause((TypicalEnough(self.epsilon, self.delta),)),)
+        return (Clause((conditions.TypicalEnough(self.epsilon, self.delta),)),)
 
 
 @data_tree
@@ -195,7 +187,7 @@ class Margin(Loose):
 
     def clauses(self) -> tuple[Clause, ...]:
         """The margin."""
-        return (Clause((Near(self.gap),)),)
+        return (Clause((conditions.Near(self.gap),)),)
 
 
 RULES: dict[str, type[Loose]] = {

@@ -163,15 +163,12 @@ class RoundProgram:
             layers = () if drafter is None else drafter.hidden_layers
             hidden, new, read = target.hidden_and_inputs(block, cache, layers)
             seen = evidence(
-                target.logits(hidden),
-                tokens,
-                needs=self.static.needs(inputs.rule),
+                target.logits(hidden), tokens, needs=self.static.needs(inputs.rule),
                 sampling=inputs.sampling,
-                draft_logits=None if draft.logits is None else draft.logits[:, :width],
-                key=keys,
+                draft_logits=None if draft.logits is None else draft.logits[:, :width], key=keys,
                 num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,
                 layout=target.layout,
-            )
+            )  # fmt: skip
             whole = (0, 0), (0, missing)
             seen = jax.tree.map(
                 lambda leaf: jnp.pad(leaf, (*whole, *((0, 0),) * (leaf.ndim - 2))), seen

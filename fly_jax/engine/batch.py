@@ -66,13 +66,7 @@ def generate(
             Path(config.limits.memory), pair.tokenizer.digest, min_count=config.limits.csd_min_count
         )
     engine = Engine.of(
-        pair,
-        config,
-        prompts=ids,
-        max_new_tokens=max_new_tokens,
-        num_slots=batch_size,
-        audits=audits,
-        memory=memory,
-        with_texts=False,
-    )
+        pair, config, prompts=ids, max_new_tokens=max_new_tokens, num_slots=batch_size,
+        audits=audits, memory=memory, with_texts=False,
+    )  # fmt: skip
     return engine.generate(ids, max_new_tokens, seed=seed)

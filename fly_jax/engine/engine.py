@@ -223,21 +223,13 @@ class Engine:
             longest = max(map(len, prompts), default=1)
             max_length = max(min(longest + max_new_tokens, context), 2)
         return cls(
-            pair.target,
-            pair.proposing(spec),
-            spec,
-            num_slots=num_slots,
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
-            rules=rules,
+            pair.target, pair.proposing(spec), spec, num_slots=num_slots, max_length=max_length,
+            prefill_chunk=prefill_chunk, rules=rules,
             protected_token_ids=pair.protected_token_ids(config.limits.protect),
             tokenizer=pair.tokenizer if with_texts else None,
-            load_may_change_text=load_may_change_text or offline,
-            memory=memory,
-            offline=offline,
-            listener=listener,
-            shared_block=shared_block,
-        )
+            load_may_change_text=load_may_change_text or offline, memory=memory, offline=offline,
+            listener=listener, shared_block=shared_block,
+        )  # fmt: skip
 
     def requests(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0

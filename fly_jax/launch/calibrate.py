@@ -152,14 +152,10 @@ def _find(values: _CalibrateFlags, path: Path, inputs: Inputs, command: str) -> 
 
     check_prompts(inputs.ids)
     gate = find_gate(
-        load_models(values, inputs),
-        inputs.ids,
-        inputs.config,
-        _bound(values),
-        window_size=values.window_size,
-        max_new_tokens=values.max_new_tokens,
+        load_models(values, inputs), inputs.ids, inputs.config, _bound(values),
+        window_size=values.window_size, max_new_tokens=values.max_new_tokens,
         batch_size=values.batch_size,
-    )
+    )  # fmt: skip
     say(gate.summary())
     if process_id() == 0:
         text = strictness.as_toml(gate.config, gate.varied, f"{command}\n\n{gate.summary()}")
@@ -185,12 +181,8 @@ def _fill(values: _CalibrateFlags, path: Path, inputs: Inputs) -> None:
     # A file that will not do is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
     memory = fill_memory(
-        load_models(values, inputs),
-        inputs.ids,
-        path,
+        load_models(values, inputs), inputs.ids, path,
         num_speculative_tokens=inputs.config.drafting.max_speculative_tokens,
-        max_new_tokens=values.max_new_tokens,
-        batch_size=values.batch_size,
-        models=which,
-    )
+        max_new_tokens=values.max_new_tokens, batch_size=values.batch_size, models=which,
+    )  # fmt: skip
     say(f"{path} counts {len(memory)} pairs.")

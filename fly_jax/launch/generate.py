@@ -165,15 +165,10 @@ def _decode(
     config, ids, prompts = inputs.config, inputs.ids, inputs.prompts
     most = values.max_new_tokens
     engine = Engine.of(
-        pair,
-        config,
-        prompts=ids,
-        max_new_tokens=most,
-        num_slots=values.batch_size,
-        audits=values.audit is not None,
-        memory=None if memory is None else memory.copy(),
+        pair, config, prompts=ids, max_new_tokens=most, num_slots=values.batch_size,
+        audits=values.audit is not None, memory=None if memory is None else memory.copy(),
         with_texts=not values.json,
-    )
+    )  # fmt: skip
     requests = engine.requests(ids, most, seed=values.seed)
     with waiting("Compiling"):  # so that no prompt's speed has that in it
         engine.warm_up_for(requests)

@@ -221,17 +221,11 @@ def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> t
     rows = values.num_slots
     pair = load_opened(values, builder.config, models, mesh, rows=rows, longest=length)
     engine = kind.of(
-        pair,
-        builder.for_engine,
-        num_slots=rows,
-        max_length=length,
-        prefill_chunk=values.prefill_chunk,
-        rules=builder.kinds,
-        audits=True,
-        max_logprobs=values.max_logprobs,
-        load_may_change_text=values.load_may_change_text,
+        pair, builder.for_engine, num_slots=rows, max_length=length,
+        prefill_chunk=values.prefill_chunk, rules=builder.kinds, audits=True,
+        max_logprobs=values.max_logprobs, load_may_change_text=values.load_may_change_text,
         shared_block=_SHARED_BLOCK if values.prefix_sharing else 0,
-    )
+    )  # fmt: skip
     return pair, engine
 
 

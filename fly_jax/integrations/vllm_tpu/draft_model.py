@@ -159,14 +159,11 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], AttentionMetadata]:
         """As `Eagle3Proposer.prepare_inputs`, without hidden states, and one more token of each."""
         step = draft_inputs.TargetStep(
-            input_ids,
-            attn_metadata.input_positions,
-            attn_metadata.query_start_loc,
+            input_ids, attn_metadata.input_positions, attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id),
-            num_rejected_tokens,
-            num_reqs_dp,
-        )
+            num_rejected_tokens, num_reqs_dp,
+        )  # fmt: skip
         taken = self._taken_in(step)
         metadata = dataclasses.replace(
             attn_metadata,
@@ -190,12 +187,9 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         texts = self._texts
         drafted = self._drafted(
             [kv_caches[place] for place in places],
-            *((None, None) if texts is None else (texts.tokens, texts.slots)),
-            self.state_leaves,
-            input_ids,
-            attn_metadata,
-            last_token_indices,
-        )
+            *((None, None) if texts is None else (texts.tokens, texts.slots)), self.state_leaves,
+            input_ids, attn_metadata, last_token_indices,
+        )  # fmt: skip
         for place, cache in zip(places, drafted.caches, strict=True):
             kv_caches[place] = cache
         if texts is not None:

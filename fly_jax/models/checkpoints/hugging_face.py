@@ -37,7 +37,7 @@ from fly_jax.models.architectures import (
 from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
 from fly_jax.models.eagle3 import EAGLE3
-from fly_jax.sharding.rules import Layout
+from fly_jax.sharding.rules import Layout, axes_in
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
@@ -310,16 +310,10 @@ def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, Part
 
 
 def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> Sharding:
-    """Where a stored matrix goes first: its rows over as many devices as the parameter takes.
-
-    Rows are contiguous in the file, so each device's part is one read; parts of columns would make
-    many small ones.
-    """
+    """Where a stored matrix goes first: contiguous rows over as many devices as it takes."""
     if layout is None:
         return SingleDeviceSharding(jax.devices()[0])
-    names: list[str] = []
-    for entry in layout.spec(spec.axes, spec.shape):
-        names += [entry] if isinstance(entry, str) else list(entry or ())
+    names = [name for entry in layout.spec(spec.axes, spec.shape) for name in axes_in(entry)]
     while num_rows % math.prod(layout.mesh.shape[name] for name in names):
         names.pop()
     return NamedSharding(layout.mesh, PartitionSpec(tuple(names) or None))

@@ -247,13 +247,10 @@ def read_group(
         ),
     )
     parts, finite = arrange(
-        source.read(group, layout),
-        arranged=source.arranged,
+        source.read(group, layout), arranged=source.arranged,
         specs=tuple(group.specs(source.config, int8=source.int8).items()),
-        vocab_size=config.vocab_size,
-        quantise=int8 and not source.int8,
-        dtype=dtype,
-    )
+        vocab_size=config.vocab_size, quantise=int8 and not source.int8, dtype=dtype,
+    )  # fmt: skip
     for name, is_finite in jax.device_get(finite).items():
         if not is_finite:
             raise FlyJaxError(

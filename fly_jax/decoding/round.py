@@ -57,7 +57,8 @@ class RoundProgram:
             index, state, outputs = carry
             state, output = one_round(state)
             put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=0)
-            return index + 1, state, jax.tree.map(put, outputs, output)
+            outputs = jax.tree.map(put, outputs, output)
+            return index + 1, state, outputs
 
         def unfinished(carry: _Carry) -> Bool[Array, ""]:
             index, state, _ = carry

@@ -1,7 +1,6 @@
 """FLy, training-free loosely speculative decoding, for Llama models and their kin in JAX.
 
-What is listed here is the public API; nothing else is promised. Names are imported on first use,
-so that each costs only what it needs.
+What is listed here is the public API; nothing else is promised. Names are imported on first use.
 """
 
 from __future__ import annotations

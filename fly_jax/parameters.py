@@ -1,8 +1,4 @@
-"""Parameters of rules and drafters, declared once where they are used.
-
-A class declares its parameters as dataclass fields made by `parameter`. Flags, TOML keys, the check
-of a value and the sentence about a wrong one all derive from that declaration.
-"""
+"""Parameters, declared once by `parameter`; flags, TOML keys and checks derive from that."""
 
 from __future__ import annotations
 

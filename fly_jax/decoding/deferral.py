@@ -1,10 +1,7 @@
-"""Deferred windows that stay open across rounds: `boundary="defer"`.
+"""Deferred windows that stay open across rounds: `boundary="defer"` (docs/decoding.md).
 
-The published rule refuses a mismatch whose window does not fit into its block. Here such a mismatch
-may be kept provisionally: the block goes on to its end and is followed by the bonus token as if it
-had been kept whole, and the first tokens of the next rounds complete the window. They must all be
-accepted by the lossless rule. If one is not, the row is rolled back: its length is set to the
-mismatch, and the target's own token takes its place. What is provisional never leaves the device.
+A mismatch whose window does not fit into its block may be kept provisionally, on the device alone,
+and the next rounds complete its window; if one of its tokens fails, the row is rolled back.
 """
 
 from __future__ import annotations

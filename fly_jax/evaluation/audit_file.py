@@ -1,8 +1,7 @@
 """An audit: the mismatches that a run kept or refused, what became of each, and their file.
 
-The file has a JSON object on each line. The first one describes the run; then, for each prompt that
-is done, come its mismatches in the order of the text and after them the continuation itself.
-Nothing here needs JAX: an audit is read where the models are not.
+The file has JSON lines: the run, then of each prompt that is done its mismatches, in the order of
+the text, and its continuation. Nothing here needs JAX: an audit is read where the models are not.
 """
 
 from __future__ import annotations

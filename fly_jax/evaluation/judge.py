@@ -1,10 +1,9 @@
 """Runs programs that models have written, and says whether they came to their end.
 
 Each runs in a process of its own, on Linux, with limits on seconds, memory and files. Where the
-system permits namespaces (of users, mounts, processes and the network), it has no network, may
-write only into a temporary folder, and whatever it started dies with it. In any case Python itself
-refuses sockets, processes, foreign libraries, and changes outside that folder; where namespaces are
-not permitted, that alone has to do. This holds back what goes wrong, not an attacker.
+system permits namespaces, it has no network, may write only into a temporary folder, and whatever
+it started dies with it. In any case Python itself refuses sockets, processes, foreign libraries,
+and changes outside that folder. This holds back what goes wrong, not an attacker.
 
 The file is also the program of that process; so it imports the standard library alone.
 """

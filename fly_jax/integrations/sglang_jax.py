@@ -1,9 +1,8 @@
 """A loosened rule in sglang-jax, where it verifies greedily: chains of drafts of one length.
 
-sglang-jax has no registry for it. Its DFlash worker verifies by one function of the logits, whose
-place `install` takes. Its fused EAGLE program has taken the argmax by the time it verifies; there,
-`predictions` is what goes in the place of that argmax, one line of `draft_extend_fused.py`. Tried
-with the source of August 2026 (commit cddbf6f) on a CPU.
+Its DFlash worker verifies by one function of the logits, whose place `install` takes. In its fused
+EAGLE program, `predictions` goes in the place of the argmax, one line of `draft_extend_fused.py`.
+Tried with the source of August 2026 (commit cddbf6f) on a CPU.
 """
 
 from __future__ import annotations

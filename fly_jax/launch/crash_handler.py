@@ -1,8 +1,7 @@
 """The end of a process of several: one sentence, where JAX's runtime would print a stack trace.
 
-When another process dies, this one may hang in a collective for ever. JAX's coordination service
-notices (missing heartbeats, or a closed connection to process 0) and ends the process from a thread
-of its own, by `abort()` after a page of C++. Python hears nothing of that, so the signal is caught
+When another process dies, JAX's coordination service notices and ends this one from a thread of
+its own, by `abort()` after a page of C++. Python hears nothing of that, so the signal is caught
 where it is raised, and what the runtime wrote is kept in a file.
 """
 

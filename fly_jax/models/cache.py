@@ -1,8 +1,7 @@
 """The key/value cache: one length per row, so that rows may advance by different amounts.
 
-A model's pass only reads it. What the pass adds comes back as `NewEntries` and is written once,
-after the pass: so a pass may stand inside a branch, which then returns no cache, and the compiler
-has no reason to copy one.
+A model's pass only reads it. What the pass adds comes back as `NewEntries` and is written after it:
+so a branch with a pass returns no cache, and the compiler has no reason to copy one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Text to token ids and back, streaming included, for a checkpoint folder's tokenizer.
 
 Both kinds of vocabulary, `tokenizer.json` and SentencePiece's `.model`, answer with the bytes of
-each token, because one character may be spread over several: joined bytes, decoded once, are text
-whatever the cut.
+each token: joined and decoded once, they are text however characters are cut.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Other layouts and types that fit, and draft models that pay: counted from shapes.
-
-What fits is corrected by what the compiler said of the plan itself. On a pod a draft pass is mostly
-latency, so that fewer layers may weigh more than better guesses.
-"""
+"""Other layouts and types that fit, by shapes and what the compiler said; drafts that pay."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""One engine in several processes: process 0 is asked, and the others do what it does.
-
-All processes make the same engine, whose programs need all of them. What process 0's engine was
-told since its last step goes to the others before the next one, as messages between the hosts; what
-comes of it, each of them reads from the arrays.
-"""
+"""One engine in several processes: what process 0's was told goes to the others before a step."""
 
 from __future__ import annotations
 
@@ -30,8 +25,7 @@ _KINDS: dict[str, type[Any]] = {
 class LeadingEngine(Engine):
     """The engine of process 0, which tells the others; `end` it when nothing more is to come.
 
-    A message is a request to submit, or the place of one to cancel among those that are going,
-    which every process has in the order in which they were handed in.
+    A message is a request to submit, or the place of one to cancel among those that are going.
     """
 
     def __init__(self, *arguments: Any, **given: Any) -> None:

@@ -1,9 +1,7 @@
 """The processes of one job: how they meet, agree and stay in step.
 
-Arrays travel by collectives of the compiled programs. What the hosts have to say to each other is a
-few bytes and goes through the key-value store of JAX's coordination service, which lives in
-process 0: it works before a backend is up and needs no program to be compiled. JAX offers it under
-`jax._src` alone.
+What hosts say to each other goes through the key-value store of JAX's coordination service, which
+works before a backend is up and needs no program. JAX offers it under `jax._src` alone.
 """
 
 from __future__ import annotations

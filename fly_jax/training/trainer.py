@@ -1,7 +1,4 @@
-"""Training: what a run is, its rows, its optimiser steps, and the checkpoints that it resumes from.
-
-A step is the loss, its gradient in bfloat16 products, and Muon with AdamW.
-"""
+"""Training: what a run is, its rows, its optimiser steps, and checkpoints that it resumes from."""
 
 from __future__ import annotations
 

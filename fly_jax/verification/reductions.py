@@ -1,8 +1,7 @@
 """Reductions over a vocabulary of which each device may hold only a shard.
 
 Every function reduces the last dimension. `axis_names` are the mesh axes over which it is sharded,
-in order, inside `jax.shard_map`; with `()` the vocabulary is whole and nothing is communicated.
-Only results, a few numbers per position, ever travel between devices.
+in order, inside `jax.shard_map`; with `()` it is whole. Only results travel between devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From logits to tokens: greedy, or sampled after temperature, top-k and top-p.
 
-Top-k and top-p both keep a token iff the tokens above it weigh less than a limit: each of them 1,
-with the limit k, or each its probability, with the limit p. So tokens that tie with the last one
-kept are kept too. The last logit that is kept is found exactly, on one device or on many.
+Top-k and top-p both keep a token iff those above it weigh less than a limit, each 1 or each its
+probability; so ties with the last one kept are kept. That one is found exactly, on any mesh.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Hugging Face checkpoints: which tensor is which parameter, and reading them by groups.
 
-What a folder holds is known from the headers of its safetensors files alone. A file is 8 bytes of
-header length (little-endian), the header (JSON: dtype, shape and byte range of each tensor), and
-the tensors' bytes.
+A safetensors file is 8 bytes of header length (little-endian), the header (JSON: dtype, shape and
+byte range of each tensor), and the tensors' bytes.
 """
 
 from __future__ import annotations

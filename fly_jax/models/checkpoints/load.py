@@ -1,8 +1,7 @@
 """Loading any known checkpoint straight into its place, or from what was kept of it.
 
-What is kept are weights in the types that they are used in: made once, written to a file, and
-mapped after that. Such a file is in safetensors' format, with a checksum of each tensor in its
-metadata. Its name is a digest of the files that it was made from, of the types, and of `_VERSION`.
+What is kept are weights as they are used, in a file that is mapped: safetensors with a checksum of
+each tensor, named by a digest of the files that it was made from, of the types, and of `_VERSION`.
 """
 
 from __future__ import annotations

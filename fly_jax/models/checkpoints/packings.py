@@ -1,8 +1,7 @@
 """Quantised matrices as published checkpoints store them, widened as they are read.
 
-A matrix is several tensors, whose names begin alike, and `quantization_config` says which. What
-runs here is what the formats' own libraries compute: integers or 8-bit floats, less a zero point,
-times the scale of their group.
+A matrix is several tensors, whose names begin alike, and `quantization_config` says which: integers
+or 8-bit floats, less a zero point, times the scale of their group.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Parameter:
     flag: bool = True
 
     def check(self, value: object) -> None:
-        """The same of an instance's: arrays and tracers are data, and pass, as None does."""
+        """Raises FlyJaxError for an instance's value; arrays, tracers and None pass."""
         if self.choices or isinstance(value, bool | int | float | str):
             self.check_given(value)
 

@@ -1,4 +1,4 @@
-"""What rounds of each K take, from which `decoding/depth.py` chooses, and when to look again."""
+"""Seconds of rounds of each K, from which `decoding/depth.py` chooses, and when to look again."""
 
 from __future__ import annotations
 

@@ -248,7 +248,7 @@ def _line(event: str, value: Run | Mismatch | Continuation) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Raises FlyJaxError where no audit can be written, or something else is."""
+    """Raises FlyJaxError where an audit cannot be written, or something else stands."""
     existed = os.path.lexists(path)
     try:
         with path.open("ab+") as file:

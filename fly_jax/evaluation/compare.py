@@ -274,7 +274,7 @@ class _LastToken(Drafter):
 
 @dataclasses.dataclass
 class _Measured:
-    """What one rule has decoded so far: in each turn the requests, and each group's seconds."""
+    """One rule's requests in each turn, and the seconds of each group of prompts."""
 
     engine: Engine
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)

@@ -40,7 +40,7 @@ def follows_all(record: Mapping[str, Any], text: str) -> bool:
 
 @functools.cache
 def load_checkers() -> Any:
-    """lm-eval's module that judges; raises FlyJaxError where it or NLTK's tables are not."""
+    """The module of lm-eval that judges; FlyJaxError where it or NLTK's tables lack."""
     try:
         import langdetect
         import nltk

@@ -173,7 +173,7 @@ def named_tasks(given: str) -> list[str]:
 
 
 def read_items(name: str, folder: Path | None, limit: int | None) -> list[Item]:
-    """The first items of a task, or all; raises FlyJaxError where its file is none."""
+    """The first items of a task, or all; raises FlyJaxError where its file is wrong."""
     task = TASKS[name]
     places = [folder / one for one in task.files] if folder else []
     path = next((one for one in places if one.is_file()), task.built_in)

@@ -191,7 +191,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 
 
 def _described(one: Parameter, shipped: Any) -> str:
-    """The help of a parameter, with its defaults: also `shipped`, if another with our own pair."""
+    """The help of a parameter, its default, and `shipped`, that of our own pair."""
     text = one.help
     if one.kind is bool and one.default:
         text = f"{text}; --no{one.name} to switch it off"
@@ -312,7 +312,7 @@ class DecodingFlags:
         return {name: value for name, value in self.decoding.items() if value not in (None, ())}
 
     def to_config(self, *, is_embedded: bool = False) -> DecodingConfig:
-        """The flags over the file named, or over what suits the pair; else FlyJaxError."""
+        """The flags over a file's, or over what suits the pair; FlyJaxError for a wrong one."""
         if not self.config:
             config = default_config(is_embedded=is_embedded)
         else:

@@ -96,7 +96,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One computation that runs, so often at most, as it is called from one place; none fused."""
+    """One computation that runs, `count` times at most, as called from a place; none is fused."""
 
     computation: Computation
     count: int

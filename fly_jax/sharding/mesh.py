@@ -203,7 +203,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
 
 
 def _kind() -> str:
-    """What programs depend on and JAX's keys leave out: a CPU's instructions, in shared homes."""
+    """A name for what programs depend on and JAX's keys leave out: a CPU's instructions."""
     features = ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

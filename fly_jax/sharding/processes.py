@@ -108,7 +108,7 @@ def detect_process(
 
 
 def _cluster_size() -> int:
-    """Processes of the cluster, by what answers at once: hosted notebooks' clusters never do."""
+    """Processes that the cluster says it runs; 1 where it answers nothing (notebooks)."""
     for cluster in ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
             try:

@@ -247,7 +247,7 @@ def drafter_recipe(
 def first_embedding(
     teacher: Llama, own: OwnTokens, embed_size: int
 ) -> Float32[np.ndarray, "rows embed"]:
-    """The teacher's embedding in its main directions, scaled as random ones; others: their mean."""
+    """The teacher's embedding in its main directions; other tokens share their mean."""
     parameters = teacher.parameters()
     embedding = np.asarray(parameters["embedding"], np.float32)
     if teacher.int8:

@@ -139,7 +139,7 @@ def _config(file: GgufFile) -> LlamaConfig:
 
 
 def _ends(file: GgufFile) -> list[int]:
-    """Every token that ends a text: files name one of a kind, Qwen's have two, known by text."""
+    """Every token that ends a text; files name one of each kind, others are known by text."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
     names = file.value("tokenizer.ggml.tokens", ())

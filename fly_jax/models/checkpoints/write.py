@@ -112,7 +112,7 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
 
 
 def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
-    """Writes what a checkpoint has beside its weights; raises FlyJaxError where damaged."""
+    """Writes the tokenizer and all else beside the weights; FlyJaxError for a bad GGUF."""
     if isinstance(source, GgufSource):
         write_tokenizer(source.file, output)
         return

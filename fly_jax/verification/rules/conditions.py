@@ -78,7 +78,7 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RuleState:
-    """What a rule knows of each row from earlier rounds: the budget left, in nats, or None."""
+    """A rule's knowledge of each row from earlier rounds: the budget left, in nats, or None."""
 
     budget: Float32[Array, " rows"] | None = None
 

@@ -80,8 +80,12 @@ _OF_HEAD = {"fusion": "fc.weight", "features_norm": "input_norm.weight", "token_
 _HEAD_SAYS = "midlayer.hidden_norm.weight"
 # Which tokens the head knows is said twice; of the target there may be a copy.
 _BESIDE_HEAD = (
-    "t2d", "d2t", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"
-)  # fmt: skip
+    "t2d",
+    "d2t",
+    "embed_tokens.weight",
+    "verifier_norm.weight",
+    "verifier_lm_head.weight",
+)
 # What is computed of a block of so many numbers stays in a core's cache.
 _BLOCK_NUMBERS = 2**17
 

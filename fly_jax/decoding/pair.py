@@ -126,19 +126,20 @@ class Pair:
         """The spec of the rounds, with this pair.
 
         Args:
-          rounds_per_dispatch: rounds before tokens leave the device; None takes 1 where the host
-            has its own processor, and 4 on a CPU, where dispatching takes time from the round.
+          rounds_per_dispatch: rounds before tokens leave the device; None takes 4 on a CPU where
+            dispatching takes time from a round, and 1 for a large model and everywhere else.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
           FlyJaxError: as `DecodingConfig`, and values of which no round can be made, such as K that
             leaves no room for FLy's window.
         """
+        is_short = jax.default_backend() == "cpu" and not self.target.is_large
         return RoundSpec.of(
             self.config(config, **given),
             num_drafts=len(self.drafts),
             eos_token_ids=self.tokenizer.eos_token_ids,
-            rounds_per_dispatch=rounds_per_dispatch or (4 if jax.default_backend() == "cpu" else 1),
+            rounds_per_dispatch=rounds_per_dispatch or (4 if is_short else 1),
             audits=audits,
         )
 

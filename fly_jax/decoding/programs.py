@@ -30,9 +30,7 @@ from fly_jax.verification.rules import RuleState
 CAPACITY_STEP = 64
 # Of fewer cache positions nothing is saved by reading a part of them.
 LEAST_ATTENDED = 256
-# A model whose weights take so many bytes waits longer for its programs on a CPU than for what
-# their shapes waste: all rows together have so many positions too many at most.
-_LARGE_BYTES = 2**30
+# All rows together of a large model have so many positions too many at most.
 _WASTED_POSITIONS = 512
 # A state of this many rows is decoded by this many, or that part of it.
 _GROWTH = 4
@@ -129,8 +127,7 @@ class Programs:
         k = static.num_speculative_tokens
         self.room = k + 1 if drafter is None else drafter.room(k)
         target = for_backend(target)
-        sizes = [one.size * one.dtype.itemsize for one in jax.tree.leaves(target.parameters())]
-        self.has_few_shapes = runs_unstacked(target) and sum(sizes) >= _LARGE_BYTES
+        self.has_few_shapes = runs_unstacked(target) and target.is_large
         self._parameters, self._drafter = target.parameters(), drafter
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         dtype = jnp.dtype(cache_dtype or target.dtype)

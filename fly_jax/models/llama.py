@@ -47,6 +47,8 @@ Matmul = Callable[[str, Array, Array], Array]
 # With so many tokens at most, a CPU is faster with the matrix in front of them.
 _FEW_TOKENS = 128
 _STEPS = (1, 4, 8)  # in which their number grows
+# Weights of so many bytes make a model large: its programs compile long and its rounds take long.
+LARGE_BYTES = 2**30
 
 
 def matmul(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
@@ -283,6 +285,12 @@ class Llama(nnx.Module):
     def is_unstacked(self) -> bool:
         """Each layer has arrays of its own, matrices with their outputs before their inputs."""
         return isinstance(self._layer_weights()["query"], tuple)
+
+    @property
+    def is_large(self) -> bool:
+        """The weights take a gibibyte or more."""
+        leaves = jax.tree.leaves(self.parameters())
+        return sum(one.size * one.dtype.itemsize for one in leaves) >= LARGE_BYTES
 
     @property
     def has_integers(self) -> bool:

@@ -17,6 +17,7 @@ from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
+from fly_jax.models import llama
 
 CHANCE = np.random.default_rng(4)
 # All in one power of two, so that they are run together.
@@ -197,7 +198,7 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
         return batch_engine(target, [draft], spec, 1, max_length=len(prompt) + LIMIT)
 
     expected = [engine_of(one).generate([one], LIMIT)[0].token_ids for one in prompts]
-    monkeypatch.setattr(programs, "_LARGE_BYTES", 0)
+    monkeypatch.setattr(llama, "LARGE_BYTES", 0)
     for prompt, tokens in zip(prompts, expected, strict=True):
         compilations()
         engine = engine_of(prompt)

@@ -174,7 +174,7 @@ def _decode(
         engine.warm_up_for(requests)
     with contextlib.ExitStack() as stack:
         learned = config.limits.memory
-        if values.update_memory and engine.memory and learned and process_id() == 0:
+        if values.update_memory and engine.memory is not None and learned and process_id() == 0:
             stack.callback(engine.memory.save, Path(learned))  # also where Ctrl-C ends it
         audit = None
         if values.audit is not None:

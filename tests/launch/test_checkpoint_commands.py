@@ -15,7 +15,7 @@ from launch_types import Captured, Decoded, Folders, Patch, Refused
 from tokenizer_makers import llama3_json
 
 from fly_jax.launch.__main__ import main
-from fly_jax.models.checkpoints import write as module
+from fly_jax.models.checkpoints import converted
 from fly_jax.models.llama import Llama
 
 Tokens = Callable[..., list[int]]
@@ -62,7 +62,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "write_group", interrupted)
+    monkeypatch.setattr(converted, "write_group", interrupted)
     arguments = ["convert", f"--target={tiny_pair[0]}", f"--output={tmp_path / 'output'}"]
     assert main(arguments) == 130
     assert "python -m fly_jax.launch " + " ".join(arguments) in capsys.readouterr().err

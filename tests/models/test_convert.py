@@ -21,7 +21,7 @@ from test_checkpoint import saved, split_with_index, tiny
 from test_loading_errors import sentence
 
 from fly_jax.models.architectures import Group
-from fly_jax.models.checkpoints import write as module
+from fly_jax.models.checkpoints import converted as written_files
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import carry_tokenizer, convert
@@ -100,7 +100,7 @@ def test_goes_on_where_it_stopped(
             raise KeyboardInterrupt
         write_group(folder, group, parts)
 
-    monkeypatch.setattr(module, "write_group", interrupted)
+    monkeypatch.setattr(written_files, "write_group", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, output, "int8")
     assert "was not finished" in sentence(lambda: open_weights(output))
@@ -114,16 +114,17 @@ def test_goes_on_where_it_stopped(
 # Stops in the middle of a layer.
 SLOW = """
 import sys, pathlib, time
-from fly_jax.models.checkpoints import write as module
-write = module.write_group
+from fly_jax.models.checkpoints import converted
+from fly_jax.models.checkpoints.write import convert
+write = converted.write_group
 def slow(folder, group, parts):
     if group.layer == 1:
         (folder / "orbax" / "layer_001.orbax-checkpoint-tmp").mkdir()
         print("here", flush=True)
         time.sleep(600)
     write(folder, group, parts)
-module.write_group = slow
-module.convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
+converted.write_group = slow
+convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
 """
 
 

@@ -32,7 +32,7 @@ from texts import library_beginnings, word_problems
 from fly_jax import generate, load_pair
 from fly_jax.decoding.pair import Pair
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.load import ask
+from fly_jax.evaluation.http_load import ask
 
 _REQUESTS = flags.DEFINE_integer("num_requests", 2000, "in all", lower_bound=10)
 _CLIENTS = flags.DEFINE_integer("clients", 64, "at a time", lower_bound=1)

@@ -208,7 +208,7 @@ class RequestState:
         return Settled(row, tokens, why, reason)
 
     def detokenize(self, settled: Settled) -> Settled | None:
-        """What may be handed out, with its texts; ends the generation at a stop string."""
+        """The part that may be handed out, with its texts; ends the generation at a stop string."""
         if self._stop_checker is None:
             return settled
         shown, num_kept = self._stop_checker.push(settled)

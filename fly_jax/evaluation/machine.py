@@ -1,4 +1,4 @@
-"""What a result says of the machine it was measured on."""
+"""The description of the machine that a result was measured on."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def retention(
 def compare_paired(
     base: Bool[np.ndarray, " items"], other: Bool[np.ndarray, " items"], margin: float
 ) -> dict[str, Any]:
-    """What became of the items with another decoding.
+    """Counts of the items that another decoding gained and lost, and its retention.
 
     The verdict is Tango's score test (1998) of a difference of `margin` points, at 2.5%: also where
     no item differs, it needs a few hundred of them for a point.

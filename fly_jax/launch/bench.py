@@ -170,7 +170,7 @@ def decodings(
 
 
 def _value(name: str, text: str) -> Any:
-    """What an option gives: a number, true, false or null as in JSON, or a text."""
+    """The value of an option: a number, true, false or null as in JSON, or a text."""
     known = decoding_parameters().get(name)
     if known is not None and known.kind is tuple:
         return (text,) if text else ()

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
 async def _run(values: BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
     import httpx
 
-    from fly_jax.evaluation.load import ask, load, table
+    from fly_jax.evaluation.http_load import ask, load, table
     from fly_jax.evaluation.machine import describe
 
     given = values.prompts_file

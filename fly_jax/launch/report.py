@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _read(folder: Path, margin: float) -> tuple[dict[str, Figures], dict[str, Figures]]:
-    """What bench and what evaluate wrote, by file and by folder, judged by the margin."""
+    """Files of bench and folders of evaluate, judged by the margin."""
     from fly_jax.evaluation.answers import compare_decodings
 
     speeds: dict[str, Figures] = {}

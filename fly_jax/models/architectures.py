@@ -125,7 +125,7 @@ class LlamaConfig:
 
     @property
     def unknown_row(self) -> int:
-        """What `token_rows` has for a token that is never drafted, where not all have a row."""
+        """The row in `token_rows` of a token that is never drafted, where not all have one."""
         assert self.draft_vocab_size is not None
         return self.draft_vocab_size - (self.head is None)
 

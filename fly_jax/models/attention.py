@@ -172,7 +172,7 @@ def attend_cached(
 
 
 def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
-    """What a function gives for each row of the arrays, stacked; one row is computed after another.
+    """A function's results for each row of the arrays, stacked; one row is computed after another.
 
     Float sums, `exp` and fused products round as the compiler orders them, and it orders them by
     shape. Behind a barrier it cannot see how many rows there are, and so it makes one loop, whose

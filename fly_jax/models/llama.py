@@ -485,7 +485,7 @@ def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
 def _kept(
     layers: Sequence[int], index: int | Int[Array, ""], x: Array, kept: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """What goes into the layers that are asked for, with `x`, which goes into one."""
+    """The inputs of the layers that are asked for, with `x`, which goes into one."""
     pairs = zip(layers, kept, strict=True)
     if isinstance(index, int):
         return tuple(x if index == layer else old for layer, old in pairs)

@@ -178,7 +178,7 @@ def _frames(
 
 @dataclasses.dataclass(frozen=True)
 class _Carried:
-    """What a loop carries in a slot, whatever that is."""
+    """A slot of a loop, whatever it carries."""
 
     slot: int
 

@@ -33,7 +33,7 @@ from fly_jax.models.architectures import (
     read_config,
     read_json,
 )
-from fly_jax.models.checkpoints.packings import Packing, Part, read_packing
+from fly_jax.models.checkpoints.packings import Packing, StoredPart, read_packing
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
 from fly_jax.models.eagle3 import EAGLE3
 from fly_jax.sharding.rules import Layout, axes_in
@@ -173,7 +173,7 @@ class HuggingFaceSource:
             head = dataclasses.replace(self.config.head, has_embedding=has_embedding)
             self.config = dataclasses.replace(self.config, head=head)
         self.config.check_layers(len(self._stored))
-        needed: dict[str, Part] = {}
+        needed: dict[str, StoredPart] = {}
         for group in groups(self.config):
             for name, spec in group.specs(self.config).items():
                 parts = self._parts(group, name, spec)
@@ -276,19 +276,19 @@ class HuggingFaceSource:
             if not one.is_optional or stem + part in self._stored
         }
 
-    def _parts(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, Part]:
-        """What a parameter is made of; matrices that a packing left out are stored as they are."""
+    def _parts(self, group: Group, name: str, spec: ParameterSpec) -> dict[str, StoredPart]:
+        """The tensors of a parameter; matrices that a packing left out are stored as they are."""
         packing, plain = self.packing, self._stored.get(self._name(group, name))
         shape = tensor_shape(name, spec)
         is_plain = plain is not None and plain.dtype in DTYPES
         if name == "token_rows" and self.config.head is not None:
-            return {"": Part(((self.config.unknown_row,),), ("I64", "I32"))}
+            return {"": StoredPart(((self.config.unknown_row,),), ("I64", "I32"))}
         if packing is None or is_plain or not is_transposed(name, spec):
-            return {"": Part((shape,), ("I32",) if name == "token_rows" else tuple(DTYPES))}
+            return {"": StoredPart((shape,), ("I32",) if name == "token_rows" else tuple(DTYPES))}
         return packing.parts(*shape)
 
 
-def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, Part]) -> None:
+def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, StoredPart]) -> None:
     missing = [tensor for tensor in needed if tensor not in stored]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

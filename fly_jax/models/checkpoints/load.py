@@ -410,7 +410,7 @@ class _Kept:
         return self._source.describe(group, name)
 
     def _in_file(self, file: Path, say: Say) -> np.ndarray | None:
-        """What a file holds, which is made where there is none; None where it cannot be kept."""
+        """The bytes of a file, made where there is none; None where it cannot be kept."""
         if file.exists():
             data = self._checked(file)
             if data is not None:
@@ -459,7 +459,7 @@ class _Kept:
         return data
 
     def _checked(self, file: Path) -> np.ndarray | None:
-        """What a file holds; None where that is not what was written."""
+        """The bytes of a file; None where they are not those that were written."""
         with contextlib.suppress(OSError, ValueError):  # it is gone, or cut off
             data = self._mapped(file)
             header = self._header(data)

@@ -26,7 +26,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One tensor of a matrix.
 
     Attributes:
@@ -46,7 +46,7 @@ class Packing(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """The tensors of a matrix by the ends of their names; else FlyJaxError for its sizes."""
 
     @abc.abstractmethod
@@ -69,14 +69,14 @@ class Scaled(Packing):
     scale: str = "weight_scale"
     block: tuple[int, int] | None = None
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """See `Packing`."""
         shapes: tuple[Shape, ...] = ((outputs, 1), (outputs,), (1,), (1, 1), ())
         if self.block is not None:
             shapes = ((-(-outputs // self.block[0]), -(-inputs // self.block[1])),)
         return {
-            "weight": Part(((outputs, inputs),), ("F8_E4M3", "I8")),
-            self.scale: Part(shapes, _FLOATS),
+            "weight": StoredPart(((outputs, inputs),), ("F8_E4M3", "I8")),
+            self.scale: StoredPart(shapes, _FLOATS),
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
@@ -98,13 +98,13 @@ class Awq(Packing):
     group: int
     name: str = "awq"
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """See `Packing`."""
         words, groups = _whole(outputs, 8, self.name), _whole(inputs, self.group, self.name)
         return {
-            "qweight": Part(((inputs, words),), ("I32",)),
-            "qzeros": Part(((groups, words),), ("I32",)),
-            "scales": Part(((groups, outputs),), _FLOATS),
+            "qweight": StoredPart(((inputs, words),), ("I32",)),
+            "qzeros": StoredPart(((groups, words),), ("I32",)),
+            "scales": StoredPart(((groups, outputs),), _FLOATS),
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
@@ -135,15 +135,15 @@ class Gptq(Packing):
     zero_offset: int
     name: str = "gptq"
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """See `Packing`."""
         per_word = _WORD // self.bits
         groups = -(-inputs // self._group(inputs))
         return {
-            "qweight": Part(((_whole(inputs, per_word, self.name), outputs),), ("I32",)),
-            "qzeros": Part(((groups, _whole(outputs, per_word, self.name)),), ("I32",)),
-            "scales": Part(((groups, outputs),), _FLOATS),
-            "g_idx": Part(((inputs,),), ("I32",), is_optional=not self.is_ordered),
+            "qweight": StoredPart(((_whole(inputs, per_word, self.name), outputs),), ("I32",)),
+            "qzeros": StoredPart(((groups, _whole(outputs, per_word, self.name)),), ("I32",)),
+            "scales": StoredPart(((groups, outputs),), _FLOATS),
+            "g_idx": StoredPart(((inputs,),), ("I32",), is_optional=not self.is_ordered),
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
@@ -173,19 +173,19 @@ class Packed(Packing):
     is_symmetric: bool
     name: str = "pack-quantized"
 
-    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+    def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
         """See `Packing`."""
         per_word = _WORD // self.bits
         groups = 1 if self.group is None else _whole(inputs, self.group, self.name)
         words = _whole(inputs, per_word, self.name)
         found = {
-            "weight_packed": Part(((outputs, words),), ("I32",)),
-            "weight_scale": Part(((outputs, groups),), _FLOATS),
-            "weight_g_idx": Part(((inputs,),), ("I32",), is_optional=not self.is_ordered),
+            "weight_packed": StoredPart(((outputs, words),), ("I32",)),
+            "weight_scale": StoredPart(((outputs, groups),), _FLOATS),
+            "weight_g_idx": StoredPart(((inputs,),), ("I32",), is_optional=not self.is_ordered),
         }
         if not self.is_symmetric:
             rows = -(-outputs // per_word)
-            found["weight_zero_point"] = Part(((rows, groups),), ("I32",))
+            found["weight_zero_point"] = StoredPart(((rows, groups),), ("I32",))
         return found
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:

@@ -48,7 +48,7 @@ class ServerLimits:
     api_keys: tuple[str, ...] = ()
 
     def cache_salt(self, authorization: str, given: str | None) -> str:
-        """What requests must have in common to share prefixes: their key, and what they say."""
+        """The digest of key and salt, which requests that share prefixes have in common."""
         key = _bearer_key(authorization) if self.api_keys else ""
         return hashlib.blake2b(json.dumps([key, given]).encode(), key=_SECRET).hexdigest()
 

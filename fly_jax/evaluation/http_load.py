@@ -21,7 +21,7 @@ _TIMES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclasses.dataclass
-class Reply:
+class ClientReply:
     """A streamed answer as a client saw it; times are in seconds.
 
     Attributes:
@@ -45,10 +45,10 @@ class Reply:
         return (self.e2el - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
-async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> Reply:
+async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> ClientReply:
     """Streams an answer to its end; raises FlyJaxError where the server refuses or breaks off."""
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    reply, begin = Reply(), time.perf_counter()
+    reply, begin = ClientReply(), time.perf_counter()
     last = begin
     try:
         async with client.stream("POST", path, json=asked) as response:
@@ -89,7 +89,7 @@ class Load:
 
     concurrency: int
     seconds: float
-    replies: tuple[Reply, ...]
+    replies: tuple[ClientReply, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Throughput, and each time's statistics in milliseconds by vLLM's names."""
@@ -124,7 +124,7 @@ async def load(
     client: httpx.AsyncClient, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
 ) -> Load:
     """Has so many clients ask for the answers one after another; see `ask`."""
-    left, replies = iter(bodies), list[Reply]()
+    left, replies = iter(bodies), list[ClientReply]()
     with tqdm(total=len(bodies), desc=f"{concurrency} clients", disable=None, leave=False) as bar:
 
         async def one() -> None:

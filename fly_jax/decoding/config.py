@@ -32,8 +32,9 @@ Boundary = Literal["reject", "defer"]
 Depth = int | Literal["auto"]
 
 # What K is chosen from where it is not given: 0 where drafting does not pay, and few others, since
-# each is a width of the target's pass in every program of rounds.
-AUTO_DEPTHS = (0, 2, 5, 15)
+# each is a width of the target's pass in every program of rounds. With the last token a block fills
+# whole steps of products (see `models/llama.py`).
+AUTO_DEPTHS = (0, 3, 7, 15)
 # Of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 

@@ -17,6 +17,8 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
 # What a dispatch shows counts so much against those before it, and at most so many times as much.
 _WEIGHT, _MOST = 0.2, 2.0
+# What rounds give of what is expected follows more slowly: rates follow what is accepted already.
+_GIVEN_WEIGHT = 0.05
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
 # Rounds without a draft before one is tried again; twice as many each time that it does not pay.
@@ -31,11 +33,15 @@ Program = tuple[int, int]
 
 
 class Round(NamedTuple):
-    """The depth of a round, its tokens, and those expected, had every seat been live."""
+    """The depth of a round, its tokens, and those expected, had every seat been live.
+
+    Where nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
+    """
 
     depth: int
     tokens: int
     expected: float
+    is_drafted: bool = True
 
 
 class DepthCosts:
@@ -108,13 +114,14 @@ class DepthCosts:
         if self._tries:
             self._tries -= 1
             return _only(self._trial, self.depths)
-        known = known / self._given[program]
+        # A deeper round, which has not been seen for long, gives no more than a shallower one.
+        known = known / np.minimum.accumulate(self._given[program])
         stays = np.equal(self.depths, self.current)
         return np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Takes what a dispatch has done, and the seconds, if nothing else ran meanwhile."""
-        before, depths = self.current, {one.depth for one in rounds}
+        before, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
             self.current = one.depth
@@ -122,12 +129,13 @@ class DepthCosts:
             self._num_drafted = self._num_drafted + 1 if one.depth else 0
         if self._num_drafted >= _FIRST_WAIT:
             self._wait = _FIRST_WAIT
-        if program not in self._seconds or len(depths) != 1:
+        if program not in self._seconds or len({one.depth for one in drafted}) != 1:
             return
-        at = self.depths.index(self.current)
-        given = sum(one.tokens for one in rounds) / sum(one.expected for one in rounds)
-        _move(self._given[program], at, given)
-        if seconds is not None and before == self.current:
+        at = self.depths.index(drafted[0].depth)
+        given = sum(one.tokens for one in drafted) / sum(one.expected for one in drafted)
+        _move(self._given[program], at, given, _GIVEN_WEIGHT)
+        is_one = len(drafted) == len(rounds) and before == self.current
+        if seconds is not None and is_one:
             _move(self._seconds[program], at, seconds / len(rounds))
 
 
@@ -136,9 +144,10 @@ def rounds_run(output: RoundOutput, num_seats: int) -> list[Round]:
     assert output.depth is not None
     assert output.expected is not None
     num_live = np.sum((output.count > 0) | (output.num_drafted > 0), axis=1)
-    tokens = np.sum(output.count, axis=1)
+    tokens, drafted = np.sum(output.count, axis=1), np.sum(output.num_drafted, axis=1)
+    expected = output.expected / np.maximum(num_live, 1) * num_seats
     return [
-        Round(int(output.depth[at]), int(tokens[at]), float(output.expected[at] / live * num_seats))
+        Round(int(output.depth[at]), int(tokens[at]), float(expected[at]), bool(drafted[at]))
         for at, live in enumerate(num_live)
         if live
     ]
@@ -149,6 +158,6 @@ def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
     return np.where(np.equal(depths, depth), 1, np.inf).astype(np.float32)
 
 
-def _move(figures: np.ndarray, at: int, seen: float) -> None:
+def _move(figures: np.ndarray, at: int, seen: float, weight: float = _WEIGHT) -> None:
     """Takes one of some running figures towards what was seen."""
-    figures[at] += _WEIGHT * (min(seen, _MOST * figures[at]) - figures[at])
+    figures[at] += weight * (min(seen, _MOST * figures[at]) - figures[at])

@@ -170,7 +170,18 @@ def test_what_is_expected_in_vain_is_expected_no_more() -> None:
     costs, program = DepthCosts(DEPTHS), (1, 256)
     costs.learn(program, [1.0, 2.0, 3.0])
     costs.observe(program, rounds(4), None)
-    for _ in range(50):
+    for _ in range(200):
         costs.observe(program, rounds(4, 4, given=0.25), None)
     expected = [1.0, 2.0, 0.95 * 3.0 / 0.25]
     np.testing.assert_allclose(costs.next(program, may_vary=True), expected, rtol=0.01)
+
+
+def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:
+    costs, program = DepthCosts(DEPTHS), (1, 256)
+    costs.learn(program, [1.0, 2.0, 3.0])
+    costs.observe(program, rounds(4), None)
+    before = costs.next(program, may_vary=True).tolist()
+    costs.observe(program, [Round(4, 1, 4.0, is_drafted=False)] * 4, 4 * 9.0)
+    costs.observe(program, [Round(4, 4, 4.0), Round(4, 1, 4.0, is_drafted=False)], 2 * 9.0)
+    assert costs.next(program, may_vary=True).tolist() == before
+    assert costs.num_rounds[4] == 7

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
+from refusals import assert_refused
+from safetensors.numpy import load_file, save_file
+from tiny_pair import VOCAB_SIZE, write_pair
 
+from fly_jax import Lookup, generate, load_pair
+from fly_jax.decoding.drafters.chain import check_chain
+from fly_jax.models.architectures import config_of
 from fly_jax.models.cache import empty_cache
+from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
+from fly_jax.models.checkpoints.write import convert
 from fly_jax.models.llama import Llama
+
+HEADS = Path(__file__).parents[1] / "fixtures" / "eagle3"
 
 DEEP = dataclasses.replace(pairs.CONFIG, num_layers=4)
 
@@ -34,3 +48,116 @@ def test_inputs_are_of_the_layers_that_are_named(unstacked: bool) -> None:
         cut = Llama(config, below | {"final_norm": ones}).hidden(tokens, few)[0]
         size = jnp.sqrt(jnp.mean(found**2, axis=-1, keepdims=True) + config.norm_epsilon)
         np.testing.assert_allclose(found / size, cut, atol=1e-5)
+
+
+CONFIG = {
+    "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "draft_vocab_size": 64,
+}  # fmt: skip
+NESTED = {
+    "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "draft_vocab_size": 64,
+    "transformer_layer_config": CONFIG,
+}  # fmt: skip
+NAMED = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        (NAMED, (2, 16, 29)),
+        (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+        (NESTED, (2, 16, 29)),
+        (NESTED | {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (1, 15, 28)),
+    ],
+)
+def test_each_format_names_layers_in_its_own_way(
+    fields: dict[str, Any], layers: tuple[int, ...]
+) -> None:
+    head = config_of(fields).head
+    assert head is not None
+    assert head.layers_of(32) == layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (NESTED | {"speculators_version": "1.0"}, "version 1.0"),
+        (NESTED | {"speculators_model_type": "dflash"}, '"dflash"'),
+        (NESTED | {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc"),
+        (NAMED | {"num_hidden_layers": 4}, "num_hidden_layers=4"),
+        (NAMED | {"layer_types": ["sliding_attention"], "sliding_window": 64}, "sliding_window=64"),
+        (NAMED | {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config"),
+    ],
+)
+def test_heads_that_are_not_run_are_refused(fields: dict[str, Any], words: str) -> None:
+    assert_refused(words, config_of, fields)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"embed_size": 64}, "width 32"),
+        ({"vocab_size": 97}, "vocabulary of 96"),
+        ({"num_layers": 2}, "layers 2, 1, -1"),
+    ],
+)
+def test_a_head_is_of_one_target(target: dict[str, int], words: str) -> None:
+    sizes = {"vocab_size": 96, "embed_size": 32, "num_layers": 9} | target
+    given = (dataclasses.replace(pairs.CONFIG, **sizes), [config_of(NAMED)])
+    assert_refused(words, check_chain, *given)
+
+
+@pytest.mark.parametrize("drafts", [[NAMED, CONFIG], [CONFIG, NAMED]])
+def test_a_head_drafts_alone(drafts: list[dict[str, Any]]) -> None:
+    target = dataclasses.replace(pairs.CONFIG, vocab_size=96, num_layers=9)
+    assert_refused("only --draft", check_chain, target, [config_of(one) for one in drafts])
+    with_lookup = (target, [config_of(NAMED)], Lookup())
+    assert_refused("prompt_lookup_max", check_chain, *with_lookup)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"d2t": -np.arange(64)}, "a token twice"),
+        ({"d2t": np.full(64, 40, np.int64)}, "beyond the vocabulary"),
+        ({"d2t": np.zeros(60, np.int64)}, r"shape \[60\]"),
+        ({"midlayer.self_attn.q_proj.bias": np.ones(32, np.float32)}, "q_proj.bias"),
+        ({"norm.weight": None}, "lacks the tensor norm.weight"),
+    ],
+)
+def test_wrong_tensors_are_refused(
+    changed: dict[str, np.ndarray | None], words: str, tmp_path: Path
+) -> None:
+    tensors = load_file(HEADS / "official" / "model.safetensors") | changed
+    kept = {key: one for key, one in tensors.items() if one is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    shutil.copy(HEADS / "official" / "config.json", tmp_path)
+    assert_refused(words, load_llama, tmp_path)
+
+
+def test_a_head_is_neither_a_target_nor_converted(tmp_path: Path) -> None:
+    assert_refused("give it as --draft", open_checkpoint, HEADS / "official")
+    assert_refused("not converted", convert, HEADS / "official", tmp_path)
+
+
+def test_a_head_is_recognised_by_itself(tmp_path: Path) -> None:
+    """And has the target's embedding and its tokenizer."""
+    target, _ = write_pair(tmp_path)
+    tensors = load_file(HEADS / "official" / "model.safetensors")
+    fields = json.loads((HEADS / "official" / "config.json").read_text())
+    one = (
+        fields
+        | {"vocab_size": VOCAB_SIZE}
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}}
+    )
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(one))
+    del tensors["t2d"]
+    save_file(tensors, folder / "model.safetensors")
+    for dtype in ("float32", "int8"):
+        pair = load_pair(target, folder, dtype=dtype)
+        (found,) = generate(pair, ["Ada has 3"], rule="exact", num_speculative_tokens=4)
+        (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
+        assert found.token_ids == plain.token_ids
+        assert found.num_draft_passes == 4 * found.num_rounds

@@ -83,8 +83,7 @@ def _check_head(target: LlamaConfig, config: LlamaConfig) -> None:
     """Raises FlyJaxError for a head that is none of this target."""
     head = config.head
     assert head is not None
-    shares = not head.has_embedding
-    layers = head.layers_of(target.num_layers)
+    layers, shares = head.layers_of(target.num_layers), not head.has_embedding
     wrong = {
         f"features of width {head.target_embed_size}": head.target_embed_size != target.embed_size,
         f"the target's embedding for a width of {config.embed_size}": shares

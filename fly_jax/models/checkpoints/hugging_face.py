@@ -78,14 +78,8 @@ _LAYER = {
 # Of a head they stand without "model.", and its layer is `midlayer` or `layers.0`.
 _OF_HEAD = {"fusion": "fc.weight", "features_norm": "input_norm.weight", "token_rows": "d2t"}
 _HEAD_SAYS = "midlayer.hidden_norm.weight"
-# Which tokens the head knows is said twice; of the target there may be a copy.
-_BESIDE_HEAD = (
-    "t2d",
-    "d2t",
-    "embed_tokens.weight",
-    "verifier_norm.weight",
-    "verifier_lm_head.weight",
-)
+# Which tokens the head knows is said twice; of the target there may be copies.
+_BESIDE_HEAD = re.compile(r"t2d|d2t|embed_tokens\.weight|verifier_(norm|lm_head)\.weight")
 # What is computed of a block of so many numbers stays in a core's cache.
 _BLOCK_NUMBERS = 2**17
 
@@ -186,7 +180,7 @@ class HuggingFaceSource:
         """Raises FlyJaxError for tensors that would change the text and are no parameters."""
         is_head = self.config.head is not None
         for name, tensor in self._stored.items():
-            of_others = name in _BESIDE_HEAD if is_head else not name.startswith("model.")
+            of_others = _BESIDE_HEAD.fullmatch(name) if is_head else not name.startswith("model.")
             is_known = name in needed or of_others or _WITHOUT_EFFECT.search(name)
             if is_known or (name.endswith(".bias") and tensor.is_zero()):
                 continue
@@ -199,12 +193,14 @@ class HuggingFaceSource:
     def read(self, group: Group, layout: Layout | None) -> dict[str, Stored]:
         """The group's tensors [out, in], split by rows."""
         specs = group.specs(self.config)
+        if "token_rows" in specs and self.config.head is not None:
+            rows = self._rows_of_head()
+            sharding = row_sharding(layout, specs["token_rows"], len(rows))
+            return {"token_rows": jax.device_put(rows, sharding)}
         files: dict[Path, dict[str, jax.ShapeDtypeStruct]] = {}
         names = {name: self._tensors(group, name, spec) for name, spec in specs.items()}
         for name, tensors in names.items():
             for tensor in tensors.values():
-                if tensor == _OF_HEAD["token_rows"]:
-                    continue
                 stored = self._stored[tensor]
                 files.setdefault(stored.file, {})[tensor] = jax.ShapeDtypeStruct(
                     stored.shape,
@@ -218,10 +214,6 @@ class HuggingFaceSource:
         with context:
             for file, abstract in files.items():
                 found |= ocp.load(file, abstract)
-        if "token_rows" in names and self.config.head is not None:
-            rows, spec = self._rows_of_head(), specs["token_rows"]
-            tensor = names["token_rows"][""]
-            found[tensor] = jax.device_put(rows, row_sharding(layout, spec, len(rows)))
         return {
             name: found[tensors[""]]
             if "" in tensors

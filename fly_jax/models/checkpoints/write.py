@@ -75,6 +75,10 @@ def convert(source: Path, output: Path, dtype: converted.StoredType = "bfloat16"
     checkpoint = open_weights(source)
     if isinstance(checkpoint, GgufSource):  # its tokenizer can be made, before work is done
         gguf_tokenizer(checkpoint.file, checkpoint.config.eos_token_ids)
+    if checkpoint.config.head is not None:
+        raise FlyJaxError(
+            f"{source} holds an EAGLE-3 head, which is not converted; give it as it is, as --draft."
+        )
     if checkpoint.int8:
         raise FlyJaxError(
             f"{source} is int8 already; convert the checkpoint that it was made from."

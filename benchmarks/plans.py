@@ -54,7 +54,9 @@ SLICES = (
 DRAFTS = (
     (("llama-3.1-8b",), None), (("llama-3.1-8b", PARD), 3.0), (("llama-3.1-8b", PARD), 5.0),
     (("llama-3.2-1b",), None), (("llama-3.2-1b", PARD), 3.0), ((PARD,), None),
+    (("eagle3-llama-3.1-8b",), None), (("eagle3-llama-3.3-70b",), None),
 )  # fmt: skip
+HEAD_TOKENS = 5  # a head proposes
 # Mean accepted tokens of an 8B draft with FLy and without, out of domain (arXiv 2511.22972).
 PUBLISHED = {
     "llama-3.1-405b": (25, {"fly": 17.13}),
@@ -65,10 +67,13 @@ SPEED_UPS = (2, 5, 10)
 
 def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
     """A row for each draft or stack of drafts of a target on a slice."""
-    k, published = PUBLISHED.get(target, (8, {}))
+    most, published = PUBLISHED.get(target, (8, {}))
     for drafts, level_accepted in DRAFTS:
         first, *below = map(preset, drafts)
         known = published if drafts[0] == "llama-3.1-8b" else {}
+        k = most if first.head is None else HEAD_TOKENS
+        if first.head is not None and first.head.target_embed_size != preset(target).embed_size:
+            continue
         spec = PlanSpec(
             target=preset(target), draft=first, below=tuple(below), chip=CHIPS[chip],
             mesh=parse_mesh(mesh), rounds=_rounds(k, len(below)),

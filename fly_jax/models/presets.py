@@ -8,6 +8,7 @@ from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.eagle3 import Eagle3
 from fly_jax.models.rope_scaling import RopeScaling
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
@@ -22,6 +23,8 @@ def _fields(table: dict[str, Any]) -> dict[str, Any]:
     }
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
+    if "head" in own:
+        own["head"] = Eagle3(**own["head"])
     own.pop("parameters")
     like = own.pop("like", None)
     return own if like is None else _fields(_TABLES[like]) | own

@@ -168,7 +168,8 @@ def _num_passes(config: LlamaConfig, num_speculative_tokens: int) -> float:
 def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
     """Whether a preset drafts for the same targets with less work."""
     return (
-        config.architecture == draft.architecture
+        config.head is None  # which is one target's own
+        and config.architecture == draft.architecture
         and draft.vocab_size <= config.vocab_size < 1.01 * draft.vocab_size
         and config.eos_token_ids == draft.eos_token_ids
         and config.max_context >= draft.max_context

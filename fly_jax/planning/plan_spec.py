@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import math
 import os
 
@@ -13,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.chain import check_nothing_below
+from fly_jax.decoding.drafters.chain import check_chain
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
@@ -157,8 +156,7 @@ class PlanSpec:
         """Raises FlyJaxError where this cannot be planned, whatever the memory."""
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
-        for draft, below in itertools.zip_longest(self.drafts, self.below):
-            check_nothing_below(draft, below)
+        check_chain(self.target, self.drafts)
         levels = self.rounds.static.level_speculative_tokens
         if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
@@ -166,7 +164,9 @@ class PlanSpec:
                 f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
             )
         check_self_draft(self.self_draft, int8=self.int8)
-        most = min(one.max_context for one in (self.target, *self.drafts))
+        # A head takes longer texts than it was trained on, as its files say too little of it.
+        models = [self.target, *(one for one in self.drafts if one.head is None)]
+        most = min(one.max_context for one in models)
         if not 2 <= self.context <= most:
             raise FlyJaxError(
                 f"The context is {self.context}; these models take 2 to {most} tokens: give one "

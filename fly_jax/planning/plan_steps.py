@@ -380,12 +380,13 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
     remaining = iter(placed)
 
     def put(part: Any) -> Any:
-        layout, axes = (
-            (next(remaining), CACHE_AXES) if isinstance(part, KVCache) else (placed[0], ())
-        )
+        is_cache = isinstance(part, KVCache)
+        layout = next(remaining, placed[-1]) if is_cache else placed[0]
+        axes = CACHE_AXES if is_cache else ()
         return jax.tree.map(functools.partial(_placed, layout, axes), part)
 
-    # The target's cache comes first, and each drafter's before those of what lies below it.
+    # The target's cache comes first, each drafter's before those of what lies below it, and what
+    # a head keeps of its target last.
     whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
     models = (whole.target, whole.drafter)
     target, drafter = jax.tree.map(put, models, is_leaf=lambda one: isinstance(one, KVCache))

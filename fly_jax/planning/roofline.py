@@ -52,8 +52,8 @@ def pass_work(
     `logits` the vocabulary is not scored.
     """
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
-    matrices = 0
-    for name, spec in parameter_specs(config).items():
+    matrices, specs = 0, parameter_specs(config)
+    for name, spec in specs.items():
         scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
         if spec.inputs and ((scores and logits) or name not in ("embedding", "unembedding")):
             matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
@@ -66,12 +66,10 @@ def pass_work(
     attended = positions * tokens * config.num_heads / layout.devices(split)
     flops = 2 * rows * tokens * matrices + 4 * attended * config.head_size
     num_bytes: float = parameter_bytes(layout, config, workload.matrices)
-    if not config.tied_embeddings:
+    if not config.tied_embeddings and "embedding" in specs:
         int8 = workload.matrices is not None and workload.matrices.outer
-        known = config.draft_vocab_size or config.vocab_size
-        num_bytes -= layout.shard_bytes(
-            ("vocab", "embed"), (known, config.embed_size), 1 if int8 else 2
-        )
+        table = specs["embedding"]
+        num_bytes -= layout.shard_bytes(table.axes, table.shape, 1 if int8 else 2)
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
     score_bytes = 4 * attended
     if score_bytes / config.num_layers > vector_memory:
@@ -102,7 +100,9 @@ def draft_passes(
         is_last = level == len(drafts) - 1
         later = calls * (k - 1) / (1.0 if is_last else level_accepted)
         # It first feeds what was settled without it, as `DraftModel` does.
-        widths = (2 if level == 0 else 4, 1 if is_last else 1 + level_tokens)
+        first = 2 if level == 0 else 4
+        # A head, which is alone, begins with all that a round may have settled.
+        widths = (first if config.head is None else k + 1, 1 if is_last else 1 + level_tokens)
         passes = {widths[0]: calls}
         passes[widths[1]] = passes.get(widths[1], 0.0) + later
         found.append(passes)

@@ -81,7 +81,7 @@ def on_chip(config: LlamaConfig, dtype: jnp.dtype, device: jax.Device | None = N
     """An abstract model on one accelerator, which need not be there."""
     sharding = None if device is None else SingleDeviceSharding(device)
     parameters = {
-        name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype, sharding=sharding)
         for name, spec in parameter_specs(config).items()
     }
     return Llama(config, parameters)

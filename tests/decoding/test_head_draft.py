@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
+from golden import layout_on
 from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundStatic
@@ -114,3 +115,25 @@ def test_what_a_slot_held_before_changes_nothing(name: str) -> None:
     for found, expected in zip(engine.generate(*given), fresh.generate(*given), strict=True):
         assert (found.token_ids, found.why) == (expected.token_ids, expected.why)
         assert found.num_rounds == expected.num_rounds
+
+
+@pytest.mark.parametrize(
+    ("mesh", "target_rules", "rules", "name"),
+    [
+        ("4x2", "tensor", "replicated", "exact"),
+        ("2x4", "tensor_long", "narrow_long", "exact"),
+        ("2x2x2", "tensor_whole", "tensor", "deferred"),
+    ],
+)
+def test_on_eight_devices_tokens_are_those_of_one(
+    mesh: str, target_rules: str, rules: str, name: str
+) -> None:
+    target, head, given = pairs.random_target(PAIR), head_of(PAIR), (PROMPTS, pairs.MOST_TOKENS)
+    one = pairs.batch_engine(target, head, pairs.SPECS[name]).generate(*given)
+    models = (
+        pairs.placed(model, layout_on(mesh, kind))
+        for model, kind in ((target, target_rules), (head, rules))
+    )
+    found = pairs.batch_engine(*models, pairs.SPECS[name]).generate(*given)
+    assert [row.token_ids for row in found] == [row.token_ids for row in one]
+    assert [row.num_rounds for row in found] == [row.num_rounds for row in one]

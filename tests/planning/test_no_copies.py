@@ -16,8 +16,10 @@ from rounds import KINDS, compiled_text, copied, engine_of, on_cpu, repeated, ro
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.cache import CACHE_AXES
+from fly_jax.models.eagle3 import Eagle3
 from fly_jax.models.llama import Llama
-from fly_jax.planning.hlo import exchanges
+from fly_jax.planning.hlo import copies, exchanges
 from fly_jax.planning.plan_steps import abstract_model, abstract_state
 from fly_jax.sharding.mesh import create_mesh, parse_mesh
 from fly_jax.sharding.rules import RULES, Layout
@@ -58,6 +60,19 @@ def test_no_round_that_drafts_in_one_pass_copies_them(rules: str | None) -> None
     models, _ = placed(2, rules, (TINY[0], at_once))
     hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
     assert not repeated(copied(hlo, models, ROWS, capacity))
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"), [("defer", None), ("sampled", None), ("auto", "tensor_whole")]
+)
+def test_no_round_of_a_head_copies_them_nor_its_features(name: str, rules: str | None) -> None:
+    own = Eagle3(target_embed_size=TINY[0].embed_size, layers=(0, 1, 1), has_embedding=True)
+    head = dataclasses.replace(TINY[2], num_layers=1, draft_vocab_size=200, head=own)
+    models, layout = placed(2, rules, (TINY[0], head))
+    hlo, capacity = round_hlo(KINDS[name], models, rows=ROWS, context=100, k=5)
+    kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
+    features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
+    assert not repeated(copied(hlo, models, ROWS, capacity) + copies(hlo, {features}))
 
 
 @pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.chain import checked_drafter
-from fly_jax.decoding.drafters.head import HeadDraft
+from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.eagle3 import Eagle3

@@ -9,7 +9,7 @@ import jax
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
-from fly_jax.decoding.drafters.head import HeadDraft
+from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft

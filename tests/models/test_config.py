@@ -70,8 +70,9 @@ def test_end_of_text_ids_are_merged(
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(name for name in PRESETS if PRESETS[name].head is None))
 def test_to_hf_comes_back_in_both_spellings(name: str, spelling: str) -> None:
+    """Models alone: a head is read from three formats and written in none."""
     written = json.loads(json.dumps(config_fields(PRESETS[name])))
     other = {"rope_parameters": ["rope_theta", "rope_scaling"], "rope_scaling": ["rope_parameters"]}
     for key in other[spelling]:

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> None:
 def _run(values: BenchFlags) -> None:
     if values.picture is not None:
         check_picture(Path(values.picture))
-    config = values.to_config(is_embedded=values.is_embedded)
+    config = values.to_config(values)
     configs = decodings(values.decode, config, proposes=values.has_draft or config.to_lookup())
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest)
@@ -114,7 +114,7 @@ def _run(values: BenchFlags) -> None:
         "machine": describe(),
         "target": values.target or "embedded",
         "draft": list(values.draft),
-        "dtype": values.dtype,
+        "dtype": values.dtype or inputs.models.default_dtype,
         "prompts": len(kept),
         "max_new_tokens": values.max_new_tokens,
         "batch_size": values.batch_size,

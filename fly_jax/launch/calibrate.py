@@ -135,7 +135,7 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
         return DecodingConfig(rule="exact").replace(**DecodingFlags(decoding=drafted).given)
     decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
     given = DecodingFlags(config=values.config, decoding=decoding)
-    config = given.to_config(is_embedded=values.is_embedded)
+    config = given.to_config(values)
     _bound(values), strictness.strictness_of(config)
     return config.replace(window_size=strictness.windows_of(config, values.window_size)[0])
 

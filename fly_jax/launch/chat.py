@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     # A conversation does not fill a memory of corrections.
     values = Flags("chat", ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
-    config = proposing(values, values.to_config(is_embedded=values.is_embedded))
+    config = proposing(values, values.to_config(values))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:
         raise FlyJaxError(

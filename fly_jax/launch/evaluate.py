@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     given = Flags("evaluate", EvaluateFlags, without=("memory", "csd_min_count"))
     values = given.parse(arguments, _HELP)
     items = _items(values)
-    config = values.to_config(is_embedded=values.is_embedded)
+    config = values.to_config(values)
     proposes = values.has_draft or config.to_lookup()
     rules = ("autoregressive", "exact", config.rule) if proposes else ("autoregressive",)
     configs = decodings(values.decode or rules, config, proposes=proposes)

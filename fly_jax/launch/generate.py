@@ -105,7 +105,7 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
         with joint_errors():
             if process_id() == 0:
                 check_writable(Path(values.audit))
-    config = values.to_config(is_embedded=values.is_embedded)
+    config = values.to_config(values)
     proposes = values.has_draft or config.to_lookup()
     if not proposes and (config.num_speculative_tokens or compares):
         if compares or "rule" in values.given or values.config is not None:

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
             "pip install 'fly_jax[serve]'."
         )
     with distributed_session(values):
-        _serve(values, proposing(values, values.to_config(is_embedded=values.is_embedded)))
+        _serve(values, proposing(values, values.to_config(values)))
 
 
 def _serve(values: ServeFlags, config: DecodingConfig) -> None:

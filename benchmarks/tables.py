@@ -165,7 +165,8 @@ def _in_three_lines(pair: dict[str, Any], real: dict[str, Any]) -> list[str]:
         f"({on_code['tokens_per_second']:.0f} tokens/s), Spec-Bench "
         f"{_fastest(spec, 'exact')['speed_up']:.2f} times; llama.cpp on the same prompts and "
         f"cores: {_llama_cpp()}. On an H100 in bfloat16: "
-        f"{_fastest(gpu, 'exact')['speed_up']:.2f} times over both ({_fastest(gpu, 'exact')['tokens_per_second']:.0f} tokens/s). "
+        f"{_fastest(gpu, 'exact')['speed_up']:.2f} times over both "
+        f"({_fastest(gpu, 'exact')['tokens_per_second']:.0f} tokens/s). "
         f"SmolLM2-135M-Instruct gains {gain:.2f} times on a CPU.",
         f"3. **Loosened on that model**: FLy is faster and costs answers. With a 0.5B draft and "
         f"K = 15 it decodes {_fastest(drafted, 'fly')['speed_up']:.2f} times as fast on the H100 "

@@ -62,10 +62,11 @@ def quantised(
 def quantised_rows(
     block: Float32[np.ndarray, "outputs inputs"],
 ) -> tuple[Int8[np.ndarray, "outputs inputs"], Float32[np.ndarray, " outputs"]]:
-    """Rows of a matrix as int8, with scales, on the host; XLA divides in another order."""
-    scale = np.abs(block).max(axis=1) / np.float32(127.5)  # -128 and 127 are both used
+    """Rows of a matrix as int8, with scales, on the host: the bits of `quantised`."""
+    one = np.float32(1)  # XLA multiplies by reciprocals where qwix divides
+    scale = np.abs(block).max(axis=1) * (one / np.float32(127.5))  # -128 and 127 are both used
     scale[scale < np.sqrt(np.finfo(np.float32).tiny)] = 1
-    rounded = np.rint(block / scale[:, None])
+    rounded = np.rint(block * (one / scale)[:, None])
     return np.clip(rounded, -128, 127).astype(np.int8), scale
 
 

@@ -63,7 +63,7 @@ _LARGE_BYTES = 2**20
 _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
 # Of what is in the kept files; another one makes all of them anew.
-_VERSION = 1
+_VERSION = 2
 # What was not read for longest goes when the files take more than this.
 _MOST_BYTES = 32 * 2**30
 # Smaller weights are made in less time than it takes to look for them.

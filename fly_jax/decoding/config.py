@@ -127,6 +127,10 @@ class DecodingConfig:
     limits: Limits
     sampling: Sampling
     rule: str = parameter("fly", "which draft tokens are kept")
+    truncate: str | None = parameter(
+        None, "loosened rule to whose support the target is cut before it is drawn from",
+        flag=False,
+    )  # fmt: skip
 
     def __init__(self, **given: Any) -> None:
         """See the class."""
@@ -148,10 +152,11 @@ class DecodingConfig:
             values["rule"] = names[0]  # without spaces or parentheses
         temperature = values["temperature"]
         if temperature is None:
-            temperature = 1.0 if values["rule"] == "sampled" else 0.0
+            temperature = 1.0 if values["rule"] == "sampled" or values["truncate"] else 0.0
         sampling = _made(Sampling, values, temperature=temperature)
         self.__dict__.update(
             values=tuple(values.items()), given_rule=given_rule, rule=values["rule"],
+            truncate=values["truncate"],
             drafting=_made(Drafting, values), limits=_made(Limits, values), sampling=sampling,
         )  # fmt: skip
         self._check(names)
@@ -182,6 +187,22 @@ class DecodingConfig:
                 "that probable is the target's own choice, so nothing would be rescued; give at "
                 "most 0.5."
             )
+        if self.truncate is not None:
+            is_loose = rule_names(self.truncate)[0] not in LOSSLESS_RULES
+            if not is_loose or self.is_loosened or temperature == 0:
+                raise FlyJaxError(
+                    f"truncate is {self.truncate!r}, with the rule {self.rule} and temperature "
+                    f"{temperature}; it cuts what is drawn to what a loosened rule would keep, in "
+                    "the commands generate, bench and evaluate: give one such as margin, the rule "
+                    "autoregressive or sampled, and a temperature above 0."
+                )
+            limited = self.to_dict()["risk_budget"] is not None
+            if limited or self._loosened(self.truncate).uses_memory:
+                raise FlyJaxError(
+                    f"truncate is {self.truncate!r}, which keeps a token or not by what came long "
+                    "before it (csd's memory, a risk budget), so that no position has a support of "
+                    "its own; leave these out (csd_memory=false, no risk_budget)."
+                )
         if temperature == 0 and (top_k or top_p not in (None, 1)):
             raise FlyJaxError(
                 f"top_k={top_k} and top_p={top_p} were given with greedy decoding, which "
@@ -232,10 +253,8 @@ class DecodingConfig:
         """
         if not self.is_loosened:
             return Exact()
-        rule, values = self.given_rule, self.to_dict()
-        if rule is None:
-            made = {name: _made(RULES[name], values) for name in rule_names(self.rule)}
-            rule = combined(self.rule, made)
+        values = self.to_dict()
+        rule = self.given_rule or self._loosened(self.rule)
         if values["risk_budget"] is not None:
             rule = _made(Budget, values, rule=rule)
         if self.drafting.boundary == "reject":
@@ -243,6 +262,16 @@ class DecodingConfig:
         else:
             check_deferral(rule, self.to_sampling())
         return rule
+
+    def to_truncation(self) -> Loose | None:
+        """The rule to whose support the target is cut; None where it is not."""
+        return None if self.truncate is None else self._loosened(self.truncate)
+
+    def _loosened(self, text: str) -> Loose:
+        """The rule that an expression names, with this config's parameters."""
+        values = self.to_dict()
+        made: dict[str, Loose] = {name: _made(RULES[name], values) for name in rule_names(text)}
+        return combined(text, made)
 
     def to_sampling(self) -> Sampling | None:
         """How target and draft are drawn from, without what keeps every token; None for greedy."""
@@ -572,11 +601,12 @@ class RoundStatic:
 
 @dataclasses.dataclass(frozen=True)
 class RoundSpec:
-    """A rule, a sampling and the static part of a round. Numbers of the first two are data."""
+    """A rule, a sampling and the static part of a round. Numbers of all but that are data."""
 
     rule: Rule
     static: RoundStatic
     sampling: Sampling | None = None
+    truncation: Loose | None = None
 
     def __post_init__(self) -> None:
         if self.static.deferred_window:
@@ -617,4 +647,4 @@ class RoundSpec:
             level_speculative_tokens=(sizes.level_speculative_tokens,) * levels,
             level_margin=sizes.level_margin,
         )
-        return cls(rule, static, config.to_sampling())
+        return cls(rule, static, config.to_sampling(), config.to_truncation())

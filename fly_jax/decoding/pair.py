@@ -93,6 +93,12 @@ class Pair:
         """The model that proposes to the target, if there is one."""
         return self.drafts[0] if self.drafts else None
 
+    @property
+    def draft_alone(self) -> Pair:
+        """The model that proposes to the target, as a target without a draft."""
+        assert self.draft is not None
+        return Pair(self.draft, (), self.tokenizer)
+
     def config(self, config: DecodingConfig | None = None, **given: Any) -> DecodingConfig:
         """How this pair is decoded: the values that are given, laid over a config.
 
@@ -180,6 +186,13 @@ class OpenPair:
     def vocab_size(self) -> int:
         """Tokens that all models number; what pads a larger vocabulary is left out."""
         return min(one.config.vocab_size for one in (self.target, *self.drafts))
+
+    @property
+    def draft_decodes_alone(self) -> bool:
+        """What drafts first is a language model: no head, lookup or parallel drafter."""
+        config = self.drafts[0].config if self.drafts else None
+        is_model = config is not None and config.head is None and config.pard_token is None
+        return is_model or self.self_draft is not None
 
     @property
     def max_context(self) -> int:

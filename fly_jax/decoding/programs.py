@@ -460,4 +460,6 @@ def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
     few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole)
     rule, sampling, ends, seated = few
     protected = inputs.protected[:rows] if inputs.protected.ndim == 2 else inputs.protected
-    return RuleInputs(rule, sampling, protected, inputs.memory, ends, seated)
+    return dataclasses.replace(
+        inputs, rule=rule, sampling=sampling, protected=protected, ends=ends, seated=seated
+    )

@@ -21,6 +21,7 @@ from fly_jax.models.llama import Llama
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.truncation import truncated
 
 _Carry = tuple[Array, DecodeState, RoundOutput]
 _Seen = tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]
@@ -163,8 +164,13 @@ class RoundProgram:
             block = _block(state.tokens, state.length, tokens)
             layers = () if drafter is None else drafter.hidden_layers
             hidden, new, read = target.hidden_and_inputs(block, cache, layers)
+            logits = target.logits(hidden)
+            if inputs.truncation is not None:
+                logits = truncated(
+                    inputs.truncation, logits, protected=inputs.protected, layout=target.layout
+                )
             seen = evidence(
-                target.logits(hidden), tokens, needs=self.static.needs(inputs.rule),
+                logits, tokens, needs=self.static.needs(inputs.rule),
                 sampling=inputs.sampling,
                 draft_logits=None if draft.logits is None else draft.logits[:, :width], key=keys,
                 num_drafted=jnp.minimum(draft.num_drafted, width) if is_short else None,

@@ -20,7 +20,7 @@ from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_summary import aligned, token_class
 from fly_jax.evaluation.paired import compare_paired
-from fly_jax.evaluation.tasks import TASKS, Item
+from fly_jax.evaluation.tasks import DRAFT, TASKS, Item
 from fly_jax.verification.rules import Why
 
 # Items that a decoding answers before the next one's turn, for each slot.
@@ -91,13 +91,12 @@ def answer_items(
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
         if missing:
             wanted = [requests[at] for at in missing]
-            prompts, most = (
-                [one.prompt for one in wanted],
-                max(one.max_new_tokens for one in wanted),
-            )
             engine = Engine.of(
-                pair, config, prompts=prompts, max_new_tokens=most, num_slots=batch_size
-            )
+                pair.draft_alone if name == DRAFT else pair, config,
+                prompts=[one.prompt for one in wanted], num_slots=batch_size,
+                max_new_tokens=max(one.max_new_tokens for one in wanted),
+                audits=config.is_loosened,  # for the regret
+            )  # fmt: skip
             engine.warm_up_for(wanted)
             engine.forget()
             engines[name] = engine, missing
@@ -139,6 +138,7 @@ def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -
         "prompt": prompt_digest(one.prompt_token_ids),
         "pieces": pieces,
         "why": "".join(why.letter for why in one.why),
+        "regret": [round(of.regret or 0, 4) for of in one.reports if of.why is Why.RESCUED],
         "token_ids": one.token_ids,
         "num_rounds": one.num_rounds,
         "finish_reason": one.finish_reason,
@@ -146,10 +146,25 @@ def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -
     }
 
 
+def support(config: DecodingConfig) -> str | None:
+    """The tokens that a loosened rule keeps at a position, windows aside, or is truncated to.
+
+    None for other decodings, for a rule that keeps a token or not by what came long before it, and
+    for one that draws: what the lossless part of that keeps has no bound.
+    """
+    rule = config.to_truncation() or config.to_rule()
+    draws = config.is_loosened and config.sampling.temperature > 0
+    if not rule.clauses() or draws or rule.uses_memory or rule.budget is not None:
+        return None
+    conditions = [list(one.conditions) for one in rule.clauses()]
+    return f"{conditions}, protected {list(config.limits.protect)}"
+
+
 def figures(
-    answers: Answers, items: Sequence[Item], decodings: Sequence[str], margin: float
+    answers: Answers, items: Sequence[Item], configs: Mapping[str, DecodingConfig], margin: float
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The figures by task and decoding, of which the first is the base; see `compare_paired`."""
+    decodings = [*configs]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for task in dict.fromkeys(one.task for one in items):
         some = [one for one in items if one.task == task]
@@ -158,18 +173,28 @@ def figures(
             ours = [answers.records[_key(one, name)] for one in some]
             same = [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
             tokens = sum(len(one["token_ids"]) for one in ours)
-            rescued = collections.Counter(
+            kinds = [
                 token_class(piece)
                 for one in ours
                 for piece, why in zip(one["pieces"], one["why"], strict=True)
                 if why == Why.RESCUED.letter
-            )
+            ]
+            rescued = collections.Counter(kinds).most_common()
+            nats = [nat for one in ours for nat in one.get("regret", ())]
+            is_known = len(nats) == len(kinds)  # else some answers are older than this figure
+            of_kind = collections.defaultdict[str, float](float)
+            for kind, nat in zip(kinds, nats if is_known else (), strict=is_known):
+                of_kind[kind] += nat
             found.setdefault(task, {})[name] = {
                 "items": [one.name for one in some],
                 "right": "".join(str(int(one["is_right"])) for one in ours),
                 "mean_accepted_tokens": tokens / max(sum(one["num_rounds"] for one in ours), 1),
-                "rescued_per_100_tokens": 100 * rescued.total() / max(tokens, 1),
-                "rescued_by_class": dict(rescued.most_common()),
+                "rescued_per_100_tokens": 100 * len(kinds) / max(tokens, 1),
+                "rescued_by_class": dict(rescued),
+                "regret_per_100_tokens": 100 * sum(nats) / max(tokens, 1) if is_known else None,
+                "regret_by_class": of_kind,
+                "support": support(configs[name]),
+                "is_truncated": configs[name].truncate is not None,
                 "same_text": sum(same) / len(same),
             }
         compare_decodings(found[task], margin)
@@ -177,26 +202,53 @@ def figures(
 
 
 def compare_decodings(decodings: Mapping[str, dict[str, Any]], margin: float) -> None:
-    """Adds scores, and what `compare_paired` says of each decoding but the first."""
+    """Adds scores, and what `compare_paired` says of each decoding but the first.
+
+    What rescued something is also compared with what arXiv 2607.26627 asks for beside it: the
+    target's truncation sampling with the rule's own support, and the draft alone.
+    """
     verdicts = [np.array([*one["right"]]) == "1" for one in decodings.values()]
     for one, right in zip(decodings.values(), verdicts, strict=True):
         one["score"] = float(right.mean())
         if right is not verdicts[0]:
             one |= compare_paired(verdicts[0], right, margin)
+        if one["rescued_per_100_tokens"]:
+            one["beside"] = {
+                name: compare_paired(of, right, margin)
+                for (name, other), of in zip(decodings.items(), verdicts, strict=True)
+                if name == DRAFT
+                or (other.get("is_truncated") and other["support"] == one.get("support"))
+            }
 
 
 def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
     """The figures as a table of texts, of which the first row names the columns."""
     shown = [[
         "task", "decoding", "score", "retention (95%)", "gained", "lost", "p", "verdict",
-        "mean accepted", "rescued per 100", "same text",
+        "mean accepted", "rescued per 100", "regret per 100", "same text",
     ]]  # fmt: skip
     for task, decodings in found.items():
         for name, one in decodings.items():
             shown.append([task, name, f"{one['score']:.1%} of {len(one['right'])}"])
             shown[-1] += [*_compared(one), f"{one['mean_accepted_tokens']:.2f}"]
-            shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}", f"{one['same_text']:.0%}"]
+            regret = one.get("regret_per_100_tokens")
+            shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}"]
+            shown[-1] += ["-" if regret is None else f"{regret:.2f}", f"{one['same_text']:.0%}"]
     return shown
+
+
+def beside_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """What rescued something beside truncation sampling and the draft, as `rows`; [] if nothing."""
+    shown = [[
+        "task", "rule", "score", "beside", "its score", "rule gained", "rule lost", "p",
+    ]]  # fmt: skip
+    for task, decodings in found.items():
+        for name, one in decodings.items():
+            for other, of in one.get("beside", {}).items():
+                scores = [f"{one['score']:.1%}", other, f"{decodings[other]['score']:.1%}"]
+                changed = [str(of["gained"]), str(of["lost"]), f"{of['mcnemar_p']:.2f}"]
+                shown.append([task, name, *scores, *changed])
+    return shown if len(shown) > 1 else []
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

@@ -20,6 +20,8 @@ from fly_jax.evaluation.problems import BUILT_IN, extract_answer
 
 Record = Mapping[str, Any]
 
+DRAFT = "draft"  # in place of a rule: the draft model decodes alone
+
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 _MBPP_TEST = range(11, 511)  # the set's own split

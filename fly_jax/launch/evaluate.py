@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.judge import judge
-from fly_jax.evaluation.tasks import TASKS, Item, named_tasks, read_items
+from fly_jax.evaluation.tasks import DRAFT, TASKS, Item, named_tasks, read_items
 from fly_jax.launch.bench import decodings
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, SeedFlags, flag_group
 from fly_jax.launch.inputs import load_opened, open_models, say
@@ -44,8 +44,8 @@ class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     data: str | None = parameter(None, "folder with the files of the sets")
     decode: tuple[str, ...] = parameter(
         (),
-        "as for bench; others are held to the first one; if not given, one token at a time, "
-        "exact, and the chosen rule",
+        "as for bench, or draft for the draft model alone; others are held to the first one; if "
+        "not given, one token at a time, exact, and the chosen rule",
     )
     limit: int | None = parameter(None, "the first items of each task", kind=int, low=1)
     output: str | None = parameter(None, "folder for the answers and the figures")
@@ -68,9 +68,18 @@ def main(arguments: Sequence[str]) -> None:
     config = values.to_config(values)
     proposes = values.has_draft or config.to_lookup()
     rules = ("autoregressive", "exact", config.rule) if proposes else ("autoregressive",)
-    configs = decodings(values.decode or rules, config, proposes=proposes)
+    decode = values.decode or rules
+    others = [one for one in decode if one != DRAFT]
+    configs = decodings(others, config, proposes=proposes) if others else {}
+    if DRAFT in decode:
+        configs[DRAFT] = config.without_draft()
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     models, mesh = open_models(values, longest)
+    if DRAFT in configs and not models.draft_decodes_alone:
+        raise FlyJaxError(
+            "evaluate was asked for the decoding draft, and the draft is no model that decodes by "
+            "itself; give --draft such a model, or leave --decode draft out."
+        )
     requests = _requests(values, items, models)
 
     from fly_jax.evaluation.answers import Answers, answer_items, figures, prompt_digest, table
@@ -94,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
             raise KeyboardInterrupt(
                 f"{len(answers.records)} answers are in {answers.path}; the same command goes on."
             ) from None
-    found = figures(answers, items, list(configs), values.margin)
+    found = figures(answers, items, configs, values.margin)
     runs_code = any(TASKS[one.task].runs_code for one in items)
     result = {
         "machine": describe(),

@@ -11,7 +11,7 @@ import pytest
 import random_pairs as pairs
 import scipy.stats
 
-from fly_jax import Engine, Exact, Fly, Generation, Lookup, Request, Rule, Sampling
+from fly_jax import Engine, Exact, Fly, Generation, Lookup, Margin, Request, Rule, Sampling
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.models.llama import Llama
 
@@ -71,6 +71,17 @@ def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
         for before in largest:
             probs = probabilities([*PROMPT, *before])
             assert goodness_of_fit(groups[before], probs) > 1e-4, before
+
+
+def test_truncated_tokens_have_the_distribution_of_the_support() -> None:
+    """Speculation is lossless for the target as the rule's support cuts it, before all else."""
+    spec = RoundSpec(Exact(), RoundStatic(3), SAMPLING, truncation=Margin(1.0))
+    rows = pairs.batch_engine(*models(), spec, ROWS).generate([PROMPT] * DRAWS, 2)
+    logits = pairs.logits_after(models()[0], PROMPT)[-1]
+    cut = np.where(logits >= logits.max() - 1, logits, -np.inf)
+    probs = oracle.processed_probs(cut, TEMPERATURE, TOP_K, 1.0)
+    assert 1 < np.count_nonzero(probs) < TOP_K
+    assert goodness_of_fit([row.token_ids[0] for row in rows], probs) > 1e-3
 
 
 def test_the_test_of_fit_notices_the_wrong_distribution() -> None:

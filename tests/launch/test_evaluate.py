@@ -107,10 +107,39 @@ def test_goes_on(models: list[str], data: Path, capsys: Captured, refused: Refus
     refused(*given, "--tasks=gsm8k", words=["another prompt", "gsm8k 1"])
 
 
+def test_a_rule_beside_its_truncation_and_the_draft(
+    models: list[str], data: Path, capsys: Captured
+) -> None:
+    decode = [
+        "autoregressive", "margin:4 margin_gap=2", "sampled:4 truncate=margin margin_gap=2",
+        "autoregressive truncate=margin margin_gap=0", "draft",
+    ]  # fmt: skip
+    given = ["evaluate", *models, f"--data={data}", f"--output={data / 'out'}", "--tasks=gsm8k"]
+    given += [f"--decode={one}" for one in decode]
+    assert main([*given, "--max_new_tokens=16", "--json"]) == 0
+    plain, margin, cut, best, draft = json.loads(capsys.readouterr().out)["tasks"]["gsm8k"].items()
+    assert sum(margin[1]["rescued_by_class"].values()) > 0
+    assert 0 < margin[1]["regret_per_100_tokens"] <= 2 * margin[1]["rescued_per_100_tokens"]
+    assert margin[1]["regret_by_class"].keys() == margin[1]["rescued_by_class"].keys()
+    assert [*margin[1]["beside"]] == [cut[0], draft[0]]
+    assert (cut[1]["support"], plain[1]["support"]) == (margin[1]["support"], None)
+    assert (best[1]["same_text"], draft[1]["same_text"]) == (1, 0)
+    answers = (data / "out" / "answers.jsonl").read_text().splitlines()[1:]
+    records = {one["decoding"]: one for one in map(json.loads, answers)}
+    regret = records[margin[0]]["regret"]
+    assert len(regret) == records[margin[0]]["why"].count("r")
+    assert all(0 <= one <= 2 for one in regret)
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (["--decode=draft", "--draft=ngram"], ["--decode draft", "by itself"]),
+        (["--decode=fly truncate=margin"], ["truncate", "autoregressive or sampled"]),
+        (["--decode=exact truncate=margin temperature=0"], ["truncate", "temperature"]),
+        (["--decode=sampled truncate=csd"], ["truncate", "support"]),
+        (["--decode=sampled truncate=exact"], ["truncate", "loosened"]),
         (["--tasks=humanevil"], ["humanevil", "humaneval"]),
         (["--tasks=gsm8k"], ["gsm8k", "--data"]),
         (["--tasks=mbpp"], ["--allow_code_execution"]),

@@ -352,7 +352,7 @@ def accept(
     present = jnp.arange(num_draft) < end[:, None]
     here: TargetEvidence = jax.tree.map(lambda leaf: leaf[:, :num_draft], evidence)
     accepted = here.accepted
-    mismatch, barred = ~accepted & present, _barred(here, draft_tokens, protected)
+    mismatch, barred = ~accepted & present, barred_tokens(here, draft_tokens, protected)
     affordable = None if rule.budget is None else _affordable(here, mismatch, state)
     seen = Seen(here, draft_tokens, memory)
     allowed, refusal = jnp.zeros_like(accepted), jnp.zeros(accepted.shape, jnp.int32)
@@ -383,7 +383,7 @@ def accept(
     )
 
 
-def _barred(
+def barred_tokens(
     evidence: TargetEvidence,
     draft_tokens: Int[Array, "rows draft"],
     protected: Bool[Array, "*rows vocab"] | None,

@@ -18,7 +18,7 @@ from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.audit_summary import aligned, token_class
+from fly_jax.evaluation.audit_summary import CLASSES, aligned, token_class
 from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.tasks import DRAFT, TASKS, Item
 from fly_jax.verification.rules import Why
@@ -238,17 +238,29 @@ def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]
 
 
 def beside_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """What rescued something beside truncation sampling and the draft, as `rows`; [] if nothing."""
-    shown = [[
-        "task", "rule", "score", "beside", "its score", "rule gained", "rule lost", "p",
-    ]]  # fmt: skip
+    """What rescued something beside truncation sampling and the draft, as `rows`."""
+    shown = [["task", "rule", "score", "beside", "its score", "gained", "lost", "p"]]
     for task, decodings in found.items():
         for name, one in decodings.items():
             for other, of in one.get("beside", {}).items():
                 scores = [f"{one['score']:.1%}", other, f"{decodings[other]['score']:.1%}"]
-                changed = [str(of["gained"]), str(of["lost"]), f"{of['mcnemar_p']:.2f}"]
-                shown.append([task, name, *scores, *changed])
-    return shown if len(shown) > 1 else []
+                shown.append([task, name, *scores, *_changed(of)])
+    return shown
+
+
+def class_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """Rescued tokens by class, with what one of them lost in the mean, in nats, as `rows`."""
+    shown = [["task", "rule", *CLASSES]]
+    for task, decodings in found.items():
+        for name, one in decodings.items():
+            counts, nats = one["rescued_by_class"], one.get("regret_by_class", {})
+            cells = {
+                kind: f"{count} ({nats[kind] / count:.2f})" if kind in nats else str(count)
+                for kind, count in counts.items()
+            }
+            if counts:
+                shown.append([task, name, *(cells.get(kind, "0") for kind in CLASSES)])
+    return shown
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
@@ -261,8 +273,12 @@ def _compared(one: Mapping[str, Any]) -> list[str]:
     if "verdict" not in one:
         return ["-"] * 5
     more = "" if one["items_to_decide"] is None else f": {one['items_to_decide']} items would tell"
-    changed = [str(one["gained"]), str(one["lost"]), f"{one['mcnemar_p']:.2f}"]
-    return [kept(one), *changed, one["verdict"] + more]
+    return [kept(one), *_changed(one), one["verdict"] + more]
+
+
+def _changed(one: Mapping[str, Any]) -> list[str]:
+    p = one["mcnemar_p"]
+    return [str(one["gained"]), str(one["lost"]), "<0.01" if p < 0.01 else f"{p:.2f}"]
 
 
 def kept(one: Mapping[str, Any]) -> str:

@@ -47,11 +47,11 @@ def main(arguments: Sequence[str]) -> None:
             "--json and evaluate have written."
         )
 
-    from fly_jax.evaluation.answers import rows
-    from fly_jax.evaluation.audit_summary import CLASSES, aligned
+    from fly_jax.evaluation.answers import beside_rows, class_rows, rows
+    from fly_jax.evaluation.audit_summary import aligned
     from fly_jax.launch.page import rendered
 
-    speeds, qualities = _read(folder, values.margin)
+    speeds, qualities, folders = _read(folder, values.margin)
     speed = [row for name, one in speeds.items() for row in _speed_rows(name, one, qualities)]
     result = {"margin": values.margin, "speed": speed, "quality": qualities}
     (folder / f"{_NAME}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -59,21 +59,27 @@ def main(arguments: Sequence[str]) -> None:
     if speed:
         tables = {"Speed beside quality": _speed_table(speed)} | tables
     for name, one in qualities.items():
-        tables[f"Rescued tokens by class: {name}"] = [
-            ["task", "decoding", *CLASSES],
-            *([task, decoding, *(str(of["rescued_by_class"].get(kind, 0)) for kind in CLASSES)]
-              for task, decodings in one["tasks"].items() for decoding, of in decodings.items()),
-        ]  # fmt: skip
+        tables[f"Loosened rules beside what needs none: {name}"] = beside_rows(one["tasks"])
+        tables[f"Rescued tokens by class: {name}"] = class_rows(one["tasks"])
+    tables = {name: shown for name, shown in tables.items() if len(shown) > 1}
+    machines: dict[str, list[str]] = {}
+    for name, one in (speeds | qualities).items():
+        parts = (
+            (key, ", ".join(of) if isinstance(of, list) else of)
+            for key, of in one["machine"].items()
+        )
+        machines.setdefault(", ".join(f"{key} {of}" for key, of in parts), []).append(name)
     page = rendered(
         "report.html",
         title=f"Speed and quality: {folder.resolve().name}",
         tables=tables,
-        sources={name: one["machine"] for name, one in (speeds | qualities).items()},
+        machines=machines,
+        is_beside=any(len(beside_rows(one["tasks"])) > 1 for one in qualities.values()),
         margin=values.margin,
         changed=[
             one
             for name, found in qualities.items()
-            for one in _changed(folder / name, found["tasks"], values.items)
+            for one in _changed(folders[name], name, found["tasks"], values.items)
         ],
     )
     path = folder / f"{_NAME}.html"
@@ -86,12 +92,15 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(result))
 
 
-def _read(folder: Path, margin: float) -> tuple[dict[str, Figures], dict[str, Figures]]:
-    """Files of bench and folders of evaluate, judged by the margin."""
+def _read(
+    folder: Path, margin: float
+) -> tuple[dict[str, Figures], dict[str, Figures], dict[str, Path]]:
+    """Files of bench, those of evaluate, judged by the margin, and the folders of their answers."""
     from fly_jax.evaluation.answers import compare_decodings
 
     speeds: dict[str, Figures] = {}
     qualities: dict[str, Figures] = {}
+    folders: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.json")):
         name = path.relative_to(folder)
         try:
@@ -101,7 +110,9 @@ def _read(folder: Path, margin: float) -> tuple[dict[str, Figures], dict[str, Fi
                 speeds[str(name.with_suffix(""))] = found
                 list(_speed_rows("", found, {}))
             elif {"tasks", "setting"} <= keys:
-                qualities[str(name.parent)] = found
+                own = path.parent if path.stem == "results" else path.with_suffix("")
+                named = folder.resolve().name if own == folder else str(own.relative_to(folder))
+                qualities[named], folders[named] = found, own
                 for one in found["tasks"].values():
                     compare_decodings(one, margin)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -113,7 +124,7 @@ def _read(folder: Path, margin: float) -> tuple[dict[str, Figures], dict[str, Fi
         raise FlyJaxError(
             f"{folder} has no file of bench --json or evaluate; measure something into it first."
         )
-    return speeds, qualities
+    return speeds, qualities, folders
 
 
 def _speed_rows(
@@ -156,8 +167,10 @@ def _speed_table(speed: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return shown
 
 
-def _changed(folder: Path, tasks: Mapping[str, Figures], most: int) -> Iterator[dict[str, Any]]:
-    """Items that a decoding has lost or gained, with the tokens of both answers."""
+def _changed(
+    folder: Path, source: str, tasks: Mapping[str, Figures], most: int
+) -> Iterator[dict[str, Any]]:
+    """Items that a decoding has lost or gained, with the tokens of both answers if there."""
     path = folder / "answers.jsonl"
     lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
     answers = {(one["task"], one["item"], one["decoding"]): one for one in map(json.loads, lines)}
@@ -167,15 +180,19 @@ def _changed(folder: Path, tasks: Mapping[str, Figures], most: int) -> Iterator[
             for kind, now in (("lost", "0"), ("gained", "1")):
                 differ = zip(one["items"], first["right"], one["right"], strict=True)
                 items = [item for item, was, is_now in differ if was != is_now == now]
-                yield {
-                    "head": f"{folder.name}, {task}, {name}: {len(items)} {kind}",
-                    "columns": (base, name),
-                    "items": [
-                        (item, [
-                            list(zip(of["pieces"], of["why"], strict=True))
-                            for key in (base, name)
-                            if (of := answers.get((task, item, key)))
-                        ])
-                        for item in items[:most]
-                    ],
+                texts = {
+                    item: both
+                    for item in items[:most]
+                    if (both := [
+                        list(zip(of["pieces"], of["why"], strict=True))
+                        for key in (base, name)
+                        if (of := answers.get((task, item, key)))
+                    ])
                 }  # fmt: skip
+                if items:
+                    yield {
+                        "head": f"{source}, {task}, {name}: {len(items)} {kind}",
+                        "columns": (base, name),
+                        "texts": texts,
+                        "others": [item for item in items if item not in texts],
+                    }

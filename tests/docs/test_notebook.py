@@ -16,6 +16,10 @@ from nbformat.v4 import new_code_cell
 from tiny_pair import write_pair
 
 _NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "fly_jax_demo.ipynb"
+_PROBLEM = {
+    "task_id": "HumanEval/0", "prompt": "def first(x):\n", "entry_point": "first",
+    "test": "def check(candidate):\n    assert candidate([3, 4]) == 3\n",
+}  # fmt: skip
 _HANGS = 900  # seconds of one cell; a guard, since the machine may be busy
 
 
@@ -29,11 +33,14 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> NotebookNode:
     description = {"argv": launch, "display_name": "Python 3", "language": "python"}
     (kernel / "kernel.json").write_text(json.dumps(description), encoding="utf-8")
     notebook = nbformat.read(_NOTEBOOK, as_version=4)
-    (chat,) = (cell for cell in notebook.cells if cell.id == "chat")
+    cells = {cell.id: cell for cell in notebook.cells}
     notebook.cells += [
         new_code_cell(f"real = fly_jax.load_pair(*{_instruct_pair(folder)})", id="instruct"),
-        new_code_cell(chat.source, id="conversation"),
+        new_code_cell(cells["real-problems"].source, id="judged"),
+        new_code_cell(cells["chat"].source, id="conversation"),
     ]
+    (folder / "sets").mkdir()
+    (folder / "sets" / "HumanEval.jsonl").write_text(json.dumps(_PROBLEM))
     client = NotebookClient(notebook, timeout=_HANGS, kernel_name="python3")
     own = {
         "JAX_PLATFORMS": "cpu",
@@ -106,9 +113,10 @@ def test_the_three_rules_are_compared(executed: NotebookNode) -> None:
 def test_without_a_hub_the_small_pair_goes_on(executed: NotebookNode) -> None:
     shown = _text(executed, "real")
     assert shown.count("\n") == 1
-    assert "'HuggingFaceTB/SmolLM2-1.7B-Instruct' is no folder that exists" in shown
+    assert "'Qwen/Qwen2.5-Coder-1.5B-Instruct' is no folder that exists" in shown
     assert shown.endswith("The small pair goes on in its place.\n")
     assert _text(executed, "chat").count('class="why-') > 10
+    assert _text(executed, "real-problems") == ""
 
 
 def test_a_model_with_a_template_is_talked_to(executed: NotebookNode) -> None:
@@ -116,6 +124,12 @@ def test_a_model_with_a_template_is_talked_to(executed: NotebookNode) -> None:
     assert "<b>Why is the sky blue?</b>" in shown
     assert shown.count("passes of the target") == shown.count("<b>") == 2
     assert shown.count('class="why-') > 10
+
+
+def test_a_real_pair_is_judged_on_problems(executed: NotebookNode) -> None:
+    rows = _text(executed, "judged").splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["autoregressive", "exact", "fly"]
+    assert all("0/1" in row.split() for row in rows), rows
 
 
 def test_the_notebook_is_stored_clean() -> None:

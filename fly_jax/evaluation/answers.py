@@ -208,10 +208,11 @@ def compare_decodings(decodings: Mapping[str, dict[str, Any]], margin: float) ->
     target's truncation sampling with the rule's own support, and the draft alone.
     """
     verdicts = [np.array([*one["right"]]) == "1" for one in decodings.values()]
+    base = verdicts[0]
     for one, right in zip(decodings.values(), verdicts, strict=True):
         one["score"] = float(right.mean())
-        if right is not verdicts[0]:
-            one |= compare_paired(verdicts[0], right, margin)
+        if right is not base:
+            one |= compare_paired(base, right, margin)
         if one["rescued_per_100_tokens"]:
             one["beside"] = {
                 name: compare_paired(of, right, margin)

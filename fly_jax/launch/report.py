@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import Flags, flag_group
@@ -25,7 +25,7 @@ Examples:
   python -m fly_jax.launch report runs --margin 2
 """
 
-_NAME = "report"
+_NAME, _BESIDE = "report", "Loosened rules beside what needs none"
 _SHOWN = ("score", "retention", "low", "high", "gained", "lost", "verdict", "items_to_decide")
 Figures = dict[str, Any]
 
@@ -47,39 +47,27 @@ def main(arguments: Sequence[str]) -> None:
             "--json and evaluate have written."
         )
 
-    from fly_jax.evaluation.answers import beside_rows, class_rows, rows
     from fly_jax.evaluation.audit_summary import aligned
     from fly_jax.launch.page import rendered
 
-    speeds, qualities, folders = _read(folder, values.margin)
-    speed = [row for name, one in speeds.items() for row in _speed_rows(name, one, qualities)]
+    runs = _read(folder, values.margin)
+    qualities, tables = runs.qualities, runs.tables
+    speed = [row for name, one in runs.speeds.items() for row in _speed_rows(name, one, qualities)]
     result = {"margin": values.margin, "speed": speed, "quality": qualities}
     (folder / f"{_NAME}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    tables = {f"Quality: {name}": rows(one["tasks"]) for name, one in qualities.items()}
     if speed:
         tables = {"Speed beside quality": _speed_table(speed)} | tables
-    for name, one in qualities.items():
-        tables[f"Loosened rules beside what needs none: {name}"] = beside_rows(one["tasks"])
-        tables[f"Rescued tokens by class: {name}"] = class_rows(one["tasks"])
-    tables = {name: shown for name, shown in tables.items() if len(shown) > 1}
-    machines: dict[str, list[str]] = {}
-    for name, one in (speeds | qualities).items():
-        parts = (
-            (key, ", ".join(of) if isinstance(of, list) else of)
-            for key, of in one["machine"].items()
-        )
-        machines.setdefault(", ".join(f"{key} {of}" for key, of in parts), []).append(name)
     page = rendered(
         "report.html",
         title=f"Speed and quality: {folder.resolve().name}",
         tables=tables,
-        machines=machines,
-        is_beside=any(len(beside_rows(one["tasks"])) > 1 for one in qualities.values()),
+        machines=runs.machines,
+        is_beside=any(name.startswith(_BESIDE) for name in tables),
         margin=values.margin,
         changed=[
             one
             for name, found in qualities.items()
-            for one in _changed(folders[name], name, found["tasks"], values.items)
+            for one in _changed(runs.folders[name], name, found["tasks"], values.items)
         ],
     )
     path = folder / f"{_NAME}.html"
@@ -92,39 +80,71 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(result))
 
 
-def _read(
-    folder: Path, margin: float
-) -> tuple[dict[str, Figures], dict[str, Figures], dict[str, Path]]:
-    """Files of bench, those of evaluate, judged by the margin, and the folders of their answers."""
-    from fly_jax.evaluation.answers import compare_decodings
+class _Runs(NamedTuple):
+    """Files of bench and of evaluate, by name, as they are shown.
 
-    speeds: dict[str, Figures] = {}
-    qualities: dict[str, Figures] = {}
-    folders: dict[str, Path] = {}
+    Attributes:
+      folders: where the answers of an evaluation are.
+      tables: of evaluations.
+      machines: in words, with the names of what was measured there.
+    """
+
+    speeds: dict[str, Figures]
+    qualities: dict[str, Figures]
+    folders: dict[str, Path]
+    tables: dict[str, list[list[str]]]
+    machines: dict[str, list[str]]
+
+
+def _read(folder: Path, margin: float) -> _Runs:
+    """What was measured into a folder, judged by the margin."""
+    runs = _Runs({}, {}, {}, {}, {})
     for path in sorted(folder.rglob("*.json")):
-        name = path.relative_to(folder)
+        name = str(path.relative_to(folder).with_suffix(""))
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             keys = found.keys() if isinstance(found, dict) else set()
             if {"decodings", "turns"} <= keys:
-                speeds[str(name.with_suffix(""))] = found
+                runs.speeds[name] = found
                 list(_speed_rows("", found, {}))
             elif {"tasks", "setting"} <= keys:
                 own = path.parent if path.stem == "results" else path.with_suffix("")
                 named = folder.resolve().name if own == folder else str(own.relative_to(folder))
-                qualities[named], folders[named] = found, own
-                for one in found["tasks"].values():
-                    compare_decodings(one, margin)
+                name = name if named in runs.qualities else named
+                runs.qualities[name], runs.folders[name] = found, own
+                runs.tables.update(_tables(name, found["tasks"], margin))
+            else:
+                continue
+            runs.machines.setdefault(_in_words(found["machine"]), []).append(name)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise FlyJaxError(
                 f"{path} is no whole file of bench --json or evaluate ({error!r}); measure it "
                 "again, or move it elsewhere."
             ) from error
-    if not speeds and not qualities:
+    if not runs.machines:
         raise FlyJaxError(
             f"{folder} has no file of bench --json or evaluate; measure something into it first."
         )
-    return speeds, qualities, folders
+    return runs
+
+
+def _tables(
+    name: str, tasks: Mapping[str, Figures], margin: float
+) -> Iterator[tuple[str, list[list[str]]]]:
+    """The tables of an evaluation that have a row, once it is judged by the margin."""
+    from fly_jax.evaluation.answers import beside_rows, class_rows, compare_decodings, rows
+
+    for one in tasks.values():
+        compare_decodings(one, margin)
+    given = {"Quality": rows, _BESIDE: beside_rows, "Rescued tokens by class": class_rows}
+    for title, made in given.items():
+        if len(shown := made(tasks)) > 1:
+            yield f"{title}: {name}", shown
+
+
+def _in_words(machine: Mapping[str, Any]) -> str:
+    known = ((key, ", ".join(of) if isinstance(of, list) else of) for key, of in machine.items())
+    return ", ".join(f"{key} {of}" for key, of in known)
 
 
 def _speed_rows(

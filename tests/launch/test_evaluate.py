@@ -108,7 +108,7 @@ def test_goes_on(models: list[str], data: Path, capsys: Captured, refused: Refus
 
 
 def test_a_rule_beside_its_truncation_and_the_draft(
-    models: list[str], data: Path, capsys: Captured
+    models: list[str], data: Path, capsys: Captured, refused: Refused
 ) -> None:
     decode = [
         "autoregressive", "margin:4 margin_gap=2", "sampled:4 truncate=margin margin_gap=2",
@@ -129,13 +129,14 @@ def test_a_rule_beside_its_truncation_and_the_draft(
     regret = records[margin[0]]["regret"]
     assert len(regret) == records[margin[0]]["why"].count("r")
     assert all(0 <= one <= 2 for one in regret)
+    lookup = [models[0], "--draft=ngram", "--decode=draft"]
+    refused("evaluate", *lookup, f"--output={data / 'out'}", words=["--decode draft", "itself"])
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--decode=draft", "--draft=ngram"], ["--decode draft", "by itself"]),
         (["--decode=fly truncate=margin"], ["truncate", "autoregressive or sampled"]),
         (["--decode=exact truncate=margin temperature=0"], ["truncate", "temperature"]),
         (["--decode=sampled truncate=csd"], ["truncate", "support"]),

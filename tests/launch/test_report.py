@@ -88,6 +88,37 @@ def test_the_page(runs: Path) -> None:
     assert "texts: 0<" in page
 
 
+def test_rules_beside_what_needs_none(runs: Path, capsys: Captured) -> None:
+    """Two evaluations of one folder, and a rule with its regret, beside truncation and draft."""
+    with_regret = {"regret_per_100_tokens": 0.5, "regret_by_class": {"words": 1.5}}
+    none = {"rescued_per_100_tokens": 0, "rescued_by_class": {}}
+    right = "1" * 399 + "0"
+    decodings = {
+        "autoregressive": _decoding(right, **none),
+        "fly, K = 8": _decoding("0" + right[1:], support="gate", **with_regret),
+        "cut": _decoding("0" * 400, support="gate", is_truncated=True, **none),
+        "cut otherwise": _decoding("1" * 400, support="margin", is_truncated=True, **none),
+        "draft": _decoding("1" * 400, **none),
+    }
+    (runs / "again.json").write_text(
+        json.dumps(MODELS | {"setting": {}, "tasks": {"mbpp": decodings}})
+    )
+    assert main(["report", str(runs), "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert {*found["quality"]} == {"code", "again"}
+    beside = found["quality"]["again"]["tasks"]["mbpp"]["fly, K = 8"]["beside"]
+    assert {name: (one["gained"], one["lost"]) for name, one in beside.items()} == {
+        "cut": (398, 0), "draft": (0, 2),
+    }  # fmt: skip
+    lines = [" ".join(line.split()) for line in captured.err.splitlines()]
+    assert "mbpp fly, K = 8 99.5% cut 0.0% 398 0 <0.01" in lines
+    assert "mbpp fly, K = 8 0 0 0 0 0 0 3 (0.50)" in lines
+    page = (runs / "report.html").read_text()
+    assert "That was not measured here" not in page
+    assert page.count("cpu a &lt;b&gt;, date today") == 1  # once for all three files
+
+
 def test_refusals(runs: Path, tmp_path: Path, refused: Refused) -> None:
     refused("report", words=["folder"])
     refused("report", str(tmp_path / "nowhere"), words=["nowhere"])
@@ -96,6 +127,7 @@ def test_refusals(runs: Path, tmp_path: Path, refused: Refused) -> None:
     empty.mkdir()
     refused("report", str(empty), words=["empty", "bench"])
     whole = (runs / "code" / "results.json").read_text()
-    for text in (whole[:-20], whole.replace('"right"', '"wrong"')):
+    wrong = [whole[:-20], *(whole.replace(f'"{key}"', '"x"') for key in ("right", "machine"))]
+    for text in [*wrong, '{"machine": {}, "setting": {}, "tasks": {"gsm8k": {}}}']:
         (runs / "code" / "results.json").write_text(text)
         refused("report", str(runs), words=["results.json", "no whole file"])

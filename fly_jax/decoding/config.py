@@ -187,22 +187,14 @@ class DecodingConfig:
                 "that probable is the target's own choice, so nothing would be rescued; give at "
                 "most 0.5."
             )
-        if self.truncate is not None:
-            is_loose = rule_names(self.truncate)[0] not in LOSSLESS_RULES
-            if not is_loose or self.is_loosened or temperature == 0:
-                raise FlyJaxError(
-                    f"truncate is {self.truncate!r}, with the rule {self.rule} and temperature "
-                    f"{temperature}; it cuts what is drawn to what a loosened rule would keep, in "
-                    "the commands generate, bench and evaluate: give one such as margin, the rule "
-                    "autoregressive or sampled, and a temperature above 0."
-                )
-            limited = self.to_dict()["risk_budget"] is not None
-            if limited or self._loosened(self.truncate).uses_memory:
-                raise FlyJaxError(
-                    f"truncate is {self.truncate!r}, which keeps a token or not by what came long "
-                    "before it (csd's memory, a risk budget), so that no position has a support of "
-                    "its own; leave these out (csd_memory=false, no risk_budget)."
-                )
+        cut, limited = self.to_truncation(), self.to_dict()["risk_budget"] is not None
+        if cut and (self.is_loosened or temperature == 0 or limited or cut.uses_memory):
+            raise FlyJaxError(
+                f"truncate is {self.truncate!r}, with the rule {self.rule} and temperature "
+                f"{temperature}; it cuts what is drawn to what a rule would keep at a position: "
+                "give it with the rule autoregressive or sampled and a temperature above 0, "
+                "without csd's memory and a risk budget, which look further, and to no server."
+            )
         if temperature == 0 and (top_k or top_p not in (None, 1)):
             raise FlyJaxError(
                 f"top_k={top_k} and top_p={top_p} were given with greedy decoding, which "
@@ -265,6 +257,8 @@ class DecodingConfig:
 
     def to_truncation(self) -> Loose | None:
         """The rule to whose support the target is cut; None where it is not."""
+        if self.truncate in LOSSLESS_RULES:
+            raise FlyJaxError(f"truncate is {self.truncate!r}; give a loosened rule, as margin is.")
         return None if self.truncate is None else self._loosened(self.truncate)
 
     def _loosened(self, text: str) -> Loose:

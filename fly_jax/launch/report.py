@@ -81,13 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Runs(NamedTuple):
-    """Files of bench and of evaluate, by name, as they are shown.
-
-    Attributes:
-      folders: where the answers of an evaluation are.
-      tables: of evaluations.
-      machines: in words, with the names of what was measured there.
-    """
+    """Files of bench and of evaluate by name, where answers are, and names by machine in words."""
 
     speeds: dict[str, Figures]
     qualities: dict[str, Figures]
@@ -143,8 +137,8 @@ def _tables(
 
 
 def _in_words(machine: Mapping[str, Any]) -> str:
-    known = ((key, ", ".join(of) if isinstance(of, list) else of) for key, of in machine.items())
-    return ", ".join(f"{key} {of}" for key, of in known)
+    lists = {key: ", ".join(of) for key, of in machine.items() if isinstance(of, list)}
+    return ", ".join(f"{key} {of}" for key, of in {**machine, **lists}.items())
 
 
 def _speed_rows(

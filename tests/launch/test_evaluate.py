@@ -139,7 +139,7 @@ def test_a_rule_beside_its_truncation_and_the_draft(
     [
         (["--decode=fly truncate=margin"], ["truncate", "autoregressive or sampled"]),
         (["--decode=exact truncate=margin temperature=0"], ["truncate", "temperature"]),
-        (["--decode=sampled truncate=csd"], ["truncate", "support"]),
+        (["--decode=sampled truncate=csd"], ["truncate", "memory"]),
         (["--decode=sampled truncate=exact"], ["truncate", "loosened"]),
         (["--tasks=humanevil"], ["humanevil", "humaneval"]),
         (["--tasks=gsm8k"], ["gsm8k", "--data"]),

@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> None:
         "machine": describe(),
         "target": values.target or "embedded",
         "draft": list(values.draft),
-        "dtype": values.dtype,
+        "dtype": setting["dtype"],
         "setting": setting,
         "margin": values.margin,
         "code_was_kept_in_by": judge("").isolation if runs_code else None,

@@ -130,7 +130,11 @@ def _tables(
 
     for one in tasks.values():
         compare_decodings(one, margin)
-    given = {"Quality": rows, _BESIDE: beside_rows, "Rescued tokens by class": class_rows}
+    given = {
+        "Quality": rows,
+        _BESIDE: beside_rows,
+        "Rescued tokens by class (mean regret)": class_rows,
+    }
     for title, made in given.items():
         if len(shown := made(tasks)) > 1:
             yield f"{title}: {name}", shown

@@ -93,12 +93,6 @@ class Pair:
         """The model that proposes to the target, if there is one."""
         return self.drafts[0] if self.drafts else None
 
-    @property
-    def draft_alone(self) -> Pair:
-        """The model that proposes to the target, as a target without a draft."""
-        assert self.draft is not None
-        return Pair(self.draft, (), self.tokenizer)
-
     def config(self, config: DecodingConfig | None = None, **given: Any) -> DecodingConfig:
         """How this pair is decoded: the values that are given, laid over a config.
 

@@ -91,8 +91,9 @@ def answer_items(
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
         if missing:
             wanted = [requests[at] for at in missing]
+            alone = replace(pair, target=pair.drafts[0], drafts=()) if name == DRAFT else pair
             engine = Engine.of(
-                pair.draft_alone if name == DRAFT else pair, config,
+                alone, config,
                 prompts=[one.prompt for one in wanted], num_slots=batch_size,
                 max_new_tokens=max(one.max_new_tokens for one in wanted),
                 audits=config.is_loosened,  # for the regret
@@ -156,20 +157,18 @@ def support(config: DecodingConfig) -> str | None:
     draws = config.is_loosened and config.sampling.temperature > 0
     if not rule.clauses() or draws or rule.uses_memory or rule.budget is not None:
         return None
-    conditions = [list(one.conditions) for one in rule.clauses()]
-    return f"{conditions}, protected {list(config.limits.protect)}"
+    return f"{[one.conditions for one in rule.clauses()]}, protected {config.limits.protect}"
 
 
 def figures(
     answers: Answers, items: Sequence[Item], configs: Mapping[str, DecodingConfig], margin: float
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """The figures by task and decoding, of which the first is the base; see `compare_paired`."""
-    decodings = [*configs]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for task in dict.fromkeys(one.task for one in items):
         some = [one for one in items if one.task == task]
-        base = [answers.records[_key(one, decodings[0])] for one in some]
-        for name in decodings:
+        base = [answers.records[_key(one, next(iter(configs)))] for one in some]
+        for name, config in configs.items():
             ours = [answers.records[_key(one, name)] for one in some]
             same = [a["token_ids"] == b["token_ids"] for a, b in zip(ours, base, strict=True)]
             tokens = sum(len(one["token_ids"]) for one in ours)
@@ -193,8 +192,8 @@ def figures(
                 "rescued_by_class": dict(rescued),
                 "regret_per_100_tokens": 100 * sum(nats) / max(tokens, 1) if is_known else None,
                 "regret_by_class": of_kind,
-                "support": support(configs[name]),
-                "is_truncated": configs[name].truncate is not None,
+                "support": support(config),
+                "is_truncated": config.truncate is not None,
                 "same_text": sum(same) / len(same),
             }
         compare_decodings(found[task], margin)
@@ -233,8 +232,8 @@ def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]
             shown.append([task, name, f"{one['score']:.1%} of {len(one['right'])}"])
             shown[-1] += [*_compared(one), f"{one['mean_accepted_tokens']:.2f}"]
             regret = one.get("regret_per_100_tokens")
-            shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}"]
-            shown[-1] += ["-" if regret is None else f"{regret:.2f}", f"{one['same_text']:.0%}"]
+            nats = "-" if regret is None else f"{regret:.2f}"
+            shown[-1] += [f"{one['rescued_per_100_tokens']:.1f}", nats, f"{one['same_text']:.0%}"]
     return shown
 
 

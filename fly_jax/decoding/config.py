@@ -295,6 +295,8 @@ class DecodingConfig:
         lossless = "sampled" if self.sampling.temperature > 0 else "exact"
         given = self.replace(temperature=self.sampling.temperature)
         first = [given.replace(rule=rule) for rule in ("autoregressive", lossless)]
+        if self.truncate is not None:  # which no loosened rule goes with
+            return tuple(first)
         if self.rule == "fly":
             return *first, given
         if not self.is_loosened:

@@ -92,6 +92,7 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         ),
         ({"boundary": "defer", "num_speculative_tokens": 6}, {"exact": Exact(), "fly": Fly()}),
         ({"rule": "exact", "num_speculative_tokens": 4}, {"exact": Exact()}),
+        ({"rule": "sampled", "truncate": "margin"}, {"sampled": Exact()}),
     ],
 )
 def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:

@@ -129,9 +129,13 @@ class Programs:
         target = for_backend(target)
         self.has_few_shapes = runs_unstacked(target) and target.is_large
         self._parameters, self._drafter = target.parameters(), drafter
+        self._resting = None if drafter is None else drafter.at_rest()
         self._is_abstract = isinstance(self._parameters["embedding"], jax.ShapeDtypeStruct)
         dtype = jnp.dtype(cache_dtype or target.dtype)
-        self._shapes = _Shapes(target.config, target.layout, dtype, self.static)
+        window = static.deferred_window
+        windows = (window, static.reports, static.max_logprobs) if window else None
+        chooses = bool(static.depths) and not window
+        self._shapes = _Shapes(target.config, target.layout, dtype, windows, chooses)
 
     @property
     def config(self) -> LlamaConfig:
@@ -183,12 +187,12 @@ class Programs:
         if depths or self.static.deferred_window:
             rows = rows._replace(seconds=np.zeros(len(depths), np.float32))
         rows = jax.tree.map(self.put, rows)
-        return self._call(_begin, self._shapes, positions, self._drafter, rows)
+        return self._call(_begin, self._shapes, positions, self._resting, rows)
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
         """Some rows, donated, with what the models hold of a state's row in the one at `at`."""
         indices = self._index(row), self._index(at)
-        return _copy_row(self._shapes, self._drafter, some, state, *indices)
+        return _copy_row(self._shapes, self._resting, some, state, *indices)
 
     def insert(
         self, state: DecodeState, some: DecodeState, slots: Sequence[int]
@@ -204,7 +208,7 @@ class Programs:
           The state, and an array that is there when the program has run.
         """
         where = self.put(np.asarray(slots, np.int32))
-        return self._call(_insert, self._shapes, self._drafter, state, some, where)
+        return self._call(_insert, self._shapes, self._resting, state, some, where)
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
         """The state, which is donated, with a row that is done."""
@@ -217,7 +221,7 @@ class Programs:
         self, state: DecodeState, size: int, start: int, attended: int
     ) -> DecodeState:
         """Runs `size` more tokens of all rows' prompts, from `start` on; the state is donated."""
-        models = (self._parameters, self._drafter)
+        models = (self._parameters, self._resting)
         begin = self._index(start)
         return self._call(_prefill_chunk, self._shapes, size, attended, *models, state, begin)
 
@@ -226,7 +230,7 @@ class Programs:
     ) -> tuple[DecodeState, RoundOutput]:
         """One dispatch of the first `num_rows` rows, None for all; the state is donated."""
         models = (self._parameters, self._drafter)
-        return self._call(_run, self._shapes, num_rows, *models, state, inputs)
+        return self._call(_run, self._shapes, self.static, num_rows, *models, state, inputs)
 
     def _call(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Runs a program; one of abstract models is traced instead."""
@@ -236,12 +240,20 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """Static facts of the target, the caches and the rounds, for which programs are compiled."""
+    """Static facts of the target and of a state, for which programs are compiled.
+
+    Rounds that differ in what else `RoundStatic` says share all programs but their own.
+
+    Attributes:
+      windows: what `no_windows` is asked for; None where no window crosses rounds.
+      chooses_depth: K is chosen, and no token depends on it.
+    """
 
     config: LlamaConfig
     layout: Layout | None
     cache_dtype: jnp.dtype
-    static: RoundStatic
+    windows: tuple[int, bool, int] | None
+    chooses_depth: bool
 
     def target(self, parameters: Parameters) -> Llama:
         return Llama(self.config, parameters, self.layout)
@@ -249,8 +261,7 @@ class _Shapes:
 
 @functools.partial(jax.jit, static_argnames=("shapes", "positions"))
 def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows) -> DecodeState:
-    static, dtype = shapes.static, shapes.cache_dtype
-    number, window = len(rows.text), static.deferred_window
+    number, dtype = len(rows.text), shapes.cache_dtype
     state = DecodeState(
         tokens=rows.text,
         length=rows.lengths,
@@ -261,7 +272,7 @@ def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows)
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
         stats=None if rows.seconds is None else initial_stats(number, rows.seconds),
-        window=no_windows(number, window, static.reports, static.max_logprobs) if window else None,
+        window=None if shapes.windows is None else no_windows(number, *shapes.windows),
     )
     return _whole_numbers(shapes.layout, state)
 
@@ -346,19 +357,22 @@ def _insert(
     slots: Int[Array, " few"],
 ) -> tuple[DecodeState, Array]:
     axes = _row_axes(shapes, drafter, state)
+    places = [jax.lax.index_in_dim(slots, at, keepdims=False) for at in range(len(slots))]
 
     def inserted(axis: int | None, theirs: Array, mine: Array) -> Array:
         if axis is None:
             return mine
-        for at in reversed(range(len(slots))):  # the first of several in one slot stays
+        for at, place in reversed([*enumerate(places)]):  # the first of several in one slot stays
             one = jax.lax.slice_in_dim(mine, at, at + 1, axis=axis)
-            theirs = jax.lax.dynamic_update_slice_in_dim(theirs, one, slots[at], axis)
+            theirs = jax.lax.dynamic_update_slice_in_dim(
+                theirs, one, place, axis, allow_negative_indices=False
+            )
         return theirs
 
     leaves, structure = jax.tree.flatten(state)
     both = zip(axes, leaves, jax.tree.leaves(some), strict=True)
     found = jax.tree.unflatten(structure, [inserted(*one) for one in both])
-    if shapes.static.depths and not shapes.static.deferred_window and state.stats is not None:
+    if shapes.chooses_depth and state.stats is not None:
         # No token depends on the rates: a row that joins others begins with theirs.
         found = dataclasses.replace(found, stats=rows_begun(state.stats, slots))
     return _whole_numbers(shapes.layout, found), found.length[slots]
@@ -397,9 +411,12 @@ def _prefill_chunk(
     return _whole_numbers(shapes.layout, state)
 
 
-@functools.partial(jax.jit, static_argnames=("shapes", "num_rows"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("shapes", "static", "num_rows"), donate_argnames=("state",)
+)
 def _run(
     shapes: _Shapes,
+    static: RoundStatic,
     num_rows: int | None,
     parameters: Parameters,
     drafter: Drafter | None,
@@ -408,11 +425,11 @@ def _run(
 ) -> tuple[DecodeState, RoundOutput]:
     target, layout = shapes.target(parameters), shapes.layout
     if num_rows in (None, len(state.length)):
-        state, output = RoundProgram(shapes.static, target, drafter, inputs).dispatch(state)
+        state, output = RoundProgram(static, target, drafter, inputs).dispatch(state)
     else:
         few = jax.eval_shape(lambda: _like(shapes, drafter, state, num_rows))
         part, inputs = taken(state, few), inputs_of(inputs, num_rows)
-        part, output = RoundProgram(shapes.static, target, drafter, inputs).dispatch(part)
+        part, output = RoundProgram(static, target, drafter, inputs).dispatch(part)
         state = put_back(state, part)
     if layout is not None:  # whole on every device, so that every process can read it
         output = jax.tree.map(lambda leaf: layout.constrain(leaf, (None,) * leaf.ndim), output)

@@ -57,7 +57,10 @@ class RoundProgram:
         def run(carry: _Carry) -> _Carry:
             index, state, outputs = carry
             state, output = one_round(state)
-            put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=0)
+            put = functools.partial(
+                jax.lax.dynamic_update_slice_in_dim,
+                start_index=index, axis=0, allow_negative_indices=False,
+            )  # fmt: skip
             outputs = jax.tree.map(put, outputs, output)
             return index + 1, state, outputs
 

@@ -141,10 +141,12 @@ def _write(
     new: Float[Array, "layers given_rows kv_heads time head"],
     start: Int[Array, " given_rows"],
 ) -> Entries:
-    new, zero = new.astype(entries.dtype), jnp.zeros((), jnp.int32)
-    for row in range(new.shape[1]):
-        at = (zero, jnp.int32(row), zero, start[row], zero)
-        entries = jax.lax.dynamic_update_slice(entries, new[:, row][:, None], at)
+    new, capacity = new.astype(entries.dtype), entries.shape[3]
+    start = jnp.where(start < 0, start + capacity, start)
+    for row in range(new.shape[1]):  # in few operations, since a program has as many of each
+        one = jax.lax.slice_in_dim(new, row, row + 1, axis=1)
+        at = (0, row, 0, jax.lax.index_in_dim(start, row, keepdims=False), 0)
+        entries = jax.lax.dynamic_update_slice(entries, one, at, allow_negative_indices=False)
     return entries
 
 

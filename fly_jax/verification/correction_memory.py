@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
@@ -38,15 +39,19 @@ def is_remembered(
 ) -> Bool[Array, "*shape"]:
     """True where the pair is among the keys; by halving: both in one number would need 64 bits."""
     keys = jnp.asarray(keys)
-    low = jnp.zeros(draft_tokens.shape, jnp.int32)
-    high = jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)
-    for _ in range(keys.shape[0].bit_length()):
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
         middle = (low + high) // 2
         drafted, chosen = keys[middle, 0], keys[middle, 1]
         is_before = (drafted < draft_tokens) | (
             (drafted == draft_tokens) & (chosen < target_tokens)
         )
-        low, high = jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
+        return jnp.where(is_before, middle + 1, low), jnp.where(is_before, high, middle)
+
+    low = jnp.zeros(draft_tokens.shape, jnp.int32)
+    bounds = low, jnp.full(draft_tokens.shape, keys.shape[0], jnp.int32)
+    low, _ = jax.lax.fori_loop(0, keys.shape[0].bit_length(), halve, bounds)
     found = keys[jnp.minimum(low, keys.shape[0] - 1)]
     return (found[..., 0] == draft_tokens) & (found[..., 1] == target_tokens)
 

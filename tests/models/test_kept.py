@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf_files import CONFIG, tensors_of, write

@@ -100,7 +100,7 @@ def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> Non
         prefill = compiled_text(engine.trace_prefill(some, chunk), models[0])
         assert not repeated(copied(prefill, models, number, some.target.capacity))
         inserted = compiled_text(engine.trace_insert(many, some), models[0])
-        given = (shared._shapes, shared._drafter, some, many, at, at)
+        given = (shared._shapes, shared._resting, some, many, at, at)
         taken = compiled_text(programs._copy_row.trace(*given), models[0])
         assert not copied(inserted, models, slots, 512)
         # On a mesh of CPUs the others' rows are masked first; a TPU does that as it sums.

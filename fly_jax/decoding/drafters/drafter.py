@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ class Drafter(abc.ABC):
       needs_hidden: `prefill` and `observe` are given the target's hidden states.
       hidden_layers: of the target, whose inputs, side by side, they are given instead of the final
         hidden states.
+      of_proposing: fields of a dataclass, with defaults, that neither `init` nor `prefill` reads.
     """
 
     num_tokens: int
@@ -63,6 +64,15 @@ class Drafter(abc.ABC):
     unseen: int = 2
     needs_hidden: bool = False
     hidden_layers: tuple[int, ...] = ()
+    of_proposing: ClassVar[tuple[str, ...]] = ()
+
+    def at_rest(self) -> Self:
+        """Itself with the defaults of `of_proposing`: programs that do not ask it are for that."""
+        if not self.of_proposing:
+            return self
+        fields = dataclasses.fields(cast(Any, self))
+        usual = {one.name: one.default for one in fields if one.name in self.of_proposing}
+        return cast(Self, dataclasses.replace(cast(Any, self), **usual))
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Any:
         """The state of rows of which nothing has been seen."""

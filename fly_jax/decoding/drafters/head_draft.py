@@ -59,6 +59,7 @@ class HeadDraft(Drafter):
     num_models = 1
     resumes = True
     needs_hidden = True
+    of_proposing = ("num_tokens",)
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -55,6 +55,7 @@ class Lookup(Drafter):
 
     may_fall_short = True
     resumes = True
+    of_proposing = ("max_ngram", "min_ngram", "num_tokens", "match")
 
     def propose(
         self,

@@ -85,6 +85,7 @@ class ModelDrafter(Drafter):
     num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
 
     num_models = 1
+    of_proposing = ("num_tokens", "margin", "lags", "rests", "may_lag")
 
     @property
     def _model(self) -> Llama:
@@ -140,6 +141,11 @@ class DraftModel(ModelDrafter):
     def num_models(self) -> int:  # type: ignore[override]
         """With those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
+
+    def at_rest(self) -> DraftModel:
+        """Of those below, too."""
+        below = None if self.below is None else self.below.at_rest()
+        return dataclasses.replace(super().at_rest(), below=below)
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
         """Empty caches."""

@@ -69,6 +69,12 @@ class Drafting:
         "own choice, and yet be drafted; 0 drafts its own choice alone",
         low=0.0,
     )
+    draft_confidence: float = parameter(
+        0.0,
+        "a head that says how probable its tokens are to be accepted (DSpark) ends its draft "
+        "before the first that is less so; 0 drafts whole blocks",
+        low=0.0, high=1.0,
+    )  # fmt: skip
     boundary: Boundary = parameter(
         "reject",
         "what becomes of a mismatch whose window does not fit into its block: it is refused, or "
@@ -529,6 +535,7 @@ class RoundStatic:
         the one before it, at most.
       level_margin: most nats that such a token may be less probable to the model above than its
         own choice, and yet be drafted.
+      draft_confidence: least probability of being accepted that a head drafts a token with.
     """
 
     num_speculative_tokens: int
@@ -543,6 +550,7 @@ class RoundStatic:
     deferred_window: int = 0
     level_speculative_tokens: tuple[int, ...] = ()
     level_margin: float = 0.0
+    draft_confidence: float = 0.0
 
     def __post_init__(self) -> None:
         k, depths = self.num_speculative_tokens, self.depths
@@ -642,5 +650,6 @@ class RoundSpec:
             deferred_window=rule.longest_window if sizes.boundary == "defer" else 0,
             level_speculative_tokens=(sizes.level_speculative_tokens,) * levels,
             level_margin=sizes.level_margin,
+            draft_confidence=sizes.draft_confidence,
         )
         return cls(rule, static, config.to_sampling(), config.to_truncation())

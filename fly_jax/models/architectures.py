@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.eagle3 import EAGLE3, Eagle3, read_head
+from fly_jax.models.head_config import Block, Eagle3, TargetHead, is_head, read_head
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names that `config.json` has for sizes, and for all that is read and written as it is.
@@ -62,7 +62,7 @@ class LlamaConfig:
       draft_vocab_size: rows of the embedding of a drafter that knows only the most frequent of its
         target's tokens; the last row stands for all others, which it never proposes. None where
         each token has a row. Of a head these are rows of the unembedding alone, all of tokens.
-      head: what makes it an EAGLE-3 head; None for other models.
+      head: what makes it a head of a target; None for other models.
     """
 
     vocab_size: int
@@ -87,7 +87,7 @@ class LlamaConfig:
     unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
     pard_token: int | None = None
-    head: Eagle3 | None = None
+    head: TargetHead | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -122,6 +122,13 @@ class LlamaConfig:
     def with_vocabulary(self, size: int) -> LlamaConfig:
         """The same model without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
+
+    @property
+    def whole(self) -> LlamaConfig:
+        """A head with the tables that it shares with its target; of another model, the same."""
+        if self.head is None:
+            return self
+        return dataclasses.replace(self, head=dataclasses.replace(self.head, has_embedding=True))
 
     @property
     def unknown_row(self) -> int:
@@ -338,7 +345,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         known.
     """
     head = None
-    if "speculators_model_type" in fields or EAGLE3 in str(fields.get("architectures")):
+    if is_head(fields):
         fields, head = read_head(fields, source)
     name = fields.get("model_type", "llama")
     if name not in ARCHITECTURES:
@@ -632,20 +639,35 @@ def groups(config: LlamaConfig) -> list[Group]:
 
 
 def _of_head(
-    specs: dict[str, ParameterSpec], config: LlamaConfig, head: Eagle3
+    specs: dict[str, ParameterSpec], config: LlamaConfig, head: TargetHead
 ) -> dict[str, ParameterSpec]:
-    """A head's parameters: its attention reads token and feature side by side."""
-    embed, wide = config.embed_size, head.num_features * head.target_embed_size
-    whole = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
-    specs |= {"embedding": whole} if head.has_embedding else {}
-    for name in ("query", "key", "value"):
-        specs[name] = dataclasses.replace(specs[name], shape=(1, 2 * embed, *specs[name].shape[2:]))
-    specs["hidden_norm"] = specs["attention_norm"]
+    """A head's parameters: the features are made one, and read as its kind does."""
+    embed, width = config.embed_size, head.target_embed_size
+    wide, vocab = head.num_features * width, config.draft_vocab_size or config.vocab_size
+    table = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
+    specs |= {"embedding": table} if head.has_embedding else {}
     specs["fusion"] = ParameterSpec((wide, embed), ("features", "embed"), ("features",))
-    if head.feature_norms == "all":
-        specs["features_norm"] = ParameterSpec((wide,), ("embed",))
-    for index in range(head.num_features if head.feature_norms == "each" else 0):
-        specs[f"feature_norm_{index}"] = ParameterSpec((head.target_embed_size,), ("embed",))
+    if isinstance(head, Eagle3):  # its attention reads token and feature side by side
+        for name in ("query", "key", "value"):
+            one = specs[name]
+            specs[name] = dataclasses.replace(one, shape=(1, 2 * embed, *one.shape[2:]))
+        specs["hidden_norm"] = specs["attention_norm"]
+        if head.feature_norms == "all":
+            specs["features_norm"] = ParameterSpec((wide,), ("embed",))
+        for index in range(head.num_features if head.feature_norms == "each" else 0):
+            specs[f"feature_norm_{index}"] = ParameterSpec((width,), ("embed",))
+    if isinstance(head, Block):
+        rank, reads = head.markov_rank, embed + head.markov_rank * head.confidence_reads_markov
+        specs["fused_norm"] = ParameterSpec((embed,), ("embed",))
+        if not (head.has_embedding or config.tied_embeddings):
+            del specs["unembedding"]
+        if rank:
+            table = ParameterSpec((config.vocab_size, rank), ("vocab", "head"), ("head",))
+            specs["markov_rows"] = table
+            specs["markov_bias"] = ParameterSpec((rank, vocab), ("head", "vocab"), ("head",))
+        if head.has_confidence:
+            specs["confidence"] = ParameterSpec((reads, 1), ("embed", "head"), ("embed",))
+            specs["confidence_bias"] = ParameterSpec((1,), ("head",))
     return specs
 
 

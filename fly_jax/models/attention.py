@@ -95,6 +95,7 @@ _BLOCK = 64
 
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
+Ahead = Int[Array, ""] | int
 # Of a cache whose first rows, and some of whose heads, the queries are of.
 Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
@@ -119,6 +120,7 @@ def attend_cached(
     layer: Int[Array, ""],
     layout: Layout | None,
     window: Int[Array, ""] | None = None,
+    ahead: Ahead = 0,
 ) -> Queries:
     """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
@@ -133,11 +135,12 @@ def attend_cached(
       key: rotated, of the pass's tokens, which follow each row's `cache.length`.
       layer: whose entries are read.
       window: newest tokens that a query sees, its own among them; None is all.
+      ahead: tokens of the pass behind its own that a query sees.
     """
     here = _Heads(query.shape[2] // key.shape[1])
     if layout is None:
         return _attend(
-            query, key, value, cache.keys, cache.values, layer, cache.length, window,
+            query, key, value, cache.keys, cache.values, layer, cache.length, window, ahead,
             heads=here, attended=cache.attended, joins=jax.default_backend() == "cpu",
         )  # fmt: skip
     split = query_axes(layout, query.shape[2], here.group)
@@ -164,11 +167,11 @@ def attend_cached(
         mesh=layout.mesh,
         in_specs=(
             query_spec, new_spec, new_spec, cache_spec, cache_spec, PartitionSpec(),
-            PartitionSpec(query_spec[0]), PartitionSpec(),
+            PartitionSpec(query_spec[0]), PartitionSpec(), PartitionSpec(),
         ),
         out_specs=query_spec,
         check_vma=False,  # it cannot see that a merged result is the same everywhere
-    )(query, key, value, cache.keys, cache.values, layer, cache.length, window)  # fmt: skip
+    )(query, key, value, cache.keys, cache.values, layer, cache.length, window, ahead)  # fmt: skip
 
 
 def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
@@ -201,6 +204,7 @@ def attend_alone(
     cache: KVCache,
     layer: Int[Array, ""],
     window: Int[Array, ""] | None = None,
+    ahead: Ahead = 0,
 ) -> Queries:
     """`attend_cached` on one device, by loops over rows, over queries and over blocks of keys.
 
@@ -246,7 +250,8 @@ def attend_alone(
             ]
 
         def of_query(one: Array, step: Array) -> Array:
-            return _attend_block_by_block(one, kv_heads, read, start + step, window)
+            last = start + jnp.minimum(step + ahead, time - 1)
+            return _attend_block_by_block(one, kv_heads, read, start + step, last, window)
 
         return each_alone(of_query, query, jnp.arange(time, dtype=jnp.int32))
 
@@ -258,9 +263,10 @@ def _attend_block_by_block(
     kv_heads: int,
     read: Callable[[Int[Array, ""]], Sequence[Float[Array, "kv_heads block head"]]],
     position: Int[Array, ""],
+    last: Int[Array, ""],
     window: Int[Array, ""] | None,
 ) -> Float[Array, "heads head"]:
-    """One query's attention, its softmax merged from block to block."""
+    """One query's attention up to the last position, its softmax merged from block to block."""
     grouped = (query * query.shape[-1] ** -0.5).reshape(kv_heads, -1, query.shape[-1])
     lowest = jnp.finfo(jnp.float32).min
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -268,8 +274,8 @@ def _attend_block_by_block(
     def of_block(index: Array, merged: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         before, mass, mixed = merged
         some_keys, some_values = read(index)
-        distance = position - index * _BLOCK - jnp.arange(_BLOCK, dtype=jnp.int32)
-        seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        at = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32)
+        seen = at <= last if window is None else (at <= last) & (position - at < window)
         scores = product("kgh,ksh->kgs", grouped, some_keys.astype(query.dtype))
         scores = jnp.where(seen, scores, lowest)
         largest = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
@@ -281,7 +287,7 @@ def _attend_block_by_block(
     first = 0 if window is None else jnp.maximum(position + 1 - window, 0) // _BLOCK
     nothing = jnp.zeros((*grouped.shape[:2], 1), jnp.float32)
     begin = (nothing + lowest, nothing, jnp.zeros(grouped.shape, jnp.float32))
-    _, mass, mixed = jax.lax.fori_loop(first, position // _BLOCK + 1, of_block, begin)
+    _, mass, mixed = jax.lax.fori_loop(first, last // _BLOCK + 1, of_block, begin)
     return (mixed / mass).reshape(query.shape).astype(query.dtype)
 
 
@@ -362,6 +368,7 @@ def _attend_shard(
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
     window: Int[Array, ""] | None,
+    ahead: Ahead,
     *,
     heads: _Heads,
     attended: int | None,
@@ -387,7 +394,7 @@ def _attend_shard(
     elif gathers:
         query = jax.lax.all_gather(query, lengths, axis=2, tiled=True)
     mixed = _attend(
-        query, key, value, keys, values, layer, start, window,
+        query, key, value, keys, values, layer, start, window, ahead,
         heads=heads, attended=attended, lengths=lengths, scatters=gathers,
     )  # fmt: skip
     if more_rows and gathers:
@@ -406,6 +413,7 @@ def _attend(
     layer: Int[Array, ""],
     start: Int[Array, " rows"],
     window: Int[Array, ""] | None,
+    ahead: Ahead,
     *,
     heads: _Heads,
     attended: int | None,
@@ -424,17 +432,17 @@ def _attend(
     first_position = jax.lax.axis_index(lengths) * capacity if lengths else 0
     steps = jnp.arange(time, dtype=jnp.int32)
     distance = steps[:, None] - steps
-    causal = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    causal = jnp.broadcast_to(causal, (rows, time, time))
+    own = distance >= -ahead if window is None else (distance >= -ahead) & (distance < window)
+    own = jnp.broadcast_to(own, (rows, time, time))
     if lengths:  # the pass's own tokens count once
-        causal &= jax.lax.axis_index(lengths) == 0
+        own &= jax.lax.axis_index(lengths) == 0
     # Contiguous query heads share contiguous key/value heads, a few of those that are here.
     first, needed = _shared_heads(heads, num_heads, kv_heads)
     if needed < key.shape[1]:
         key, value = (
             jax.lax.dynamic_slice_in_dim(one, first, needed, axis=1) for one in (key, value)
         )
-    parts = [Part(key, value, causal)]
+    parts = [Part(key, value, own)]
     if read:
         at = (layer, 0, first, 0, 0)
         size = (1, rows, needed, read, head)
@@ -442,8 +450,8 @@ def _attend(
         positions = first_position + jnp.arange(read, dtype=jnp.int32)
         visible = jnp.broadcast_to((positions < start[:, None])[:, None], (rows, time, read))
         if window is not None:
-            own = start[:, None] + steps
-            visible &= own[:, :, None] - positions < window
+            asking = start[:, None] + steps
+            visible &= asking[:, :, None] - positions < window
         parts.append(Part(keys, values, visible))
     if joins:
         parts = [Part(*(_joined(some) for some in zip(*parts, strict=True)))]

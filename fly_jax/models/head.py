@@ -1,32 +1,41 @@
-"""The passes of an EAGLE-3 head: `eagle3.py` says what one is."""
+"""The passes of heads: `head_config.py` says what these are."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Self
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fly_jax.models.architectures import scale_name
-from fly_jax.models.attention import rotation
+from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
-from fly_jax.models.eagle3 import Eagle3
-from fly_jax.models.llama import Llama, run_layer, zero_after
+from fly_jax.models.head_config import Block, Eagle3
+from fly_jax.models.llama import Llama, projected, run_layer, zero_after
 
 
 class Head(Llama):
-    """A head: slot i has the feature of position i and token i + 1, and predicts token i + 2."""
+    """A head of any kind."""
 
     @classmethod
-    def on(cls, head: Llama, target: Llama) -> Head:
-        """The head as one of this target, whose embedding it shares if it has none."""
+    def on(cls, head: Llama, target: Llama) -> Self:
+        """The head as one of this target, whose tables it shares if it has none of its own."""
         config, parameters = head.config, head.parameters()
         assert config.head is not None
-        layers = config.head.layers_of(target.config.num_layers)
-        own = dataclasses.replace(config.head, layers=layers, has_embedding=True)
+        own = dataclasses.replace(
+            config.head, layers=config.head.layers_of(target.config.num_layers), has_embedding=True
+        )
         if not config.head.has_embedding:
-            theirs = target.parameters()
-            names = ("embedding", scale_name("embedding"))
+            theirs, tables = target.parameters(), ["embedding"]
+            if isinstance(own, Block):
+                config = dataclasses.replace(config, tied_embeddings=target.config.tied_embeddings)
+                tables += [] if config.tied_embeddings else ["unembedding"]
+                if target.is_unstacked != head.is_unstacked and "unembedding" in tables:
+                    theirs |= {"unembedding": theirs["unembedding"].T}
+            names = [*tables, *map(scale_name, tables)]
             parameters |= {name: theirs[name] for name in names if name in theirs}
         return cls(dataclasses.replace(config, head=own), parameters, head.layout)
 
@@ -34,17 +43,26 @@ class Head(Llama):
         self, features: Float[Array, "batch time features"]
     ) -> Float[Array, "batch time embed"]:
         """The target's features of each position as one, as wide as the head."""
-        head = self._own
         features = features.astype(self.dtype)
-        outer = self._outer_weights()
+        product = self._products(self._outer_weights())
+        return self._constrain(product("btf,fd->btd", features, "fusion"))
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: slot i has the feature of position i and token i + 1, and predicts token i + 2."""
+
+    def fused(
+        self, features: Float[Array, "batch time features"]
+    ) -> Float[Array, "batch time embed"]:
+        """The target's features of each position as one; the head may normalise them before."""
+        head, outer = self._own, self._outer_weights()
         if head.feature_norms == "each":
-            parts = enumerate(jnp.split(features, head.num_features, axis=-1))
+            parts = enumerate(jnp.split(features.astype(self.dtype), head.num_features, axis=-1))
             normed = [self._norm(part, outer[f"feature_norm_{at}"]) for at, part in parts]
             features = jnp.concatenate(normed, axis=-1)
         elif head.feature_norms == "all":
-            features = self._norm(features, outer["features_norm"])
-        product = self._products(outer)
-        return self._constrain(product("btf,fd->btd", features, "fusion"))
+            features = self._norm(features.astype(self.dtype), outer["features_norm"])
+        return super().fused(features)
 
     def run(
         self,
@@ -86,5 +104,77 @@ class Head(Llama):
 
     @property
     def _own(self) -> Eagle3:
-        assert self.config.head is not None
+        assert isinstance(self.config.head, Eagle3)
+        return self.config.head
+
+
+class BlockHead(Head):
+    """DFlash and DSpark: keys and values before the block are made of the target's features.
+
+    The features of a position, made one, stand in every layer's attention in the place of a hidden
+    state, and no layer changes them.
+    """
+
+    def injected(
+        self, features: Float[Array, "batch time features"], start: Int[Array, " batch"]
+    ) -> NewEntries:
+        """Keys and values of every layer of the positions from each row's `start` on."""
+        config, outer = self.config, self._outer_weights()
+        fused = self._norm(self.fused(features), outer["fused_norm"])
+        steps = jnp.arange(fused.shape[1], dtype=jnp.int32)
+        rope = rotation(config, start[:, None] + steps)
+        read = {
+            name: weights
+            for name, weights in self._layer_weights().items()
+            if name.startswith(("key", "value"))
+        }
+
+        def of_layer(weights: dict[str, Array]) -> NewEntries:
+            make = functools.partial(
+                projected, config, fused, weights, rope=rope, product=self._products(weights),
+                norm=self._norm,
+            )  # fmt: skip
+            return NewEntries(*(make(name).swapaxes(1, 2) for name in ("key", "value")))
+
+        if not self.is_unstacked:
+            return jax.lax.map(of_layer, read)
+        each = [
+            of_layer({name: weights[at] for name, weights in read.items()})
+            for at in range(config.num_layers)
+        ]
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
+
+    def block(
+        self, tokens: Int[Array, "batch time"], cache: KVCache
+    ) -> Float[Array, "batch time embed"]:
+        """Final hidden states of a block at each row's length, which sees all of itself."""
+        return self.hidden(tokens, cache)[0]
+
+    def bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocab"]:
+        """DSpark's bias on the logits behind each token."""
+        product = self._products(self._outer_weights(), dtype=jnp.float32)
+        rows = self._rows("markov_rows", tokens).astype(self.dtype)
+        return self._of_all_tokens(product("btr,rv->btv", rows, "markov_bias"))
+
+    def confidence(
+        self, hidden: Float[Array, "batch time embed"], before: Int[Array, "batch time"]
+    ) -> Float[Array, "batch time"]:
+        """How probable each token is to be accepted, from the block and the token before it."""
+        outer = self._outer_weights()
+        if self._own.confidence_reads_markov:
+            rows = self._rows("markov_rows", before).astype(self.dtype)
+            hidden = jnp.concatenate((hidden, rows), axis=-1)
+        score = self._products(outer, dtype=jnp.float32)("btd,do->bto", hidden, "confidence")
+        return jax.nn.sigmoid(score + outer["confidence_bias"])[..., 0]
+
+    def _ahead(self, layer: Int[Array, ""], time: int) -> Ahead:
+        windowed = self.config.windowed_layers
+        if not (self._own.causal_windows and windowed):
+            return time
+        ahead = [0 if at in windowed else time for at in range(self.config.num_layers)]
+        return jnp.asarray(ahead, jnp.int32)[layer]
+
+    @property
+    def _own(self) -> Block:
+        assert isinstance(self.config.head, Block)
         return self.config.head

@@ -23,6 +23,7 @@ from fly_jax.models.architectures import (
     scale_name,
 )
 from fly_jax.models.attention import (
+    Ahead,
     Part,
     attend_alone,
     attend_cached,
@@ -212,14 +213,20 @@ class Llama(nnx.Module):
         def attend(
             layer: Int[Array, ""], query: Array, key: Array, value: Array
         ) -> tuple[Array, NewEntries]:
+            ahead = self._ahead(layer, query.shape[1])
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
             new = NewEntries(*(one.astype(cache.keys.dtype) for one in (key, value)))
             window = self._window(layer)
             if self._computes_alone:
-                return attend_alone(query, key, value, cache, layer, window), new
-            return attend_cached(query, key, value, cache, layer, self.layout, window), new
+                return attend_alone(query, key, value, cache, layer, window, ahead), new
+            layout = self.layout
+            return attend_cached(query, key, value, cache, layer, layout, window, ahead), new
 
         return attend
+
+    def _ahead(self, layer: Int[Array, ""], time: int) -> Ahead:
+        """Of a pass over so many tokens, how many behind its own one a query sees."""
+        return 0
 
     def extend(
         self, tokens: Int[Array, "batch time"], cache: KVCache
@@ -268,7 +275,13 @@ class Llama(nnx.Module):
         name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
             name, equation = "embedding", "btd,vd->btv"
-        scores = product(equation, hidden, name).astype(jnp.float32)
+        return self._of_all_tokens(product(equation, hidden, name))
+
+    def _of_all_tokens(
+        self, scores: Float[Array, "batch time rows"]
+    ) -> Float[Array, "batch time vocab"]:
+        """The scores of every token, where only some have rows."""
+        scores = scores.astype(jnp.float32)
         if self.config.draft_vocab_size is not None:
             rows = self.token_rows[...]
             scores = jnp.where(rows == self.config.unknown_row, -jnp.inf, scores[..., rows])
@@ -328,11 +341,10 @@ class Llama(nnx.Module):
             return
         for name, stack in self.layers.items():
             stack.set_value(_one_by_one(stack.get_value(), self._turned_axes(name)))
-        if not self.config.tied_embeddings:
-            own = self.unembedding.get_value().T if owner is None else owner.unembedding.get_value()
-            self.unembedding.set_value(own)
-        if self.config.head is not None:
-            self.fusion.set_value(self.fusion.get_value().T)
+        for name in self._turned_outer:
+            shared = owner if name == "unembedding" else None
+            own = getattr(self, name).get_value().T if shared is None else shared.unembedding[...]
+            getattr(self, name).set_value(own)
 
     def stacked(self) -> Llama:
         """The same model with its parameters as in `parameter_specs`, before `unstacked`."""
@@ -343,11 +355,15 @@ class Llama(nnx.Module):
             axes = self._turned_axes(name)
             back = None if axes is None else np.argsort(axes).tolist()
             parameters[name] = jnp.stack([_turned(one, back) for one in layers])
-        if not self.config.tied_embeddings:
-            parameters["unembedding"] = parameters["unembedding"].T
-        if self.config.head is not None:
-            parameters["fusion"] = parameters["fusion"].T
+        parameters |= {name: parameters[name].T for name in self._turned_outer}
         return Llama(self.config, parameters, self.layout)
+
+    @property
+    def _turned_outer(self) -> list[str]:
+        """The matrices outside the layers that `parameter_specs` has as [in, out]."""
+        outer = self._outer_weights()
+        specs = parameter_specs(self.config).items()
+        return [name for name, spec in specs if name in outer and spec.axes[0] in spec.inputs]
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
         """Outputs before inputs, of a layer's matrix; None of others, and of grouped ones."""
@@ -455,8 +471,12 @@ class Llama(nnx.Module):
     def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
         if self.config.draft_vocab_size is not None and self.config.head is None:
             tokens = self.token_rows[...][tokens]
-        rows = self.embedding[...][tokens]
-        scale = self._outer_weights().get(scale_name("embedding"))
+        return self._rows("embedding", tokens)
+
+    def _rows(self, table: str, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time row"]:
+        """The rows that tokens have in a table."""
+        weights = self._outer_weights()
+        rows, scale = weights[table][tokens], weights.get(scale_name(table))
         if scale is None:
             return rows
         return (rows * scale[tokens][..., None]).astype(self.dtype)
@@ -533,21 +553,35 @@ def run_layer(
 ) -> tuple[Float[Array, "batch time embed"], Added]:
     """A layer's output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
     query, key, value = (
-        product("btd,dhk->bthk", normed, name) for name in ("query", "key", "value")
+        projected(config, normed, weights, name, rope, product, norm)
+        for name in ("query", "key", "value")
     )
-    if config.attention_biases:
-        query = query + weights["query_bias"]
-        key, value = key + weights["key_bias"], value + weights["value_bias"]
-    if config.head_norms:
-        query = norm(query, weights["query_norm"])
-        key = norm(key, weights["key_norm"])
-    query, key = rotate(query, *rope), rotate(key, *rope)
     mixed, added = attend(query, key, value)
     x = x + product("bthk,hkd->btd", mixed, "output")
     normed = norm(x, weights["mlp_norm"])
     gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
     gated = gated * product("btd,df->btf", normed, "up")
     return x + product("btf,fd->btd", gated, "down"), added
+
+
+def projected(
+    config: LlamaConfig,
+    normed: Float[Array, "batch time read"],
+    weights: dict[str, Array],
+    name: str,
+    rope: tuple[Array, Array],
+    product: Product,
+    norm: Callable[[Array, Array], Array],
+) -> Float[Array, "batch time heads head"]:
+    """A layer's queries, keys or values, by name; the first two normalised, if so, and rotated."""
+    found = product("btd,dhk->bthk", normed, name)
+    if config.attention_biases:
+        found = found + weights[f"{name}_bias"]
+    if name == "value":
+        return found
+    if config.head_norms:
+        found = norm(found, weights[f"{name}_norm"])
+    return rotate(found, *rope)
 
 
 def _rms_norm(

@@ -8,7 +8,7 @@ from typing import Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.eagle3 import Eagle3
+from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.rope_scaling import RopeScaling
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
@@ -18,16 +18,19 @@ _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 
 def _fields(table: dict[str, Any]) -> dict[str, Any]:
     """A model's own fields, and those of the model that it is like."""
-    own: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-    }
+    own = _tuples(table)
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
     if "head" in own:
-        own["head"] = Eagle3(**own["head"])
+        own["head"] = (Block if "block_size" in own["head"] else Eagle3)(**_tuples(own["head"]))
     own.pop("parameters")
     like = own.pop("like", None)
     return own if like is None else _fields(_TABLES[like]) | own
+
+
+def _tuples(table: dict[str, Any]) -> dict[str, Any]:
+    """A table whose lists are tuples."""
+    return {key: tuple(one) if isinstance(one, list) else one for key, one in table.items()}
 
 
 PUBLISHED = {name: table["parameters"] for name, table in _TABLES.items()}

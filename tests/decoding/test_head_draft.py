@@ -21,7 +21,7 @@ from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
-from fly_jax.models.eagle3 import Eagle3
+from fly_jax.models.head_config import Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Verdict
 

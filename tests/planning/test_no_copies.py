@@ -17,7 +17,7 @@ from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES
-from fly_jax.models.eagle3 import Eagle3
+from fly_jax.models.head_config import Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import copies, exchanges
 from fly_jax.planning.plan_steps import abstract_model, abstract_state

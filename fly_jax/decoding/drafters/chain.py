@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from fly_jax.decoding.config import RoundStatic
+from fly_jax.decoding.drafters.block_draft import BlockDraft
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -15,7 +16,8 @@ from fly_jax.decoding.drafters.model import DraftModel
 from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig
-from fly_jax.models.head import Head
+from fly_jax.models.head import BlockHead, Eagle3Head
+from fly_jax.models.head_config import Block
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.rules import Layout
 
@@ -63,9 +65,16 @@ def checked_drafter(
             )
     check_chain(target.config, [one.config for one in models], static.lookup)
     if models and models[0].config.head is not None:
-        model = Head.on(for_backend(models[0]), target)
-        size, layout = static.num_speculative_tokens, model.layout
-        return HeadDraft(model.parameters(), config=model.config, layout=layout, num_tokens=size)
+        head, k = for_backend(models[0]), static.num_speculative_tokens
+        if isinstance(head.config.head, Block):
+            block = BlockHead.on(head, target)
+            return BlockDraft(
+                block.parameters(), config=block.config, layout=block.layout, num_tokens=k,
+                least_confidence=static.draft_confidence,
+            )  # fmt: skip
+        eagle = Eagle3Head.on(head, target)
+        given = {"config": eagle.config, "layout": eagle.layout, "num_tokens": k}
+        return HeadDraft(eagle.parameters(), **given)
     return drafter_of(models, static)
 
 
@@ -94,6 +103,8 @@ def _check_head(target: LlamaConfig, config: LlamaConfig) -> None:
         <= max(layers)
         < target.num_layers,
     }
+    if isinstance(head, Block) and head.target_num_layers not in (None, target.num_layers):
+        wrong[f"a target of {head.target_num_layers} layers"] = True
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         raise FlyJaxError(
             f"The head reads {what}, and the target has a width of {target.embed_size}, "
@@ -129,7 +140,7 @@ def check_nothing_below(config: LlamaConfig, below: object) -> None:
     is_head = isinstance(below, LlamaConfig) and below.head is not None
     if is_head or (config.head is not None and below is not None):
         raise FlyJaxError(
-            "An EAGLE-3 head was given with another draft or a lookup, and it drafts from the "
+            "A head was given with another draft or a lookup, and it drafts from the "
             "target's states alone; give it as the only --draft, without prompt_lookup_max."
         )
     if config.pard_token is not None and below is not None:

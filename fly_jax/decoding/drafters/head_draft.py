@@ -1,4 +1,4 @@
-"""A head of the target that drafts from the target's own features (EAGLE-3)."""
+"""Heads of the target, which draft from its own features: what they share, and EAGLE-3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
-from fly_jax.models.head import Head
+from fly_jax.models.head import Eagle3Head
 from fly_jax.models.llama import Parameters
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
@@ -38,13 +38,9 @@ class HeadState:
     features: KVCache
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadDraft(Drafter):
-    """Drafts from the features of what is settled, and on from its own hidden states.
-
-    What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
-    over the features of the last K + 1 positions, which are as many as a round may have settled.
+class HeadDrafter(Drafter):
+    """A drafter that is a head of the target.
 
     Attributes:
       parameters: of a `Head.on` the target.
@@ -68,14 +64,24 @@ class HeadDraft(Drafter):
         assert self.config.head.layers is not None
         return self.config.head.layers
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadDraft(HeadDrafter):
+    """Drafts from the features of what is settled, and on from its own hidden states.
+
+    What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
+    over the features of the last K + 1 positions, which are as many as a round may have settled.
+    """
+
     @property
     def unseen(self) -> int:  # type: ignore[override]
         """What the last round has settled lies in no slot yet."""
         return self.num_tokens + 2
 
     @property
-    def _head(self) -> Head:
-        return Head(self.config, self.parameters, self.layout)
+    def _head(self) -> Eagle3Head:
+        return Eagle3Head(self.config, self.parameters, self.layout)
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HeadState:
         """Empty caches."""

@@ -35,7 +35,7 @@ from fly_jax.models.architectures import (
 )
 from fly_jax.models.checkpoints.packings import Packing, StoredPart, read_packing
 from fly_jax.models.checkpoints.source import READ_BUFFER_BYTES, Arranging, Stored
-from fly_jax.models.eagle3 import EAGLE3
+from fly_jax.models.head_config import EAGLE3
 from fly_jax.sharding.rules import Layout, axes_in
 
 INDEX = "model.safetensors.index.json"
@@ -75,8 +75,17 @@ _LAYER = {
     "down": "mlp.down_proj.weight",
     "hidden_norm": "hidden_norm.weight",
 }
-# Of a head they stand without "model.", and its layer is `midlayer` or `layers.0`.
-_OF_HEAD = {"fusion": "fc.weight", "features_norm": "input_norm.weight", "token_rows": "d2t"}
+# Of a head they stand without "model.", and EAGLE's layer is `midlayer` or `layers.0`.
+_OF_HEAD = {
+    "fusion": "fc.weight",
+    "features_norm": "input_norm.weight",
+    "fused_norm": "hidden_norm.weight",
+    "markov_rows": "markov_head.markov_w1.weight",
+    "markov_bias": "markov_head.markov_w2.weight",
+    "confidence": "confidence_head.proj.weight",
+    "confidence_bias": "confidence_head.proj.bias",
+    "token_rows": "d2t",
+}
 _HEAD_SAYS = "midlayer.hidden_norm.weight"
 # Which tokens the head knows is said twice; of the target there may be copies.
 _BESIDE_HEAD = re.compile(r"t2d|d2t|embed_tokens\.weight|verifier_(norm|lm_head)\.weight")
@@ -95,7 +104,7 @@ def tensor_name(group: Group, name: str) -> str:
 
 def is_transposed(name: str, spec: ParameterSpec) -> bool:
     """Hugging Face keeps products' matrices [out, in], and we [in, out]."""
-    return bool(spec.inputs) and name != "embedding"
+    return bool(spec.inputs) and name not in ("embedding", "markov_rows")
 
 
 def tensor_shape(name: str, spec: ParameterSpec) -> tuple[int, ...]:
@@ -163,7 +172,8 @@ class HuggingFaceSource:
         if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
             self.config = config_of({**fields, "architectures": [EAGLE3]}, str(path))
         if self.config.head is not None:
-            has_embedding = "embed_tokens.weight" in self._stored
+            both = ("embed_tokens.weight", "lm_head.weight")
+            has_embedding = all(name in self._stored for name in both)
             head = dataclasses.replace(self.config.head, has_embedding=has_embedding)
             self.config = dataclasses.replace(self.config, head=head)
         self.config.check_layers(len(self._stored))

@@ -1,0 +1,219 @@
+"""Heads: drafters that read what is inside of one target, and their `config.json`.
+
+EAGLE-3 (arXiv 2503.01840, 2605.09992) drafts token by token, DFlash (2602.06036) and DSpark
+(2607.05147) a block in one pass. Each is a Llama or a Qwen with something beside. Their files are
+of two kinds. Those of speculators nest the layers' fields, and list the target's layers whose
+*inputs* are read. All others (EAGLE's, SpecForge's, z-lab's, DeepSpec's) are a model's own, and
+list layers whose *outputs* are read, one below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from fly_jax.errors import FlyJaxError
+
+# What the classes of such heads are called.
+EAGLE3 = "Eagle3"
+_BLOCKS = re.compile("DFlash|DSpark")
+# Of the package that writes the nested format, the versions whose fields are known.
+_VERSIONS = re.compile(r"0\.[1-9](\..*)?")
+# Fields that say how features are normalised, and the default in all formats: they are not.
+_NORMS = {"fc_norm": "each", "norm_before_fc": "all"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetHead:
+    """The part of `LlamaConfig` that heads of all kinds have.
+
+    Attributes:
+      target_embed_size: width of the target.
+      layers: of the target, whose inputs are the features; None for the third one, the middle one
+        and the last but two.
+      has_embedding: an embedding of its own, not the target's.
+    """
+
+    target_embed_size: int
+    layers: tuple[int, ...] | None = None
+    has_embedding: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Layers of the target that are read."""
+        return 3 if self.layers is None else len(self.layers)
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that are read of a target with so many."""
+        return self.layers or (2, num_layers // 2, num_layers - 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3(TargetHead):
+    """An EAGLE-3 head.
+
+    Attributes:
+      feature_norms: features are normalised each for itself, all as one, or not (EAGLE-3.1).
+      residual_is_normed: what the layer adds to is normalised, as what goes into its attention is.
+      feeds_normed: what a pass gives to the next is normalised, as for the unembedding (3.1).
+    """
+
+    feature_norms: Literal["none", "each", "all"] = "none"
+    residual_is_normed: bool = False
+    feeds_normed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block(TargetHead):
+    """A head that drafts a block in one pass: the text's last token, and masks behind it.
+
+    With no embedding of its own it has no unembedding either.
+
+    Attributes:
+      block_size: tokens of a block.
+      mask_token: stands for those that are wanted.
+      target_num_layers: of the target; None where the files do not say.
+      anchor_predicts: the place of the last token predicts the next one (DSpark), and each mask the
+        one behind it; otherwise each mask predicts the token in its own place (DFlash).
+      markov_rank: of the bias that each token of the vocabulary puts on the next one's logits; 0
+        for none.
+      has_confidence: it says how probable each token is to be accepted.
+      confidence_reads_markov: from the row of the token before, too, that the bias is made of.
+      causal_windows: in a layer with a window a place sees none of the block behind itself.
+    """
+
+    block_size: int
+    mask_token: int
+    target_num_layers: int | None = None
+    anchor_predicts: bool = False
+    markov_rank: int = 0
+    has_confidence: bool = False
+    confidence_reads_markov: bool = False
+    causal_windows: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest draft."""
+        return self.block_size - (not self.anchor_predicts)
+
+
+def is_head(fields: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one of a head."""
+    named = str(fields.get("architectures"))
+    by_name = EAGLE3 in named or _BLOCKS.search(named)
+    return bool(by_name) or "speculators_model_type" in fields or "dflash_config" in fields
+
+
+def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], TargetHead]:
+    """The fields of a head's layers, and what it has besides, from those of its `config.json`.
+
+    Raises:
+      FlyJaxError: a head of another kind, an unknown version, or a field that is missing or that
+        is not run.
+    """
+    kind, layer = fields.get("speculators_model_type"), fields
+    if kind is not None:
+        version = str(fields.get("speculators_version"))
+        if kind not in ("eagle3", "dflash", "dspark") or not _VERSIONS.fullmatch(version):
+            raise FlyJaxError(
+                f"{source} has speculators_model_type={json.dumps(kind)} of version {version}; "
+                "fly_jax reads eagle3, dflash and dspark of 0.1 to 0.9: give such a head."
+            )
+        nested = dict(fields.get("transformer_layer_config") or {})
+        layer = nested | {"draft_vocab_size": fields.get("draft_vocab_size")}
+    is_eagle = kind == "eagle3" or EAGLE3 in str(fields.get("architectures"))
+    read = _read_eagle3 if is_eagle else _read_block
+    head = read(fields, layer, source, is_nested=kind is not None)
+    if layer.get("draft_vocab_size") == layer.get("vocab_size"):  # then nothing is left out
+        layer = {**layer, "draft_vocab_size": None}
+    return {**layer, "tie_word_embeddings": False}, head
+
+
+def _of_all(fields: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """What heads of all kinds have."""
+    width = fields.get("target_hidden_size") or layer.get("hidden_size", 0)
+    return {"target_embed_size": int(width)}
+
+
+def _inputs(listed: Iterable[int] | None, *, are_outputs: bool) -> tuple[int, ...] | None:
+    """The layers whose inputs are read, from a list of them or of those whose outputs are."""
+    return None if listed is None else tuple(int(one) + are_outputs for one in listed)
+
+
+def _read_eagle3(
+    fields: Mapping[str, Any], layer: Mapping[str, Any], source: str, *, is_nested: bool
+) -> Eagle3:
+    own = fields.get("eagle_config") or {}
+    place = fields if is_nested else own
+    listed = place.get("eagle_aux_hidden_state_layer_ids")
+    given = {
+        "num_hidden_layers": layer.get("num_hidden_layers", 1) == 1,
+        "norm_before_fc": not (fields.get("norm_before_fc") and fields.get("fc_norm")),
+        "sliding_window": "sliding_attention" not in (layer.get("layer_types") or ()),
+        "eagle_config": own.get("use_aux_hidden_state", True),
+    }
+    for name in (name for name, is_right in given.items() if not is_right):
+        raise FlyJaxError(
+            f"{source} describes an EAGLE-3 head with {name}={json.dumps(layer.get(name, True))}; "
+            "fly_jax runs heads of one layer that sees all, reads several layers of the target, "
+            "and normalises them in one way: give such a head."
+        )
+    norms = [value for name, value in _NORMS.items() if fields.get(name)]
+    return Eagle3(
+        **_of_all(fields, layer),
+        layers=_inputs(listed, are_outputs=not is_nested),
+        feature_norms=next(iter(norms), "none"),  # type: ignore[arg-type]
+        residual_is_normed=bool(fields.get("norm_before_residual")),
+        feeds_normed=bool(fields.get("norm_output")),
+    )
+
+
+def _read_block(
+    fields: Mapping[str, Any], layer: Mapping[str, Any], source: str, *, is_nested: bool
+) -> Block:
+    own = {**fields, **(fields.get("dflash_config") or {})}
+    is_dspark = "DSpark" in str(fields.get("architectures")) or "dspark" in (
+        fields.get("speculators_model_type"), own.get("projector_type"),
+    )  # fmt: skip
+    rank = int(own.get("markov_rank", 256 if is_nested else 0)) if is_dspark else 0
+    odd = {
+        "projector_type": own.get("projector_type") not in (None, "dflash", "dspark"),
+        "causal": bool(own.get("causal")),
+        "markov_head_type": rank and own.get("markov_head_type", "vanilla") != "vanilla",
+    }
+    for name in (name for name, is_odd in odd.items() if is_odd):
+        raise FlyJaxError(
+            f"{source} describes a head with {name}={json.dumps(own.get(name))}; fly_jax runs "
+            "DFlash, whose block is not causal, and DSpark with the bias 'vanilla': give such one."
+        )
+    listed = own.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
+    block, mask = (own.get(name) for name in ("block_size", "mask_token_id"))
+    least = 1 if is_dspark else 2
+    wrong = {
+        "target_layer_ids": not (is_nested or listed),
+        "block_size": not isinstance(block, int) or block < least,
+        "mask_token_id": not isinstance(mask, int) or not 0 <= mask < layer.get("vocab_size", 0),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise FlyJaxError(
+            f"{source} describes a block drafter with {name}={json.dumps(own.get(name))}; it needs "
+            f"the target's layers, a block of at least {least} tokens and a mask token within its "
+            f"vocabulary of {layer.get('vocab_size')}: correct config.json."
+        )
+    has_confidence = is_dspark and bool(own.get("enable_confidence_head", is_nested))
+    reads_markov = bool(own.get("confidence_head_with_markov", is_nested))
+    return Block(
+        **_of_all(fields, layer),
+        layers=_inputs(listed, are_outputs=not is_nested),
+        block_size=int(block),  # type: ignore[arg-type]
+        mask_token=int(mask),  # type: ignore[arg-type]
+        target_num_layers=own.get("num_target_layers"),
+        anchor_predicts=bool(own.get("sample_from_anchor", is_dspark)),
+        markov_rank=rank,
+        has_confidence=has_confidence,
+        confidence_reads_markov=has_confidence and reads_markov and rank > 0,
+        causal_windows=is_nested and not own.get("sliding_window_non_causal", False),
+    )

@@ -128,7 +128,8 @@ class LlamaConfig:
         """A head with the tables that it shares with its target; of another model, the same."""
         if self.head is None:
             return self
-        return dataclasses.replace(self, head=dataclasses.replace(self.head, has_embedding=True))
+        own = dataclasses.replace(self.head, has_embedding=True, has_unembedding=True)
+        return dataclasses.replace(self, head=own)
 
     @property
     def unknown_row(self) -> int:
@@ -659,7 +660,7 @@ def _of_head(
     if isinstance(head, Block):
         rank, reads = head.markov_rank, embed + head.markov_rank * head.confidence_reads_markov
         specs["fused_norm"] = ParameterSpec((embed,), ("embed",))
-        if not (head.has_embedding or config.tied_embeddings):
+        if not head.has_unembedding:
             del specs["unembedding"]
         if rank:
             table = ParameterSpec((config.vocab_size, rank), ("vocab", "head"), ("head",))

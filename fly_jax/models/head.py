@@ -23,21 +23,19 @@ class Head(Llama):
     @classmethod
     def on(cls, head: Llama, target: Llama) -> Self:
         """The head as one of this target, whose tables it shares if it has none of its own."""
-        config, parameters = head.config, head.parameters()
-        assert config.head is not None
-        own = dataclasses.replace(
-            config.head, layers=config.head.layers_of(target.config.num_layers), has_embedding=True
-        )
-        if not config.head.has_embedding:
-            theirs, tables = target.parameters(), ["embedding"]
-            if isinstance(own, Block):
-                config = dataclasses.replace(config, tied_embeddings=target.config.tied_embeddings)
-                tables += [] if config.tied_embeddings else ["unembedding"]
-                if target.is_unstacked != head.is_unstacked and "unembedding" in tables:
-                    theirs |= {"unembedding": theirs["unembedding"].T}
-            names = [*tables, *map(scale_name, tables)]
-            parameters |= {name: theirs[name] for name in names if name in theirs}
-        return cls(dataclasses.replace(config, head=own), parameters, head.layout)
+        own, theirs, given = head.config.head, target.parameters(), head.parameters()
+        assert own is not None
+        is_tied = target.config.tied_embeddings and not own.has_unembedding
+        if target.is_unstacked != head.is_unstacked and "unembedding" in theirs:
+            theirs |= {"unembedding": theirs["unembedding"].T}
+        tables = [("embedding", own.has_embedding), ("unembedding", own.has_unembedding or is_tied)]
+        for table in (name for name, is_own in tables if not is_own):
+            names = (table, scale_name(table))
+            given |= {name: theirs[name] for name in names if name in theirs}
+        layers = own.layers_of(target.config.num_layers)
+        whole = dataclasses.replace(own, layers=layers, has_embedding=True, has_unembedding=True)
+        config = dataclasses.replace(head.config, head=whole, tied_embeddings=is_tied)
+        return cls(config, given, head.layout)
 
     def fused(
         self, features: Float[Array, "batch time features"]

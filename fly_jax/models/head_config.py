@@ -35,11 +35,13 @@ class TargetHead:
       layers: of the target, whose inputs are the features; None for the third one, the middle one
         and the last but two.
       has_embedding: an embedding of its own, not the target's.
+      has_unembedding: the same of the unembedding, which EAGLE-3 heads always have.
     """
 
     target_embed_size: int
     layers: tuple[int, ...] | None = None
     has_embedding: bool = False
+    has_unembedding: bool = True
 
     @property
     def num_features(self) -> int:
@@ -69,8 +71,6 @@ class Eagle3(TargetHead):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block(TargetHead):
     """A head that drafts a block in one pass: the text's last token, and masks behind it.
-
-    With no embedding of its own it has no unembedding either.
 
     Attributes:
       block_size: tokens of a block.

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: its drafts, and what they change."""
+"""Heads of a target (EAGLE-3, DFlash, DSpark): their drafts, and what they change."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.drafters.chain import checked_drafter
-from fly_jax.decoding.drafters.head_draft import HeadDraft
+from fly_jax.decoding.drafters.head_draft import HeadDrafter
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head_config import Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Verdict
 
-GOLDEN = Path(__file__).parents[1] / "fixtures" / "eagle3"
-NAMES = ("official", "specforge", "speculators", "speculators_each", "speculators_all")
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+GOLDEN = {
+    "eagle3": ("official", "specforge", "speculators", "speculators_each", "speculators_all"),
+    "block": ("dflash", "dspark", "speculators"),
+}
 PAIR = 2
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 _NOTHING = jnp.zeros((1, 1), jnp.int32)
@@ -34,15 +37,19 @@ VERDICT = Verdict(_NOTHING[0], _NOTHING[0], _NOTHING[0], _NOTHING, _NOTHING[0]) 
 
 
 @pytest.mark.parametrize("unstacked", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_drafts_are_those_of_the_published_code(name: str, unstacked: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in GOLDEN.items() for name in names]
+)
+def test_drafts_are_those_of_the_published_code(kind: str, name: str, unstacked: bool) -> None:
     """Round after round, with acceptances of every length and the caches that they leave."""
-    with np.load(GOLDEN / "rounds.npz") as file:
-        tokens, lengths, drafts = (file[f"{name}.{key}"] for key in ("tokens", "lengths", "drafts"))
+    with np.load(FIXTURES / kind / "rounds.npz") as file:
+        keys = ("tokens", "lengths", "drafts")
+        tokens, lengths, drafts = (file[f"{name}.{key}"] for key in keys)
     k = drafts.shape[1]
-    target, head = (load_llama(GOLDEN / one, unstacked=unstacked) for one in ("target", name))
+    folders = ("eagle3/target", f"{kind}/{name}")
+    target, head = (load_llama(FIXTURES / one, unstacked=unstacked) for one in folders)
     drafter = checked_drafter(target, head, RoundStatic(k))
-    assert isinstance(drafter, HeadDraft)
+    assert isinstance(drafter, HeadDrafter)
     text = np.zeros((1, len(tokens) + 2 * k + 2), np.int32)
     text[0, : len(tokens)] = tokens
     state = drafter.init(1, text.shape[1], jnp.dtype("float32"))
@@ -63,7 +70,7 @@ def test_drafts_are_those_of_the_published_code(name: str, unstacked: bool) -> N
         unknown[0, length:] = 1  # of what comes it must know nothing
         draft, state = propose(state, jnp.asarray(unknown), jnp.asarray([length]))
         np.testing.assert_array_equal(draft.tokens[0], expected)
-        assert draft.num_passes.tolist() == [k]
+        assert draft.num_passes.tolist() == [k if kind == "eagle3" else 1]
         unknown[0, length : length + k] = draft.tokens[0]
         block = features(jnp.asarray(unknown))[:, length - 1 : length + k]
         state = drafter.observe(state, VERDICT, block, draft=draft, live=jnp.asarray([True]))

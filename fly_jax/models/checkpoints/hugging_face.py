@@ -172,9 +172,11 @@ class HuggingFaceSource:
         if _HEAD_SAYS in self._stored:  # EAGLE's own files say nothing else of it
             self.config = config_of({**fields, "architectures": [EAGLE3]}, str(path))
         if self.config.head is not None:
-            both = ("embed_tokens.weight", "lm_head.weight")
-            has_embedding = all(name in self._stored for name in both)
-            head = dataclasses.replace(self.config.head, has_embedding=has_embedding)
+            has_own = "lm_head.weight" in self._stored  # and otherwise neither table
+            has_embedding = has_own and "embed_tokens.weight" in self._stored
+            head = dataclasses.replace(
+                self.config.head, has_embedding=has_embedding, has_unembedding=has_own
+            )
             self.config = dataclasses.replace(self.config, head=head)
         self.config.check_layers(len(self._stored))
         needed: dict[str, StoredPart] = {}

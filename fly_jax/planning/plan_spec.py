@@ -17,6 +17,7 @@ from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, shared_vocabulary
+from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
@@ -157,6 +158,12 @@ class PlanSpec:
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
         check_chain(self.target, self.drafts)
+        head, k = self.draft.head, self.num_speculative_tokens
+        if isinstance(head, Block) and k > head.most_tokens:
+            raise FlyJaxError(
+                f"A round of {k} draft tokens was asked for, and a block of this head has "
+                f"{head.most_tokens}; give num_speculative_tokens={head.most_tokens} or less."
+            )
         levels = self.rounds.static.level_speculative_tokens
         if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(

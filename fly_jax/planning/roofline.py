@@ -14,10 +14,14 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
+from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
+
+# Of them only rows are read.
+_TABLES = ("embedding", "markov_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +53,15 @@ def pass_work(
     an embedding only the rows looked up), the whole cache once, and what is written to it. What is
     produced on the way stays in the chip, but for attention's scores where those of a layer, in
     float32, are more than its vector memory holds: they are written and read once more. Without
-    `logits` the vocabulary is not scored.
+    `logits` the vocabulary is not scored. What a head shares with its target it reads as its own,
+    and DSpark's bias is read for every token, one after the other.
     """
+    config = config.whole
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     matrices, specs = 0, parameter_specs(config)
     for name, spec in specs.items():
         scores = name == "unembedding" or (name == "embedding" and config.tied_embeddings)
-        if spec.inputs and ((scores and logits) or name not in ("embedding", "unembedding")):
+        if spec.inputs and ((scores and logits) or name not in (*_TABLES, "unembedding")):
             matrices += layout.shard_bytes(spec.axes, spec.shape, 1)
     cache = layout.spec(CACHE_AXES, cache_shape(config, workload.rows, workload.capacity))
     # Devices that hold other rows or positions of the cache take all queries of their heads.
@@ -66,10 +72,13 @@ def pass_work(
     attended = positions * tokens * config.num_heads / layout.devices(split)
     flops = 2 * rows * tokens * matrices + 4 * attended * config.head_size
     num_bytes: float = parameter_bytes(layout, config, workload.matrices)
-    if not config.tied_embeddings and "embedding" in specs:
-        int8 = workload.matrices is not None and workload.matrices.outer
-        table = specs["embedding"]
-        num_bytes -= layout.shard_bytes(table.axes, table.shape, 1 if int8 else 2)
+    itemsize = 1 if workload.matrices is not None and workload.matrices.outer else 2
+    again = {"markov_bias": tokens - 1, **dict.fromkeys(_TABLES, -1)}
+    if config.tied_embeddings:
+        del again["embedding"]
+    for name in again.keys() & specs.keys():
+        spec = specs[name]
+        num_bytes += again[name] * layout.shard_bytes(spec.axes, spec.shape, itemsize)
     num_bytes += cache_bytes(layout, config, workload) * (1 + tokens / workload.capacity)
     score_bytes = 4 * attended
     if score_bytes / config.num_layers > vector_memory:
@@ -96,6 +105,9 @@ def draft_passes(
         if config.pard_token is not None:
             # What a round may have settled, and the copies behind it.
             found.append({2 * k: calls})
+            continue
+        if isinstance(config.head, Block):  # which takes in what was settled with the target's pass
+            found.append({k + (not config.head.anchor_predicts): calls})
             continue
         is_last = level == len(drafts) - 1
         later = calls * (k - 1) / (1.0 if is_last else level_accepted)

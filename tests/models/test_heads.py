@@ -58,6 +58,16 @@ NESTED = {
     "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "draft_vocab_size": 64,
     "transformer_layer_config": CONFIG,
 }  # fmt: skip
+DSPARK = CONFIG | {
+    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+    "block_size": 7, "mask_token_id": 95, "target_layer_ids": [1, 5], "num_target_layers": 9,
+    "draft_vocab_size": None, "markov_rank": 8,
+}  # fmt: skip
+DFLASH = DSPARK | {
+    "architectures": ["DFlashDraftModel"], "target_layer_ids": None, "mask_token_id": None,
+    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [1, 5]},
+}  # fmt: skip
+BLOCK = NESTED | {"speculators_model_type": "dspark", "block_size": 7, "mask_token_id": 95}
 NAMED = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
@@ -68,6 +78,10 @@ NAMED = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"]}
         (NAMED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
         (NESTED, (2, 16, 29)),
         (NESTED | {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, (1, 15, 28)),
+        (DSPARK | {"target_layer_ids": [-1, 5]}, (0, 6)),
+        (DFLASH, (2, 6)),
+        (BLOCK, (2, 16, 29)),
+        (BLOCK | {"aux_hidden_state_layer_ids": [1, 5]}, (1, 5)),
     ],
 )
 def test_each_format_names_layers_in_its_own_way(
@@ -82,7 +96,16 @@ def test_each_format_names_layers_in_its_own_way(
     ("fields", "words"),
     [
         (NESTED | {"speculators_version": "1.0"}, "version 1.0"),
-        (NESTED | {"speculators_model_type": "dflash"}, '"dflash"'),
+        (NESTED | {"speculators_model_type": "mtp"}, '"mtp"'),
+        (NESTED | {"speculators_model_type": "dflash"}, "block_size=null"),
+        (DSPARK | {"block_size": None}, "block_size=null"),
+        (DFLASH | {"block_size": 1}, "at least 2 tokens"),
+        (DSPARK | {"mask_token_id": None}, "mask_token_id=null"),
+        (DSPARK | {"mask_token_id": 96}, "vocabulary of 96"),
+        (DSPARK | {"target_layer_ids": None}, "target_layer_ids=null"),
+        (DSPARK | {"markov_head_type": "rnn"}, "markov_head_type"),
+        (DFLASH | {"dflash_config": {"projector_type": "domino"}}, "projector_type"),
+        (DFLASH | {"dflash_config": {"causal": True}}, "causal=true"),
         (NESTED | {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc"),
         (NAMED | {"num_hidden_layers": 4}, "num_hidden_layers=4"),
         (NAMED | {"layer_types": ["sliding_attention"], "sliding_window": 64}, "sliding_window=64"),
@@ -104,6 +127,21 @@ def test_heads_that_are_not_run_are_refused(fields: dict[str, Any], words: str) 
 def test_a_head_is_of_one_target(target: dict[str, int], words: str) -> None:
     sizes = {"vocab_size": 96, "embed_size": 32, "num_layers": 9} | target
     given = (dataclasses.replace(pairs.CONFIG, **sizes), [config_of(NAMED)])
+    assert_refused(words, check_chain, *given)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"embed_size": 64}, "width 32"),
+        ({"vocab_size": 97}, "vocabulary of 96"),
+        ({"num_layers": 10}, "9 layers"),
+        ({"num_layers": 6}, "layers 2, 6"),
+    ],
+)
+def test_a_block_drafter_is_of_one_target(target: dict[str, int], words: str) -> None:
+    sizes = {"vocab_size": 96, "embed_size": 32, "num_layers": 9} | target
+    given = (dataclasses.replace(pairs.CONFIG, **sizes), [config_of(DFLASH)])
     assert_refused(words, check_chain, *given)
 
 

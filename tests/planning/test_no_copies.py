@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.stages import Traced
-from rounds import KINDS, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
+from rounds import KINDS, Kind, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
 
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import CACHE_AXES
-from fly_jax.models.head_config import Eagle3
+from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import copies, exchanges
 from fly_jax.planning.plan_steps import abstract_model, abstract_state
@@ -73,6 +73,20 @@ def test_no_round_of_a_head_copies_them_nor_its_features(name: str, rules: str |
     kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
     features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
     assert not repeated(copied(hlo, models, ROWS, capacity) + copies(hlo, {features}))
+
+
+@pytest.mark.parametrize(("name", "rules"), [("defer", "tensor_whole"), ("auto", None)])
+def test_no_round_of_a_block_drafter_copies_them(name: str, rules: str | None) -> None:
+    own = Block(
+        target_embed_size=TINY[0].embed_size, layers=(0, 1), block_size=6, mask_token=5,
+        anchor_predicts=True, markov_rank=24, has_confidence=True,
+    )  # fmt: skip
+    head = dataclasses.replace(TINY[2], embed_size=144, draft_vocab_size=200, head=own)
+    models, _ = placed(2, rules, (TINY[0], head))
+    kind = KINDS[name]
+    sure = Kind(lambda k: kind.spec(k).with_static(draft_confidence=0.5))
+    hlo, capacity = round_hlo(sure, models, rows=ROWS, context=100, k=5)
+    assert not repeated(copied(hlo, models, ROWS, capacity))
 
 
 @pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])

@@ -73,8 +73,7 @@ def checked_drafter(
                 least_confidence=static.draft_confidence,
             )  # fmt: skip
         eagle = Eagle3Head.on(head, target)
-        given = {"config": eagle.config, "layout": eagle.layout, "num_tokens": k}
-        return HeadDraft(eagle.parameters(), **given)
+        return HeadDraft(eagle.parameters(), config=eagle.config, layout=eagle.layout, num_tokens=k)
     return drafter_of(models, static)
 
 

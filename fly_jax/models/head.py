@@ -154,7 +154,7 @@ class BlockHead(Head):
         rows = self._rows("markov_rows", tokens).astype(self.dtype)
         return self._of_all_tokens(product("btr,rv->btv", rows, "markov_bias"))
 
-    def confidence(
+    def probable(
         self, hidden: Float[Array, "batch time embed"], before: Int[Array, "batch time"]
     ) -> Float[Array, "batch time"]:
         """How probable each token is to be accepted, from the block and the token before it."""

@@ -207,8 +207,8 @@ def test_a_draft_ends_before_the_first_token_that_is_unsure(name: str) -> None:
 @pytest.mark.parametrize("unstacked", [False, True])
 def test_a_layer_with_a_window_sees_no_more_of_the_context(unstacked: bool) -> None:
     """And a place of its block nothing behind itself, where windows are causal."""
-    own = dataclasses.replace(pairs.CONFIG, **WINDOW, head=OWN["dspark"])
-    own = dataclasses.replace(own, windowed_layers=(0, 1))
+    sizes = WINDOW | {"num_layers": 1, "windowed_layers": (0,)}
+    own = dataclasses.replace(pairs.CONFIG, **sizes, head=OWN["dspark"])
     target = pairs.random_target(PAIR)
     model = Llama.random(own, jax.random.key(3))
     head = BlockHead.on(model.unstacked() if unstacked else model, target)

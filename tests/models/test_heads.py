@@ -24,7 +24,8 @@ from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.checkpoints.write import convert
 from fly_jax.models.llama import Llama
 
-HEADS = Path(__file__).parents[1] / "fixtures" / "eagle3"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+HEADS = FIXTURES / "eagle3"
 
 DEEP = dataclasses.replace(pairs.CONFIG, num_layers=4)
 
@@ -178,24 +179,33 @@ def test_a_head_is_neither_a_target_nor_converted(tmp_path: Path) -> None:
     assert_refused("not converted", convert, HEADS / "official", tmp_path)
 
 
-def test_a_head_is_recognised_by_itself(tmp_path: Path) -> None:
-    """And has the target's embedding and its tokenizer."""
+@pytest.mark.parametrize(
+    ("name", "fields", "passes"),
+    [
+        ("eagle3/official", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}}, 4),
+        (
+            "block/dflash",
+            {"dflash_config": {"mask_token_id": 94, "target_layer_ids": [-1, 0, 0]}},
+            1,
+        ),
+    ],
+)
+def test_a_head_is_recognised_by_itself(
+    name: str, fields: dict[str, Any], passes: int, tmp_path: Path
+) -> None:
+    """And has the target's tables, as far as it lacks them, and its tokenizer."""
     target, _ = write_pair(tmp_path)
-    tensors = load_file(HEADS / "official" / "model.safetensors")
-    fields = json.loads((HEADS / "official" / "config.json").read_text())
-    one = (
-        fields
-        | {"vocab_size": VOCAB_SIZE}
-        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 0]}}
-    )
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    one = json.loads((FIXTURES / name / "config.json").read_text())
+    one |= {"vocab_size": VOCAB_SIZE, "num_target_layers": 2} | fields
     folder = tmp_path / "head"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(one))
-    del tensors["t2d"]
+    tensors.pop("t2d", None)
     save_file(tensors, folder / "model.safetensors")
     for dtype in ("float32", "int8"):
         pair = load_pair(target, folder, dtype=dtype)
         (found,) = generate(pair, ["Ada has 3"], rule="exact", num_speculative_tokens=4)
         (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
         assert found.token_ids == plain.token_ids
-        assert found.num_draft_passes == 4 * found.num_rounds
+        assert found.num_draft_passes == passes * found.num_rounds

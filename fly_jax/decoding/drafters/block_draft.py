@@ -110,7 +110,7 @@ class BlockDraft(HeadDrafter):
             count = jnp.full_like(length, width)
             if self._confides:
                 before = jnp.concatenate((last, tokens[:, :-1]), axis=1)
-                is_sure = head.confidence(hidden, before) >= self.least_confidence
+                is_sure = head.probable(hidden, before) >= self.least_confidence
                 count = jnp.sum(jnp.cumprod(is_sure, axis=1, dtype=jnp.int32), axis=1)
             rest = ((0, 0), (0, num_tokens - width))
             scores = None if sampling is None else jnp.pad(logits, (*rest, (0, 0)))

@@ -158,7 +158,7 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
         ("eagle3", "2x4", "tensor_long", "narrow_long", "exact"),
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
         ("dflash", "4x2", "tensor", "replicated", "exact"),
-        ("dspark", "2x4", "tensor_long", "narrow_long", "depths"),
+        ("dspark", "2x4", "tensor_long", "narrow_long", "fly"),
     ],
 )
 def test_on_eight_devices_tokens_are_those_of_one(

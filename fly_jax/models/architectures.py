@@ -124,14 +124,6 @@ class LlamaConfig:
         return dataclasses.replace(self, vocab_size=size)
 
     @property
-    def whole(self) -> LlamaConfig:
-        """A head with the tables that it shares with its target; of another model, the same."""
-        if self.head is None:
-            return self
-        own = dataclasses.replace(self.head, has_embedding=True, has_unembedding=True)
-        return dataclasses.replace(self, head=own)
-
-    @property
     def unknown_row(self) -> int:
         """The row in `token_rows` of a token that is never drafted, where not all have one."""
         assert self.draft_vocab_size is not None

@@ -110,7 +110,7 @@ class BlockHead(Head):
     """DFlash and DSpark: keys and values before the block are made of the target's features.
 
     The features of a position, made one, stand in every layer's attention in the place of a hidden
-    state, and no layer changes them.
+    state, and no layer changes them. The places of a pass (`hidden`) see each other.
     """
 
     def injected(
@@ -141,12 +141,6 @@ class BlockHead(Head):
             for at in range(config.num_layers)
         ]
         return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
-
-    def block(
-        self, tokens: Int[Array, "batch time"], cache: KVCache
-    ) -> Float[Array, "batch time embed"]:
-        """Final hidden states of a block at each row's length, which sees all of itself."""
-        return self.hidden(tokens, cache)[0]
 
     def bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocab"]:
         """DSpark's bias on the logits behind each token."""

@@ -132,10 +132,9 @@ def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any]
     return {**layer, "tie_word_embeddings": False}, head
 
 
-def _of_all(fields: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """What heads of all kinds have."""
-    width = fields.get("target_hidden_size") or layer.get("hidden_size", 0)
-    return {"target_embed_size": int(width)}
+def _width(fields: Mapping[str, Any], layer: Mapping[str, Any]) -> int:
+    """Of the target, which is the head's own where nothing else is said."""
+    return int(fields.get("target_hidden_size") or layer.get("hidden_size", 0))
 
 
 def _inputs(listed: Iterable[int] | None, *, are_outputs: bool) -> tuple[int, ...] | None:
@@ -163,7 +162,7 @@ def _read_eagle3(
         )
     norms = [value for name, value in _NORMS.items() if fields.get(name)]
     return Eagle3(
-        **_of_all(fields, layer),
+        target_embed_size=_width(fields, layer),
         layers=_inputs(listed, are_outputs=not is_nested),
         feature_norms=next(iter(norms), "none"),  # type: ignore[arg-type]
         residual_is_normed=bool(fields.get("norm_before_residual")),
@@ -206,7 +205,7 @@ def _read_block(
     has_confidence = is_dspark and bool(own.get("enable_confidence_head", is_nested))
     reads_markov = bool(own.get("confidence_head_with_markov", is_nested))
     return Block(
-        **_of_all(fields, layer),
+        target_embed_size=_width(fields, layer),
         layers=_inputs(listed, are_outputs=not is_nested),
         block_size=int(block),  # type: ignore[arg-type]
         mask_token=int(mask),  # type: ignore[arg-type]

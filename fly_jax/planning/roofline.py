@@ -56,7 +56,9 @@ def pass_work(
     `logits` the vocabulary is not scored. What a head shares with its target it reads as its own,
     and DSpark's bias is read for every token, one after the other.
     """
-    config = config.whole
+    if config.head is not None:
+        own = dataclasses.replace(config.head, has_embedding=True, has_unembedding=True)
+        config = dataclasses.replace(config, head=own)
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     matrices, specs = 0, parameter_specs(config)
     for name, spec in specs.items():

@@ -217,7 +217,7 @@ def test_a_layer_with_a_window_sees_no_more_of_the_context(unstacked: bool) -> N
     def found(at: int, token: int) -> Array:
         keys = cache.keys.at[:, :, :, at].set(1.0)
         seen = dataclasses.replace(cache, keys=keys, values=keys)
-        return head.block(jnp.asarray([[3, 5, 5, token]]), seen)[0]
+        return head.hidden(jnp.asarray([[3, 5, 5, token]]), seen)[0][0]
 
     plain, far, near = found(30, 5), found(11, 5), found(12, 5)
     np.testing.assert_array_equal(plain, far)  # the first place sees 12 to 20

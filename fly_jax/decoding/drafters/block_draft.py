@@ -91,7 +91,7 @@ class BlockDraft(HeadDrafter):
         def draft() -> Draft:
             own, head = self._own, self._head
             masks = jnp.full((rows, width - own.anchor_predicts), own.mask_token, jnp.int32)
-            hidden = head.block(jnp.concatenate((last, masks), axis=1), cache)[:, -width:]
+            hidden = head.hidden(jnp.concatenate((last, masks), axis=1), cache)[0][:, -width:]
             logits = head.logits(hidden)
             positions = length[:, None] + jnp.arange(width, dtype=jnp.int32)
 

@@ -51,7 +51,6 @@ def compiled(
         *((name, LARGE, SMALL, "8x8") for name in ("exact", "sampled", "lookup", "auto", "defer")),
         ("exact", LARGE, AT_ONCE, "8x8"),
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "2x2"),
-        ("exact", "qwen-3-8b", "dflash-qwen-3-8b", "2x2"),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("fly", MIDDLE, SMALL, "2x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.

@@ -1,4 +1,4 @@
-"""A head of the target that drafts a block in one pass (DFlash, DSpark)."""
+"""A head that drafts a block in one pass (DFlash, DSpark)."""
 
 from __future__ import annotations
 
@@ -136,6 +136,15 @@ class BlockDraft(HeadDrafter):
     ) -> KVCache:
         """Keeps what the block's features give; what was not accepted is written over later."""
         return self._kept(state, hidden)
+
+    def keep(
+        self,
+        state: KVCache,
+        start: Int[Array, " rows"],
+        hidden: Float[Array, "rows time features"] | None,
+    ) -> KVCache:
+        """Keeps what the features of a pass of the draft model above give."""
+        return self._kept(state.with_length(start), hidden)
 
     def _kept(self, cache: KVCache, hidden: Float[Array, "rows time features"] | None) -> KVCache:
         """With the keys and values of the positions from each row's length on."""

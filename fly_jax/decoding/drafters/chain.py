@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -64,16 +64,10 @@ def checked_drafter(
                 "model of the target's family."
             )
     check_chain(target.config, [one.config for one in models], static.lookup)
-    if models and models[0].config.head is not None:
-        head, k = for_backend(models[0]), static.num_speculative_tokens
-        if isinstance(head.config.head, Block):
-            block = BlockHead.on(head, target)
-            return BlockDraft(
-                block.parameters(), config=block.config, layout=block.layout, num_tokens=k,
-                least_confidence=static.draft_confidence,
-            )  # fmt: skip
-        eagle = Eagle3Head.on(head, target)
-        return HeadDraft(eagle.parameters(), config=eagle.config, layout=eagle.layout, num_tokens=k)
+    if models and models[-1].config.head is not None:
+        *above, head = models
+        kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
+        models = (*above, kind.on(for_backend(head), (target, *above)[-1]))
     return drafter_of(models, static)
 
 
@@ -81,21 +75,23 @@ def check_chain(
     target: LlamaConfig, drafts: Sequence[LlamaConfig], lookup: Lookup | None = None
 ) -> None:
     """Raises FlyJaxError for draft models that cannot stand so, one below the other."""
-    for config, below in itertools.zip_longest(drafts, drafts[1:]):
+    for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
         check_nothing_below(config, below or lookup)
         if config.head is not None:
-            _check_head(target, config)
+            _check_head(above, config, "target" if above is target else "draft model above it")
 
 
-def _check_head(target: LlamaConfig, config: LlamaConfig) -> None:
-    """Raises FlyJaxError for a head that is none of this target."""
+def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
+    """Raises FlyJaxError for a head that is none of the model that it would propose to."""
     head = config.head
     assert head is not None
     layers, shares = head.layers_of(target.num_layers), not head.has_embedding
     wrong = {
         f"features of width {head.target_embed_size}": head.target_embed_size != target.embed_size,
-        f"the target's embedding for a width of {config.embed_size}": shares
+        f"that model's embedding for a width of {config.embed_size}": shares
         and config.embed_size != target.embed_size,
+        "that model's embedding, which has not all tokens,": shares
+        and target.draft_vocab_size is not None,
         f"a vocabulary of {config.vocab_size}": config.vocab_size != target.vocab_size,
         f"layers {', '.join(map(str, layers))}": not 0
         <= min(layers)
@@ -106,9 +102,9 @@ def _check_head(target: LlamaConfig, config: LlamaConfig) -> None:
         wrong[f"a target of {head.target_num_layers} layers"] = True
     for what in (what for what, is_wrong in wrong.items() if is_wrong):
         raise FlyJaxError(
-            f"The head reads {what}, and the target has a width of {target.embed_size}, "
+            f"The head reads {what}, and the {of} has a width of {target.embed_size}, "
             f"{target.vocab_size} tokens and {target.num_layers} layers; give the head that was "
-            "trained for this target."
+            f"trained for this {of.split()[0]}."
         )
 
 
@@ -120,6 +116,13 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
         model = for_backend(models[level])
         parameters, config, layout = model.parameters(), model.config, model.layout
         size, rests = sizes[level], level == 0 and 0 in static.depths
+        if config.head is not None:
+            given: Any = {"layout": layout, "num_tokens": size, "lags": level > 0}
+            if isinstance(config.head, Block):
+                given["least_confidence"] = static.draft_confidence
+            kind = BlockDraft if isinstance(config.head, Block) else HeadDraft
+            drafter = kind(parameters, config=config, **given)
+            continue
         if config.pard_token is not None:
             check_nothing_below(config, drafter)
             may_lag = level > 0 or rests
@@ -136,11 +139,11 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
 
 def check_nothing_below(config: LlamaConfig, below: object) -> None:
     """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
-    is_head = isinstance(below, LlamaConfig) and below.head is not None
-    if is_head or (config.head is not None and below is not None):
+    if config.head is not None and below is not None:
         raise FlyJaxError(
-            "A head was given with another draft or a lookup, and it drafts from the "
-            "target's states alone; give it as the only --draft, without prompt_lookup_max."
+            "A head was given with another draft or a lookup below it, and drafts from the states "
+            "of the model above it alone; make it the last --draft, behind the model that it is "
+            "of, and leave prompt_lookup_max out."
         )
     if config.pard_token is not None and below is not None:
         raise FlyJaxError(

@@ -49,8 +49,9 @@ class Drafter(abc.ABC):
       resumes: `prefill` may begin behind tokens that it has taken in before, or proposed after, in
         the same state.
       unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
-      needs_hidden: `prefill` and `observe` are given the target's hidden states.
-      hidden_layers: of the target, whose inputs, side by side, they are given instead of the final
+      needs_hidden: `prefill`, `observe` and `keep` are given hidden states of the model that it
+        proposes to: the target, or a draft model above it.
+      hidden_layers: of that model, whose inputs, side by side, they are given instead of the final
         hidden states.
       of_proposing: fields of a dataclass, with defaults, that neither `init` nor `prefill` reads.
     """
@@ -130,6 +131,12 @@ class Drafter(abc.ABC):
             tokens; None unless `needs_hidden`.
           live: rows that were not finished before.
         """
+        return state
+
+    def keep(
+        self, state: Any, start: Int[Array, " rows"], hidden: Float[Array, "rows time embed"] | None
+    ) -> Any:
+        """Takes in hidden states of a pass of the draft model above, from each row's start on."""
         return state
 
     def room(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Heads of the target, which draft from its own features: what they share, and EAGLE-3."""
+"""Heads, which draft from features of the model that they are of: what they share, and EAGLE-3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
-from fly_jax.decoding.drafters.model import slice_rows
+from fly_jax.decoding.drafters.model import caught_up, slice_rows
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
@@ -29,8 +29,8 @@ class HeadState:
     """The state of a head between rounds.
 
     Attributes:
-      cache: slot i has what the feature of position i and token i + 1 give. Its length is that of
-        the text less one: slots whose features are the target's own, once `propose` has run.
+      cache: slot i has what the feature of position i and token i + 1 give. Its length is of slots
+        with true features and settled tokens: the text's less one, once `propose` has run.
       features: of every position, fused; one half as keys, the other as values of as many heads.
     """
 
@@ -40,22 +40,24 @@ class HeadState:
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(Drafter):
-    """A drafter that is a head of the target.
+    """A drafter that is a head of the model that it proposes to, the target or a draft model.
 
     Attributes:
-      parameters: of a `Head.on` the target.
+      parameters: of a `Head.on` the model.
       num_tokens: K, the most that it drafts at a time.
+      lags: it lies below a draft model, and so is asked only now and then.
     """
 
     parameters: Parameters
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
     layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
     num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
     num_models = 1
     resumes = True
     needs_hidden = True
-    of_proposing = ("num_tokens",)
+    of_proposing = ("num_tokens", "lags", "least_confidence")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -72,12 +74,26 @@ class HeadDraft(HeadDrafter):
 
     What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
     over the features of the last K + 1 positions, which are as many as a round may have settled.
+    Below a draft model, whose features lie as far as that model's own cache, some more are missing.
     """
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
         """What the last round has settled lies in no slot yet."""
-        return self.num_tokens + 2
+        return self._width + 1
+
+    @property
+    def _width(self) -> int:
+        """Slots that the first pass of a draft fills.
+
+        Below a draft model the last pass, of which at most K tokens were left to draft, may have
+        given as many and one more, and the target one more; and what stood at the end was another.
+        """
+        return self.num_tokens + (4 if self.lags else 1)
+
+    def room(self, num_tokens: int) -> int:
+        """The first pass over a text that is shorter."""
+        return max(self._width, num_tokens + 1)
 
     @property
     def _head(self) -> Eagle3Head:
@@ -110,7 +126,10 @@ class HeadDraft(HeadDrafter):
         at = jnp.broadcast_to(jnp.maximum(start - 1, 0), (rows,))
         cache = state.cache.with_length(at)
         _, _, new = self._head.run(tokens, _read(features, at, time), cache)
-        return HeadState(cache.written(new, self.layout), features)
+        # As of a draft model's cache: what a row has lacked before these it still lacks.
+        held = state.cache.length
+        length = jnp.where(held >= at, start + time - 1, held)
+        return HeadState(cache.written(new, self.layout).with_length(length), features)
 
     def propose(
         self,
@@ -124,15 +143,25 @@ class HeadDraft(HeadDrafter):
         keys: Key[Array, " rows"] | None = None,
     ) -> tuple[Draft, HeadState]:
         """Drafts one token from the features, and each further one from the head's own state."""
-        head, width, rows = self._head, self.num_tokens + 1, len(length)
+        head, width, rows = self._head, self._width, len(length)
         start = jnp.maximum(length - 1 - width, 0)
-        # Of a text of one token there is no feature: what stands in its place is always the same.
-        is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
-        features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)
-        tokens = jnp.where(is_known, slice_rows(text, start + 1, width), 0)
-        cache = state.cache.with_length(start)
-        hidden, fed, new = head.run(tokens, features.astype(head.dtype), cache)
-        cache = cache.written(new, self.layout)
+
+        def fill(cache: KVCache, start: Int[Array, " rows"]) -> tuple[KVCache, Array, Array]:
+            """The cache with the slots from `start` on, and what `Head.run` gives of them."""
+            # Of a text of one token there is no feature: what stands there is always the same.
+            is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
+            features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)
+            tokens = jnp.where(is_known, slice_rows(text, start + 1, width), 0)
+            cache = cache.with_length(start)
+            hidden, fed, new = head.run(tokens, features.astype(head.dtype), cache)
+            return cache.written(new, self.layout), hidden, fed
+
+        cache, num_passes = state.cache, jnp.int32(0)
+        if self.lags:
+            cache, _, num_passes = caught_up(
+                lambda *given: fill(*given)[0], cache, cache.length, start, width
+            )
+        cache, hidden, fed = fill(cache, start)
         last = jnp.maximum(length - 2 - start, 0)[:, None, None]
         hidden, fed = (jnp.take_along_axis(one, last, axis=1) for one in (hidden, fed))
         drafted = jnp.zeros((rows, num_tokens), jnp.int32)
@@ -164,7 +193,7 @@ class HeadDraft(HeadDrafter):
             tokens=drafted,
             logits=scores,
             num_drafted=jnp.full_like(length, num_tokens) if wanted is None else wanted,
-            num_passes=jnp.maximum(jnp.asarray(most, jnp.int32), 1)[None],
+            num_passes=(num_passes + jnp.maximum(most, 1)).astype(jnp.int32)[None],
         )
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
@@ -179,9 +208,18 @@ class HeadDraft(HeadDrafter):
         live: Bool[Array, " rows"],
     ) -> HeadState:
         """Keeps the features of the block; what was not accepted is written over later."""
+        return self.keep(state, state.features.length, hidden)
+
+    def keep(
+        self,
+        state: HeadState,
+        start: Int[Array, " rows"],
+        hidden: Float[Array, "rows time features"] | None,
+    ) -> HeadState:
+        """Keeps the features of a pass, which may begin with another token than before."""
         assert hidden is not None
-        features = self._kept(state.features, state.features.length, hidden)
-        return HeadState(state.cache, features)
+        true = jnp.minimum(state.cache.length, jnp.maximum(start - 1, 0))
+        return HeadState(state.cache.with_length(true), self._kept(state.features, start, hidden))
 
     def _kept(
         self,

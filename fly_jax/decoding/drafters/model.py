@@ -69,6 +69,7 @@ class _Passed(NamedTuple):
     chosen: Int[Array, "rows time"]
     logits: Float[Array, "rows time vocab"] | None
     new: NewEntries
+    read: Float[Array, "rows time inputs"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +104,24 @@ class ModelDrafter(Drafter):
         hidden: Float[Array, "rows time embed"] | None,
     ) -> DraftModelState:
         """Runs the piece, which begins at `start` of every row, through the model."""
+        return self._prefilled(state, tokens, start)[0]
+
+    def _prefilled(
+        self,
+        state: DraftModelState,
+        tokens: Int[Array, "rows time"],
+        start: Int[Array, ""],
+        layers: tuple[int, ...] = (),
+    ) -> tuple[DraftModelState, Float[Array, "rows time inputs"]]:
+        """The state after a piece, and the inputs of these layers."""
         at = jnp.broadcast_to(start, tokens.shape[:1])
-        cache = self._model.extend(tokens, state.cache.with_length(at))[1]
+        cache = state.cache.with_length(at)
+        _, new, read = self._model.hidden_and_inputs(tokens, cache, layers)
         # A row of which the model has rested may lack tokens before these: then it still does.
         held = state.cache.length
-        cache = cache.with_length(jnp.where(held >= at, at + tokens.shape[1], held))
-        return dataclasses.replace(state, cache=cache)
+        length = jnp.where(held >= at, at + tokens.shape[1], held)
+        cache = cache.written(new, self.layout).with_length(length)
+        return dataclasses.replace(state, cache=cache), read
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +151,11 @@ class DraftModel(ModelDrafter):
         return not self.lags and (self.below is None or self.below.resumes)
 
     @property
+    def unseen(self) -> int:  # type: ignore[override]
+        """Its own, or those of what is below it."""
+        return 2 if self.below is None else max(2, self.below.unseen)
+
+    @property
     def num_models(self) -> int:  # type: ignore[override]
         """With those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
@@ -160,10 +178,12 @@ class DraftModel(ModelDrafter):
         hidden: Float[Array, "rows time embed"] | None,
     ) -> DraftModelState:
         """Runs the piece through all models."""
-        state = super().prefill(state, tokens, start, hidden)
-        if self.below is None:
-            return state
-        return DraftModelState(state.cache, self.below.prefill(state.below, tokens, start, hidden))
+        below = self.below
+        if below is None:
+            return super().prefill(state, tokens, start, hidden)
+        state, read = self._prefilled(state, tokens, start, below.hidden_layers)
+        seen = read if below.needs_hidden else None
+        return DraftModelState(state.cache, below.prefill(state.below, tokens, start, seen))
 
     def room(self, num_tokens: int) -> int:
         """Adds room for the level below: it writes and proposes beyond this model's draft."""
@@ -244,7 +264,11 @@ class _Run:
         is_asked = jnp.any(self.wanted > 0)
         latest = jnp.maximum(self.length - most, 0)
         needed = jnp.where(is_asked, start, 0)
-        cache, fed = caught_up(self.model, progress.text, progress.cache, needed, most, latest)
+        progress, held, fed = caught_up(
+            lambda one, at: self._fed(one, at, most)[0],
+            progress, progress.cache.length, needed, most, latest,
+        )  # fmt: skip
+        cache = progress.cache.with_length(held)
         progress = dataclasses.replace(progress, cache=cache, num_passes=progress.num_passes + fed)
         return _once(is_asked, lambda one: self._catch_up(one, width), progress)
 
@@ -278,11 +302,43 @@ class _Run:
 
     def _catch_up(self, progress: _Progress, width: int) -> _Progress:
         start = jnp.maximum(self.length - width, 0)
-        cache = progress.cache.with_length(start)
-        hidden, cache = self.model.extend(slice_rows(progress.text, start, width), cache)
+        progress, hidden = self._fed(progress, start, width)
         last = jnp.take_along_axis(hidden, (self.length - 1 - start)[:, None, None], axis=1)
         passed = self._chosen(self.model.logits(last), self.length, 1)
-        return self._appended(dataclasses.replace(progress, cache=cache), *passed, None)
+        return self._appended(progress, *passed, None)
+
+    def _fed(
+        self, progress: _Progress, start: Int[Array, " rows"], width: int
+    ) -> tuple[_Progress, Float[Array, "rows time embed"]]:
+        """The progress after a pass over so many tokens of the text, and their hidden states."""
+        cache, tokens = progress.cache.with_length(start), slice_rows(progress.text, start, width)
+        hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)
+        return self._kept(progress, start, new, read), hidden
+
+    @property
+    def _reader(self) -> Drafter | None:
+        """What lies below, if it reads hidden states."""
+        below = self.drafter.below
+        return below if below is not None and below.needs_hidden else None
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return () if self._reader is None else self._reader.hidden_layers
+
+    def _kept(
+        self,
+        progress: _Progress,
+        start: Int[Array, " rows"],
+        new: NewEntries,
+        read: Float[Array, "rows time inputs"] | None,
+    ) -> _Progress:
+        """The progress with what a pass from `start` on adds to the cache, and gives below."""
+        cache = progress.cache.with_length(start).written(new, self.model.layout)
+        progress = dataclasses.replace(progress, cache=cache)
+        if self._reader is None:
+            return progress
+        below = self._reader.keep(progress.below, start, read)
+        return dataclasses.replace(progress, below=below)
 
     def _pass(
         self,
@@ -292,7 +348,7 @@ class _Run:
         width: int,
         proposal: Draft | None = None,
     ) -> _Passed:
-        hidden, new = self.model.hidden(tokens, cache)
+        hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)
         logits = self.model.logits(hidden)
         chosen, kept = self._chosen(logits, end, width)
         if proposal is not None and self.drafter.margin:
@@ -300,7 +356,10 @@ class _Run:
                 self._takes(logits[:, :-1], proposal), proposal.tokens, chosen[:, :-1]
             )
             chosen = chosen.at[:, :-1].set(taken)
-        return _Passed(chosen, kept, new.padded(width))
+        if self._reader is None:
+            return _Passed(chosen, kept, new.padded(width), None)
+        read = jnp.pad(read, ((0, 0), (0, width - read.shape[1]), (0, 0)))
+        return _Passed(chosen, kept, new.padded(width), read)
 
     def _takes(
         self, logits: Float[Array, "rows time vocab"], proposal: Draft
@@ -332,8 +391,7 @@ class _Run:
     def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:
         """The progress after a pass over the last token and a proposal behind it."""
         end = self.length + progress.count
-        cache = progress.cache.with_length(end - 1).written(passed.new, self.model.layout)
-        progress = dataclasses.replace(progress, cache=cache)
+        progress = self._kept(progress, end - 1, passed.new, passed.read)
         after = self._appended(progress, passed.chosen, passed.logits, proposal)
         # A row that has its tokens waits for the others, so that it needs no more room.
         waits = progress.count >= self.wanted
@@ -373,33 +431,34 @@ class _Run:
 
 
 def caught_up(
-    model: Llama,
-    text: Int[Array, "rows capacity"],
-    cache: KVCache,
+    feed: Callable[[_Carry, Int[Array, " rows"]], _Carry],
+    carry: _Carry,
+    length: Int[Array, " rows"],
     needed: Int[Array, " rows"],
     width: int,
     latest: Int[Array, " rows"] | None = None,
-) -> tuple[KVCache, Int[Array, ""]]:
-    """Feeds rows the text that their cache lacks, so many tokens a pass.
+) -> tuple[_Carry, Int[Array, " rows"], Int[Array, ""]]:
+    """Feeds rows the text that a cache lacks, so many tokens a pass.
 
     Args:
+      feed: makes a pass over `width` tokens of each row from where it is told.
+      length: tokens that each row's cache has.
       needed: tokens that each row is to have at least.
       latest: where a pass may begin at the latest; None for `needed`, behind which the text must
         have `width` more.
 
     Returns:
-      The cache, and the passes that it took.
+      The carry, the tokens that each row's cache has now, and the passes that it took.
     """
     latest = needed if latest is None else latest
 
-    def feed(carry: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-        cache, num_passes = carry
-        at = jnp.minimum(cache.length, latest)
-        cache = model.extend(slice_rows(text, at, width), cache.with_length(at))[1]
-        return cache.with_length(at + width), num_passes + 1
+    def again(given: tuple[_Carry, Array, Array]) -> tuple[_Carry, Array, Array]:
+        carry, length, num_passes = given
+        at = jnp.minimum(length, latest)
+        return feed(carry, at), at + width, num_passes + 1
 
     return jax.lax.while_loop(
-        lambda carry: jnp.any(carry[0].length < needed), feed, (cache, jnp.int32(0))
+        lambda given: jnp.any(given[1] < needed), again, (carry, length, jnp.int32(0))
     )
 
 

@@ -60,7 +60,10 @@ class ParallelDraft(ModelDrafter):
         num_passes = jnp.int32(1)
         start = jnp.maximum(length - width, 0)
         if self.may_lag:
-            cache, fed = caught_up(model, text, cache, start, width)
+            cache, _, fed = caught_up(
+                lambda one, at: model.extend(slice_rows(text, at, width), one.with_length(at))[1],
+                cache, cache.length, start, width,
+            )  # fmt: skip
             num_passes += fed
         at = start[:, None] + jnp.arange(width + num_tokens - 1, dtype=jnp.int32)
         tokens = slice_rows(text, start, at.shape[1])

@@ -1,12 +1,14 @@
 """Plans that docs/planner.md cites, as the command prints them with --json, and compile times.
 
-Also what drafts and stacks of drafts would be worth, counted from shapes.
+Also what drafts and stacks of drafts would be worth, counted from shapes. A plan that the file has
+is not compiled again: take it out of there first.
 
 JAX_PLATFORMS=cpu python benchmarks/plans.py
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import machine
@@ -20,11 +22,22 @@ from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
-PARD, LEVEL_TOKENS = "pard-llama-3.2-1b", 8
+PARD, HEAD, LARGE_HEAD = "pard-llama-3.2-1b", "eagle3-llama-3.1-8b", "eagle3-llama-3.3-70b"
+HEAD_TOKENS = 7  # a head proposes to a target
+BELOW_TOKENS = {PARD: 8, HEAD: 6}  # what stands below a draft model, at a time
 
 
-def _rounds(k: int, num_below: int) -> RoundSpec:
-    return default_round(k).with_static(level_speculative_tokens=(LEVEL_TOKENS,) * num_below)
+def _rounds(k: int, below: str | None = None) -> RoundSpec:
+    sizes = () if below is None else (BELOW_TOKENS[below],)
+    return default_round(k).with_static(level_speculative_tokens=sizes)
+
+
+def _large(below: str, level_accepted: float) -> PlanSpec:
+    """405B on 64 v5e with the 8B and what is below it."""
+    return PlanSpec(
+        target=LARGE, draft=SMALL, below=(preset(below),), chip=CHIPS["v5e"],
+        mesh=parse_mesh("8x8"), rounds=_rounds(25, below), level_accepted_tokens=level_accepted,
+    )  # fmt: skip
 
 
 SPECS = {
@@ -38,56 +51,62 @@ SPECS = {
         target=MIDDLE, draft=SMALL, chip=CHIPS["h200"], mesh=parse_mesh("8"),
         rounds=default_round(15),
     ),
-    "405B bf16, 8B over PARD, v5e 8x8": PlanSpec(
-        target=LARGE, draft=SMALL, below=(preset(PARD),), chip=CHIPS["v5e"], mesh=parse_mesh("8x8"),
-        rounds=_rounds(25, 1), level_accepted_tokens=5.0,
-    ),
+    "405B bf16, 8B over PARD, v5e 8x8": _large(PARD, 5.0),
+    "405B bf16, 8B over its head, v5e 8x8": _large(HEAD, 5.0),
 }  # fmt: skip
 
 SLICES = (
     ("llama-3.1-405b", "v5e", "8x8"), ("llama-3.1-405b", "v6e", "8x8"),
     ("llama-3.1-70b", "v5e", "4x4"), ("llama-3.1-70b", "v5e", "2x8"),
-    ("llama-3.1-8b", "v5e", "1"), ("llama-3.1-8b", "v5e", "2x2"),
+    ("llama-3.1-8b", "v5e", "1"), ("llama-3.1-8b", "v5e", "2x2"),  # on one chip in int8
 )  # fmt: skip
-# Drafts and K; where two stand, what a pass of the first gives over a proposal of the second is
-# assumed. Nobody has published that.
+# Where two stand, what a pass of the first gives over a proposal of the second is assumed.
+ASSUMED = "assumed"
 DRAFTS = (
     (("llama-3.1-8b",), None), (("llama-3.1-8b", PARD), 3.0), (("llama-3.1-8b", PARD), 5.0),
+    (("llama-3.1-8b", HEAD), 3.0), (("llama-3.1-8b", HEAD), 5.0),
     (("llama-3.2-1b",), None), (("llama-3.2-1b", PARD), 3.0), ((PARD,), None),
-    (("eagle3-llama-3.1-8b",), None), (("eagle3-llama-3.3-70b",), None),
+    ((HEAD,), None), ((LARGE_HEAD,), None),
 )  # fmt: skip
-HEAD_TOKENS = 5  # a head proposes
-# Mean accepted tokens of an 8B draft with FLy and without, out of domain (arXiv 2511.22972).
+# Mean accepted tokens by rule, out of domain for the 8B draft, and where they are published.
+FLY = "arXiv 2511.22972"
 PUBLISHED = {
-    "llama-3.1-405b": (25, {"fly": 17.13}),
-    "llama-3.1-70b": (15, {"exact": 10.91, "fly": 12.41}),
-}
+    ("llama-3.1-405b", "llama-3.1-8b"): (25, FLY, {"fly": 17.13}),
+    ("llama-3.1-70b", "llama-3.1-8b"): (15, FLY, {"exact": 10.91, "fly": 12.41}),
+    ("llama-3.1-70b", LARGE_HEAD): (
+        HEAD_TOKENS, "card of nebius/EAGLE3-Llama-3.3-70B-Instruct (arXiv 2602.23881)",
+        {"exact": 4.81},
+    ),
+}  # fmt: skip
+MOST = {"llama-3.1-405b": 25, "llama-3.1-70b": 15, "llama-3.1-8b": 8}  # K of what is not published
 SPEED_UPS = (2, 5, 10)
 
 
 def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
     """A row for each draft or stack of drafts of a target on a slice."""
-    most, published = PUBLISHED.get(target, (8, {}))
     for drafts, level_accepted in DRAFTS:
         first, *below = map(preset, drafts)
-        known = published if drafts[0] == "llama-3.1-8b" else {}
-        k = most if first.head is None else HEAD_TOKENS
+        most = MOST[target] if first.head is None else HEAD_TOKENS
+        k, source, known = PUBLISHED.get((target, drafts[0]), (most, None, {}))
         if first.head is not None and first.head.target_embed_size != preset(target).embed_size:
             continue
         spec = PlanSpec(
             target=preset(target), draft=first, below=tuple(below), chip=CHIPS[chip],
-            mesh=parse_mesh(mesh), rounds=_rounds(k, len(below)),
-            level_accepted_tokens=level_accepted, compiles=False,
+            mesh=parse_mesh(mesh), rounds=_rounds(k, *drafts[1:]),
+            level_accepted_tokens=level_accepted, compiles=False, int8=mesh == "1",
         )  # fmt: skip
         if target in drafts or not (plan := make_plan(spec)).fits:
             continue
         seconds = {step.name: step.seconds for step in plan.steps}
         ratio = seconds["autoregressive"] / seconds["round"]
         yield {
-            "target": target, "chip": chip, "mesh": mesh, "drafts": drafts, "K": k,
+            "target": target, "chip": chip, "mesh": mesh, "int8": spec.int8, "drafts": drafts,
+            "K": k,
             "level_accepted_tokens": level_accepted,
+            "level_source": None if level_accepted is None else ASSUMED,
             "milliseconds": {name: seconds[name] * 1e3 for name in STEPS[2:]},
-             "speed_up": {rule: mean * ratio for rule, mean in known.items()},
+            "mean_accepted_tokens": known, "source": source,
+            "speed_up": {rule: mean * ratio for rule, mean in known.items()},
             "accepted_tokens_for": {one: one / ratio for one in SPEED_UPS if one / ratio <= k + 1},
         }  # fmt: skip
 
@@ -96,9 +115,10 @@ def main() -> None:
     drafts = [row for one in SLICES for row in drafts_on(*one)]
     for row in drafts:
         print(*row.values())
+    found = json.loads((machine.RESULTS / "plans.json").read_text(encoding="utf-8"))
     plans: dict[str, object] = {"drafts": drafts}
     for name, spec in SPECS.items():
-        plans[name] = plan = make_plan(spec).to_dict()
+        plans[name] = plan = found.get(name) or make_plan(spec).to_dict()
         print(name, plan["fits"], plan["memory_per_chip"])
     print(machine.write("plans", plans))
 

@@ -90,13 +90,13 @@ WINDOW = {"num_layers": 2, "head_norms": True, "sliding_window": 9, "windowed_la
 
 
 @functools.cache
-def head_of(seed: int, kind: str = "eagle3") -> Llama:
-    """A random head of the random target that knows the tokens which that says most often."""
+def head_of(seed: int, kind: str = "eagle3", noise: float | None = None) -> Llama:
+    """A random head of the random target, or draft, that knows the tokens which it says most."""
     if kind == "dflash":  # it knows all of them, with the target's tables
         own = Block(**BLOCK, has_unembedding=False)
         config = dataclasses.replace(pairs.CONFIG, **WINDOW, head=own)
         return Llama.random(config, jax.random.key(seed))
-    target = pairs.random_target(seed)
+    target = pairs.random_target(seed) if noise is None else pairs.random_draft(seed, noise)
     said = collections.Counter(itertools.chain(*pairs.greedy(target, PROMPTS)))
     rows = np.full(pairs.CONFIG.vocab_size, 3, np.int32)
     for row, (token, _) in enumerate(said.most_common(3)):
@@ -133,19 +133,110 @@ def test_lossless_alone_and_in_batches(kind: str, name: str) -> None:
     ]
 
 
+NOISE, BELOW = 0.2, 3  # of a draft model, and what its head proposes at a time
+
+
+def drafts_of(name: str, kind: str = "eagle3") -> tuple[list[Llama], RoundSpec]:
+    """A head alone, or below a draft model, and the rounds that are called so."""
+    spec = spec_of(kind, name.removesuffix(" below"))
+    if not name.endswith(" below"):
+        return [head_of(PAIR, kind)], spec
+    spec = spec.with_static(level_speculative_tokens=(BELOW,))
+    return [pairs.random_draft(PAIR, NOISE), head_of(PAIR, kind, NOISE)], spec
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"), [("eagle3", "exact"), ("eagle3", "fly"), ("dspark", "fly")]
+    ("kind", "name", "rows"),
+    [
+        ("eagle3", "fly", 1), ("eagle3", "sampled", 3), ("eagle3", "deferred", 3),
+        ("dspark", "fly", 1), ("dspark", "sampled", 3),
+    ],
+)  # fmt: skip
+def test_below_a_draft_model_no_token_changes(kind: str, name: str, rows: int) -> None:
+    given, (models, spec) = (PROMPTS, pairs.MOST_TOKENS), drafts_of(f"{name} below", kind)
+    alone = pairs.pair_engine(PAIR, pairs.SPECS[name], NOISE, rows=rows).generate(*given, seed=1)
+    engine = pairs.batch_engine(pairs.random_target(PAIR), models, spec, rows)
+    found = engine.generate(*given, seed=1)
+    assert [(one.token_ids, one.why) for one in found] == [
+        (one.token_ids, one.why) for one in alone
+    ]
+    passes = [sum(one.num_draft_passes for one in rows) for rows in (found, alone)]
+    assert name != "fly" or passes[0] < passes[1]
+
+
+@pytest.mark.parametrize("margin", [0.0, 2.0])
+@pytest.mark.parametrize("name", ["exact", "depths"])
+def test_below_a_draft_model_it_loses_nothing(name: str, margin: float) -> None:
+    models, spec = drafts_of(f"{name} below")
+    spec, target = spec.with_static(level_margin=margin), pairs.random_target(PAIR)
+    found = pairs.batch_engine(target, models, spec).generate(PROMPTS, pairs.MOST_TOKENS)
+    plain = pairs.autoregressive(target, PROMPTS, pairs.MOST_TOKENS)
+    assert [one.token_ids for one in found] == plain
+
+
+def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
+    """As if all had just been read, whatever was refused and in whatever round nobody asked."""
+    k, rows, random = 7, 3, np.random.default_rng(1)
+    models = [pairs.random_draft(PAIR, NOISE), head_of(PAIR, noise=NOISE)]
+    static = RoundStatic(k, level_speculative_tokens=(BELOW,), depths=(0, 1, k))
+    drafter = checked_drafter(pairs.random_target(PAIR), models, static)
+    assert drafter is not None
+    text = random.integers(0, pairs.CONFIG.vocab_size, (rows, 128)).astype(np.int32)
+    length = np.array([1, 9, 14])
+    read = jax.jit(
+        lambda text: drafter.prefill(
+            drafter.init(*text.shape, jnp.dtype("float32")), text, jnp.int32(0), None
+        )
+    )
+    propose = jax.jit(
+        lambda state, text, length, wanted: drafter.propose(state, text, length, k, wanted=wanted)
+    )
+    state = read(text)
+    wanted_before = k
+    for wanted in (k, k, 0, k, 1, 1, 1, 1, 1, 1, 1, 1, k, k, 0, 0, 0, 0, k):
+        draft, state = propose(state, text, length, np.full(rows, wanted))
+        for row, at in enumerate(length):
+            text[row, at : at + wanted] = draft.tokens[row, :wanted]
+        if wanted == k:
+            passes = draft.num_passes.tolist()
+            assert wanted_before < k or passes[1] <= BELOW * (passes[0] - 1)
+            fresh = read(text)
+            for row in range(rows):
+                slots, known = (
+                    int(cache.length[row]) for cache in (state.below.cache, state.cache)
+                )
+                assert length[row] < slots < known == length[row] + k - 1
+                for found, expected, end in (
+                    (state.below.cache, fresh.below.cache, slots),
+                    (state.below.features, fresh.below.features, known),
+                ):
+                    for one, other in (
+                        (found.keys, expected.keys),
+                        (found.values, expected.values),
+                    ):
+                        one, other = (array[0, row, :, :end] for array in (one, other))
+                        np.testing.assert_allclose(one, other, atol=2e-5)
+        kept, wanted_before = random.integers(0, wanted + 1, rows), wanted
+        for row, at in enumerate(length + kept):  # what the target says in its place
+            text[row, at] = random.integers(0, pairs.CONFIG.vocab_size)
+        length = length + kept + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("eagle3", "exact"), ("eagle3", "fly below"), ("dspark", "fly"), ("dspark", "fly below")],
 )
 def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     """Requests that come and go, some of them on with the beginning that a slot holds."""
     beginning = [3, 1, 4, 1, 5, 9, 2, 6] * 3
     prompts = [beginning + [one] * (one % 4 + 1) for one in (5, 8, 9, 11, 12, 13)] + [[6]]
-    spec, target, head = spec_of(kind, name), pairs.random_target(PAIR), head_of(PAIR, kind)
-    engine = pairs.batch_engine(target, head, spec, rows=2)
+    (models, spec), target = drafts_of(name, kind), pairs.random_target(PAIR)
+    engine = pairs.batch_engine(target, models, spec, rows=2)
     first = engine.generate(prompts, pairs.MOST_TOKENS)
     longer = [prompt + one.token_ids for prompt, one in zip(prompts, first, strict=True)]
     given = ([*longer, *prompts], pairs.MOST_TOKENS)
-    fresh = pairs.batch_engine(target, head, spec, rows=2, shared_block=0)
+    fresh = pairs.batch_engine(target, models, spec, rows=2, shared_block=0)
+    assert engine.num_reused_tokens > 0
     for found, expected in zip(engine.generate(*given), fresh.generate(*given), strict=True):
         assert (found.token_ids, found.why) == (expected.token_ids, expected.why)
         assert found.num_rounds == expected.num_rounds
@@ -159,19 +250,19 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
         ("eagle3", "2x2x2", "tensor_whole", "tensor", "deferred"),
         ("dflash", "4x2", "tensor", "replicated", "exact"),
         ("dspark", "2x4", "tensor_long", "narrow_long", "fly"),
+        ("eagle3", "2x4", "tensor_whole", "narrow_whole", "exact below"),
+        ("dspark", "2x2x2", "tensor", "tensor", "deferred below"),
     ],
 )
 def test_on_eight_devices_tokens_are_those_of_one(
     kind: str, mesh: str, target_rules: str, rules: str, name: str
 ) -> None:
-    target, head, spec = pairs.random_target(PAIR), head_of(PAIR, kind), spec_of(kind, name)
-    given = (PROMPTS, pairs.MOST_TOKENS)
-    one = pairs.batch_engine(target, head, spec).generate(*given)
-    models = (
-        pairs.placed(model, layout_on(mesh, kind))
-        for model, kind in ((target, target_rules), (head, rules))
-    )
-    found = pairs.batch_engine(*models, spec).generate(*given)
+    (drafts, spec), given = drafts_of(name, kind), (PROMPTS, pairs.MOST_TOKENS)
+    target = pairs.random_target(PAIR)
+    one = pairs.batch_engine(target, drafts, spec).generate(*given)
+    placed = pairs.placed(target, layout_on(mesh, target_rules))
+    drafts = [pairs.placed(draft, layout_on(mesh, rules)) for draft in drafts]
+    found = pairs.batch_engine(placed, drafts, spec).generate(*given)
     assert [row.token_ids for row in found] == [row.token_ids for row in one]
     assert [row.num_rounds for row in found] == [row.num_rounds for row in one]
 

@@ -43,6 +43,7 @@ class Kind:
     Attributes:
       spec: makes its description for a K.
       num_drafts: draft models.
+      has_head: the last of them is a head of the model above it.
       teaches: mismatches teach a memory.
       served: rules that requests may ask for, each one its own, beside that of the spec; None
         where all are decoded as the spec says.
@@ -50,6 +51,7 @@ class Kind:
 
     spec: Callable[[int], RoundSpec]
     num_drafts: int = 1
+    has_head: bool = False
     teaches: bool = False
     served: tuple[Rule, ...] | None = None
 
@@ -69,6 +71,9 @@ KINDS = {
     "lookup": Kind(_rule(_FLY, lookup=Lookup())),
     "levels": Kind(
         _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
+    ),
+    "head below": Kind(
+        _rule(_FLY, level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2, has_head=True
     ),
     "auto": Kind(lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k)))),
     "defer": Kind(_rule(_FLY, deferred_window=2)),

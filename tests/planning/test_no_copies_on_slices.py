@@ -24,6 +24,7 @@ pytestmark = BY_LIBTPU
 K = 5
 LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))
 LITTLE, AT_ONCE = "llama-3.2-3b", "pard-llama-3.2-1b"
+WITH_HEAD = f"{SMALL} eagle3-{SMALL}"
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def compiled(
     """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
     kind, bfloat16 = KINDS[name], jnp.dtype(jnp.bfloat16)
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
-    configs = [preset(one) for one in (target, draft)[: 1 + kind.num_drafts]]
+    configs = [preset(one) for one in (target, *draft.split())[: 1 + kind.num_drafts]]
     if devices.size == 1:
         models = [on_chip(config, bfloat16, devices.devices.flat[0]) for config in configs]
     else:
@@ -51,6 +52,7 @@ def compiled(
         *((name, LARGE, SMALL, "8x8") for name in ("exact", "sampled", "lookup", "auto", "defer")),
         ("exact", LARGE, AT_ONCE, "8x8"),
         ("defer", "qwen-3-8b", "dspark-qwen-3-8b", "2x2"),
+        ("head below", LARGE, WITH_HEAD, "8x8"),
         ("fly", MIDDLE, SMALL, "4x4"),
         ("fly", MIDDLE, SMALL, "2x8"),
         # Two models that one chip holds: 8B and 1B in bfloat16 are more than that.

@@ -50,7 +50,8 @@ def copied_with_head(
 ) -> list[str]:
     """What a kind of round copies of models and of a head of one of them, and of its features."""
     own = Eagle3(target_embed_size=above.embed_size, layers=(0, 1, 1), has_embedding=True)
-    head = dataclasses.replace(TINY[2], num_layers=1, draft_vocab_size=200, head=own)
+    sizes = {"num_layers": 1, "ffw_size": 112, "draft_vocab_size": 200}
+    head = dataclasses.replace(TINY[2], **sizes, head=own)
     models, layout = placed(len(configs) + 1, rules, (*configs, head))
     hlo, capacity = round_hlo(KINDS[name], models, rows=ROWS, context=100, k=5)
     kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import checked_drafter
-from fly_jax.decoding.drafters.head_draft import HeadDrafter
+from fly_jax.decoding.drafters.drafter import Draft
+from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head import BlockHead
@@ -175,7 +177,7 @@ def test_below_a_draft_model_it_loses_nothing(name: str, margin: float) -> None:
 
 
 def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
-    """As if all had just been read, whatever was refused and in whatever round nobody asked."""
+    """As if all had just been read: whatever was refused or rolled back, or not asked for."""
     k, rows, random = 7, 3, np.random.default_rng(1)
     models = [pairs.random_draft(PAIR, NOISE), head_of(PAIR, noise=NOISE)]
     static = RoundStatic(k, level_speculative_tokens=(BELOW,), depths=(0, 1, k))
@@ -217,9 +219,45 @@ def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
                         one, other = (array[0, row, :, :end] for array in (one, other))
                         np.testing.assert_allclose(one, other, atol=2e-5)
         kept, wanted_before = random.integers(0, wanted + 1, rows), wanted
-        for row, at in enumerate(length + kept):  # what the target says in its place
+        length = np.maximum(length + kept + 1 - random.integers(0, 4, rows) * (kept > 3), 1)
+        for row, at in enumerate(length - 1):  # the target's own, also where a window has failed
             text[row, at] = random.integers(0, pairs.CONFIG.vocab_size)
-        length = length + kept + 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReadingAnew(HeadDraft):
+    """A head that remembers nothing, and reads the whole text before each draft."""
+
+    def propose(self, state: Any, text: Array, *given: Any, **named: Any) -> tuple[Draft, Any]:
+        """The same after a prefill."""
+        cache = empty_cache(pairs.CONFIG, *text.shape, jnp.dtype("float32"))
+        read = pairs.random_target(PAIR).hidden_and_inputs(text, cache, self.hidden_layers)[2]
+        empty = self.init(*text.shape, jnp.dtype("float32"))
+        filled = self.prefill(empty, text, jnp.int32(0), read)
+        anew = [
+            dataclasses.replace(one, attended=held.attended)
+            for one, held in (
+                (filled.cache, state.cache), (filled.features, state.features),
+            )
+        ]  # fmt: skip
+        return super().propose(HeadState(*anew), text, *given, **named)
+
+
+def test_a_rollback_restores_what_it_knows() -> None:
+    target, spec = pairs.random_target(PAIR), pairs.SPECS["deferred"]
+    given = (PROMPTS, pairs.MOST_TOKENS)
+    drafter = checked_drafter(target, head_of(PAIR), spec.static)
+    assert isinstance(drafter, HeadDraft)
+    fields = {one.name: getattr(drafter, one.name) for one in dataclasses.fields(drafter)}
+    found, expected = (
+        pairs.batch_engine(target, one, spec).generate(*given)
+        for one in (drafter, ReadingAnew(**fields))
+    )
+    assert sum(one.num_rollbacks for one in found) > 0
+    assert [(one.token_ids, one.why, one.num_rounds) for one in found] == [
+        (one.token_ids, one.why, one.num_rounds) for one in expected
+    ]
 
 
 @pytest.mark.parametrize(

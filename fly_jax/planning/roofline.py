@@ -115,8 +115,10 @@ def draft_passes(
         later = calls * (k - 1) / (1.0 if is_last else level_accepted)
         # It first feeds what was settled without it, as `DraftModel` does.
         first = 2 if level == 0 else 4
-        # A head, which is alone, begins with all that a round may have settled.
-        widths = (first if config.head is None else k + 1, 1 if is_last else 1 + level_tokens)
+        # A head begins with all that may have been settled since, as `HeadDraft` does.
+        if config.head is not None:
+            first = k + (1 if level == 0 else 4)
+        widths = (first, 1 if is_last else 1 + level_tokens)
         passes = {widths[0]: calls}
         passes[widths[1]] = passes.get(widths[1], 0.0) + later
         found.append(passes)

@@ -297,6 +297,9 @@ def test_a_level_below_shortens_the_passes_above_it_by_what_it_gives() -> None:
     assert draft_passes([CONFIG, CONFIG], 25, 6, 4.0) == ({2: 1, 7: 6}, {4: 6, 1: 30})
     below_both = draft_passes([CONFIG, CONFIG, PARD], 25, 3, 2.0)
     assert below_both == ({2: 1, 4: 12}, {4: 12 + 12}, {6: 12})
+    head = preset("eagle3-llama-3.1-8b")
+    assert draft_passes([head], 5) == ({6: 1, 1: 4},)
+    assert draft_passes([CONFIG, head], 25, 6, 4.0) == ({2: 1, 7: 6}, {10: 6, 1: 30})
 
 
 def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:

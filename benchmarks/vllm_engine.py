@@ -12,25 +12,31 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 - FLy must give the tokens of fly_jax's engine with the same rule, K and drafts, which begins
   behind vLLM's first token: vLLM's first block of drafts begins there.
 
-Then 8 random prompts with tiny random models of other families, whose drafts have the targets'
-weights: every token that they draft must be accepted, and all tokens must be plain decoding's, with
-a lookup below the draft model and with two ranks that share the requests too. Writes
-results/vllm_engine.json and results/vllm_families.json.
+Then the same of the engine's own heads, `--heads` alone: random ones of tiny random targets of 12
+tokens, so that chance agrees often enough. And 8 random prompts with tiny random models of other
+families, whose drafts have the targets' weights: every token that they draft must be accepted, and
+all tokens must be plain decoding's, with a lookup below the draft model and with two ranks that
+share the requests too. Writes results/vllm_engine.json, vllm_heads.json and vllm_families.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import vllm_stand_ins
+from absl import flags
 from machine import run, write
+from safetensors.numpy import save_file
 from texts import documents, library_beginnings, word_problems
 
 from fly_jax.decoding.config import DecodingConfig
@@ -38,10 +44,14 @@ from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request
-from fly_jax.models.checkpoints.load import open_weights
+from fly_jax.models.architectures import LlamaConfig
+from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.checkpoints.write import save_hf
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.tokenizer import load_tokenizer
+
+_ONLY = flags.DEFINE_enum("only", None, ["pair", "heads", "families"], "one part of it")
 
 _REQUESTS, _ROWS, _K = 32, 8, 15
 _TARGET, _DRAFT = map(str, EMBEDDED_PAIR)
@@ -53,23 +63,44 @@ _MODEL = {"method": "draft_model", "model": _DRAFT, "num_speculative_tokens": _K
 _FLY = {"rule": "fly", "entropy_threshold": 0.3, "window_size": 6}
 _EXACT = {"rule": "exact"}
 _BELOW = {"prompt_lookup_max": 4}
-# How the engine decodes: speculative_config, additional_config["fly_jax"], other arguments, and
-# whether every fourth request asks for the rule exact.
-_WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any], bool]] = {
-    "plain": (None, None, {}, False),
-    "lookup, exact": (_LOOKUP, _EXACT, {}, False),
-    "lookup, fly": (_LOOKUP, _FLY, {}, False),
-    "draft model, exact": (_MODEL, _EXACT, {"async_scheduling": False}, False),
-    "draft model, fly": (_MODEL, _FLY, {"async_scheduling": False}, False),
-    "draft model, fly, scheduled ahead": (_MODEL, _FLY, {"async_scheduling": True}, False),
-    "draft model, fly, cached beginnings": (_MODEL, _FLY, {"enable_prefix_caching": True}, False),
-    "draft model, fly, some exact": (_MODEL, _FLY, {}, True),
-    "draft model, exact, lookup below": (_MODEL, _EXACT | _BELOW, {}, False),
-    "draft model, fly, lookup below": (_MODEL, _FLY | _BELOW, {}, False),
-    "draft model, budget": (
-        _MODEL, _FLY | {"rule": "fly | margin", "risk_budget": 1.0}, {}, False,
-    ),
-}  # fmt: skip
+_BUDGET = {"rule": "fly | margin", "risk_budget": 1.0}
+
+
+class _Way(NamedTuple):
+    """How the engine decodes.
+
+    Attributes:
+      speculative: speculative_config.
+      fly_jax: of additional_config.
+      other: arguments of the engine.
+      some_exact: every fourth request asks for the rule exact.
+    """
+
+    speculative: dict[str, Any] | None = None
+    fly_jax: dict[str, Any] | None = None
+    other: dict[str, Any] = {}  # noqa: RUF012 - is not written to
+    some_exact: bool = False
+
+
+_WAYS = {
+    "plain": _Way(),
+    "lookup, exact": _Way(_LOOKUP, _EXACT),
+    "lookup, fly": _Way(_LOOKUP, _FLY),
+    "draft model, exact": _Way(_MODEL, _EXACT, {"async_scheduling": False}),
+    "draft model, fly": _Way(_MODEL, _FLY, {"async_scheduling": False}),
+    "draft model, fly, scheduled ahead": _Way(_MODEL, _FLY, {"async_scheduling": True}),
+    "draft model, fly, cached beginnings": _Way(_MODEL, _FLY, {"enable_prefix_caching": True}),
+    "draft model, fly, some exact": _Way(_MODEL, _FLY, some_exact=True),
+    "draft model, exact, lookup below": _Way(_MODEL, _EXACT | _BELOW),
+    "draft model, fly, lookup below": _Way(_MODEL, _FLY | _BELOW),
+    "draft model, budget": _Way(_MODEL, _FLY | _BUDGET),
+}
+
+# The engine's own heads, with the family of the target: its Llama alone has features for EAGLE-3.
+_HEADS = {"eagle3": "llama3", "dflash": "qwen3"}
+_HEAD_K, _WORDS, _LAYERS = 5, 12, 6
+_HEADS_SEED={'eagle3':0,'dflash':0}
+_HEAD_FLY = _FLY | {"window_size": 1}
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
 _FAMILIES = ("qwen3", "mistral")  # the embedded pair is a Llama
@@ -98,23 +129,25 @@ def _requests(pair: Pair) -> list[dict[str, Any]]:
     return [{"prompt": ids, "limit": chance.choice(limits)} for ids in prompts[:_REQUESTS]]
 
 
-def _decoded(way: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    speculative, fly_jax, other, some_exact = _WAYS[way]
+def _decoded(
+    target: str, way: _Way, requests: list[dict[str, Any]], **given: Any
+) -> dict[str, Any]:
     asked = [
-        one | ({"extra_args": {"fly_jax": _EXACT}} if some_exact and not index % 4 else {})
+        one | ({"extra_args": {"fly_jax": _EXACT}} if way.some_exact and not index % 4 else {})
         for index, one in enumerate(requests)
     ]
-    arguments = {"enable_prefix_caching": False, "speculative_config": speculative} | other
-    return vllm_stand_ins.decoded(_TARGET, asked, fly_jax=fly_jax, **arguments)
+    arguments = {"enable_prefix_caching": False, "speculative_config": way.speculative}
+    arguments |= given | way.other
+    return vllm_stand_ins.decoded(target, asked, fly_jax=way.fly_jax, **arguments)
 
 
 def _own(
-    pair: Pair, way: str, requests: list[dict[str, Any]], plain: list[list[int]]
+    pair: Pair, way: _Way, requests: list[dict[str, Any]], plain: list[list[int]]
 ) -> dict[str, Any]:
     """The same by fly_jax's engine: tokens, drafts and accepted draft tokens."""
-    speculative, fly_jax, _, _ = _WAYS[way]
+    speculative = way.speculative
     assert speculative is not None
-    values = dict(fly_jax or {}) | {
+    values = dict(way.fly_jax or {}) | {
         "num_speculative_tokens": speculative["num_speculative_tokens"],
         "lossless_speculative_tokens": speculative["num_speculative_tokens"],
     }
@@ -151,22 +184,21 @@ def _own(
 
 
 def _compared(
-    way: str,
+    way: _Way,
     one: dict[str, Any],
     plain: list[list[int]],
-    pairs: dict[str, Pair],
+    pair: Pair | None,
     requests: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """How many requests have the tokens that they must have."""
-    speculative, _, _, some_exact = _WAYS[way]
     result: dict[str, Any] = {
         "tokens": sum(map(len, one["tokens"])),
         "as_plain": sum(a == b for a, b in zip(one["tokens"], plain, strict=True)),
     }
-    if speculative is None:
+    if pair is None:
         return result
-    own = _own(pairs[speculative["method"]], way, requests, plain)
-    is_exact = [some_exact and index % 4 == 0 for index in range(_REQUESTS)]
+    own = _own(pair, way, requests, plain)
+    is_exact = [way.some_exact and index % 4 == 0 for index in range(len(requests))]
     wanted = [
         exact if asked else kept
         for asked, exact, kept in zip(is_exact, plain, own["tokens"], strict=True)
@@ -179,12 +211,20 @@ def _compared(
     }
     if one["passes"]:
         result["draft_passes_per_step"] = sum(one["passes"]) / len(one["passes"])
-    if not some_exact:
+    if not way.some_exact:
         result |= {
             "rescued_tokens_of_fly_jax": own["rescued"],
             "mean_acceptance_length_of_fly_jax": 1 + own["accepted"] / own["drafts"],
         }
     return result
+
+
+def _save(folder: Path, config: LlamaConfig, parameters: Parameters) -> None:
+    """A model, with the embedded pair's tokenizer beside it."""
+    save_hf(Llama(config, parameters), folder, jnp.float32)
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        if (EMBEDDED_PAIR[0] / name).exists():
+            shutil.copy(EMBEDDED_PAIR[0] / name, folder)
 
 
 def _write_models(target: Path, draft: Path, family: str) -> None:
@@ -197,11 +237,80 @@ def _write_models(target: Path, draft: Path, family: str) -> None:
     as_target = "llama" if family == "mistral" else family
     parameters = Llama.random(config, jax.random.key(0)).parameters()
     for folder, architecture in ((target, as_target), (draft, family)):
-        model = Llama(dataclasses.replace(config, architecture=architecture), parameters)
-        save_hf(model, folder, jnp.float32)
-        for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
-            if (EMBEDDED_PAIR[0] / name).exists():
-                shutil.copy(EMBEDDED_PAIR[0] / name, folder)
+        _save(folder, dataclasses.replace(config, architecture=architecture), parameters)
+
+
+def _write_head(target: Path, folder: Path, method: str) -> None:
+    """A random target and a random head of it, as EAGLE and DFlash publish theirs."""
+    golden = open_weights(_GOLDEN / _HEADS[method]).config
+    config = dataclasses.replace(
+        golden, vocab_size=_WORDS, num_layers=_LAYERS, head_size=_HEAD_SIZE, eos_token_ids=(0,)
+    )
+    _save(target, config, Llama.random(config, jax.random.key(_HEADS_SEED[method])).parameters())
+    of_target = json.loads((target / "config.json").read_text())
+    size, ffw = config.embed_size, config.ffw_size
+    queries, keys = (n * _HEAD_SIZE for n in (config.num_heads, config.num_kv_heads))
+    is_block = method == "dflash"
+    seen = size if is_block else 2 * size
+    layer = {
+        "self_attn.q_proj": (queries, seen), "self_attn.k_proj": (keys, seen),
+        "self_attn.v_proj": (keys, seen), "self_attn.o_proj": (size, queries),
+        "mlp.gate_proj": (ffw, size), "mlp.up_proj": (ffw, size), "mlp.down_proj": (size, ffw),
+        "input_layernorm": (size,), "post_attention_layernorm": (size,),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"fc": (size, 3 * size), "norm": (size,)}
+    fields = of_target | {"num_hidden_layers": 1}
+    if is_block:
+        layer |= {"self_attn.q_norm": (_HEAD_SIZE,), "self_attn.k_norm": (_HEAD_SIZE,)}
+        shapes |= {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+        shapes["hidden_norm"] = (size,)
+        own = {"mask_token_id": 1, "target_layer_ids": [1, 2, 4]}
+        fields |= {
+            "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "dflash_config": own,
+            "block_size": _HEAD_K + 1, "num_target_layers": _LAYERS,
+            "layer_types": ["full_attention"] * 2,
+        }  # fmt: skip
+    else:
+        layer["hidden_norm"] = (size,)
+        shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
+        known = np.arange(4, _WORDS)  # none that ends a text
+        shapes["lm_head"] = (len(known), size)
+        fields |= {"draft_vocab_size": len(known), "tie_word_embeddings": False}
+    chance = np.random.default_rng(0)
+    tensors = {
+        f"{name}.weight": (chance.normal(len(shape) == 1, 0.3, shape).astype(np.float32))
+        for name, shape in shapes.items()
+    }
+    if not is_block:
+        tensors |= {"d2t": known - np.arange(len(known)), "t2d": np.isin(np.arange(_WORDS), known)}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _head(method: str) -> dict[str, Any]:
+    """What comes of each way to decode with a head of the engine's own."""
+    chance = random.Random(0)
+    requests = [
+        {
+            "prompt": [chance.randrange(3, _WORDS) for _ in range(chance.randint(5, 40))],
+            "limit": chance.choice((8, 24, 48, 96)),
+        }
+        for _ in range(_REQUESTS)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        target, head = Path(name) / "target", Path(name) / "head"
+        _write_head(target, head, method)
+        drafting = {"method": method, "model": str(head), "num_speculative_tokens": _HEAD_K}
+        ways = {
+            "plain": _Way(),
+            "exact": _Way(drafting, _EXACT),
+            "fly": _Way(drafting, _HEAD_FLY),
+            "fly, some exact": _Way(drafting, _HEAD_FLY, some_exact=True),
+            "budget": _Way(drafting, _HEAD_FLY | _BUDGET),
+        }
+        pair = Pair(load_llama(target), (load_llama(head),), load_tokenizer(target))
+        return _in_all_ways(str(target), ways, requests, lambda method: pair)
 
 
 def _family(family: str) -> dict[str, Any]:
@@ -233,20 +342,38 @@ def _family(family: str) -> dict[str, Any]:
     }
 
 
+def _in_all_ways(
+    target: str,
+    ways: dict[str, _Way],
+    requests: list[dict[str, Any]],
+    pair_of: Callable[[str], Pair],
+) -> dict[str, Any]:
+    found = {name: _decoded(target, way, requests) for name, way in ways.items()}
+    plain = found["plain"]["tokens"]
+    results = {}
+    for name, way in ways.items():
+        pair = way.speculative and pair_of(way.speculative["method"])
+        results[name] = _compared(way, found[name], plain, pair, requests)
+        print(f"{name}: {results[name]}")
+    return results
+
+
 def main() -> None:
     versions = vllm_stand_ins.versions("vllm-tpu", "tpu-inference")
     jax.config.update("jax_platforms", "cpu")  # here; vLLM's engines have their own processes
-    pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
-    requests = _requests(pairs["draft_model"])
-    found = {way: _decoded(way, requests) for way in _WAYS}
-    plain = found["plain"]["tokens"]
-    results = {way: _compared(way, one, plain, pairs, requests) for way, one in found.items()}
-    for way, one in results.items():
-        print(f"{way}: {one}")
-    print(write("vllm_engine", {**versions, "requests": _REQUESTS, "rows": _ROWS, "ways": results}))
-    families = {family: _family(family) for family in _FAMILIES}
-    print(families)
-    print(write("vllm_families", {**versions, "requests": 8, "families": families}))
+    if _ONLY.value in (None, "pair"):
+        pairs = {"draft_model": load_pair(), "ngram": load_pair(_TARGET, "ngram")}
+        requests = _requests(pairs["draft_model"])
+        ways = _in_all_ways(_TARGET, _WAYS, requests, lambda method: pairs[method])
+        size = {"requests": _REQUESTS, "rows": _ROWS}
+        print(write("vllm_engine", {**versions, **size, "ways": ways}))
+    if _ONLY.value in (None, "heads"):
+        heads = {method: _head(method) for method in _HEADS}
+        print(write("vllm_heads", {**versions, "requests": _REQUESTS, "rows": _ROWS, **heads}))
+    if _ONLY.value in (None, "families"):
+        families = {family: _family(family) for family in _FAMILIES}
+        print(families)
+        print(write("vllm_families", {**versions, "requests": 8, "families": families}))
 
 
 if __name__ == "__main__":

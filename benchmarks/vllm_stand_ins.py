@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ def install() -> None:
 
     attention_interface.ragged_paged_attention = _attention
     attention_interface.ragged_paged_attention_hd64 = _attention
+    _heads_in_float32()
 
 
 def _drop_compiler_options() -> None:
@@ -160,6 +162,18 @@ def _drop_compiler_options() -> None:
 
     jit.is_stand_in = True  # type: ignore[attr-defined]
     jax.jit = jit
+
+
+def _heads_in_float32() -> None:
+    """The engine computes heads in bfloat16, whatever is asked for; there close ones change places."""
+    import jax.numpy as jnp
+    from tpu_inference.models.jax import dflash, llama_eagle3
+    from tpu_inference.spec_decode.jax import dflash as dflash_proposer
+
+    wide = types.ModuleType("jax.numpy")
+    wide.__dict__.update(vars(jnp) | {"bfloat16": jnp.float32})
+    for module in (dflash, llama_eagle3, dflash_proposer):
+        module.jnp = wide
 
 
 def _copy_what_is_put() -> None:
@@ -188,9 +202,10 @@ def _attention(
     distribution: Any,
     *,
     sm_scale: float = 1.0,
+    use_causal_mask: bool = True,
     **unused: Any,
 ) -> tuple[Any, Any]:
-    """The kernel's function in plain JAX: causal, over pages, all requests one after the other.
+    """The kernel's function in plain JAX, over pages, all requests one after the other.
 
     Args:
       queries: [tokens, heads, size].
@@ -202,6 +217,7 @@ def _attention(
       query_starts: [requests + 1].
       distribution: the last of its three numbers is how many requests there are.
       sm_scale: factor of the scores.
+      use_causal_mask: a token sees what is not after it; else all of its request.
       **unused: what tunes the kernel.
     """
     import jax
@@ -222,12 +238,13 @@ def _attention(
     merged = jnp.concatenate([keys, values], axis=1).reshape(tokens, width).astype(cache.dtype)
     page = jnp.where(live, pages[request, position // page_size], cache.shape[0])
     store = store.at[page, position % page_size, :width].set(merged, mode="drop")
-    # 2) Each token's scores over its request's pages, of what is not after it.
+    # 2) Each token's scores over what it sees of its request's pages.
     held = store[pages][..., :width].reshape(num_requests, -1, 2, kv_heads, size)
     here = held[request].astype(jnp.float32)  # [tokens, positions, 2, kv heads, size]
     grouped = queries.reshape(tokens, kv_heads, heads // kv_heads, size).astype(jnp.float32)
     scores = jnp.einsum("tkgd,tskd->tkgs", grouped, here[:, :, 0]) * sm_scale
-    visible = jnp.arange(here.shape[1]) <= position[:, None]
+    last = position if use_causal_mask else lengths[request] - 1
+    visible = jnp.arange(here.shape[1]) <= last[:, None]
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1)
     weights = jnp.where(live[:, None, None, None], weights, 0)
     output = jnp.einsum("tkgs,tskd->tkgd", weights, here[:, :, 1])

@@ -26,7 +26,6 @@ if importlib.util.find_spec("tpu_inference") is None:
 from tpu_inference.layers.common.attention_metadata import AttentionMetadata
 
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.integrations.vllm_tpu import draft_model
 from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer
 
 VOCAB, K, ROWS, LIMIT, SIZE = 12, 7, 3, 64, 16
@@ -53,7 +52,8 @@ def made(ranks: int, lookup: Lookup | None, monkeypatch: pytest.MonkeyPatch) -> 
         state=None,
         state_leaves=[],
     )
-    monkeypatch.setattr(draft_model, "get_flax_model", lambda config, key, mesh: model)
+    loader = "tpu_inference.models.common.model_loader.get_flax_model"
+    monkeypatch.setattr(loader, lambda config, key, mesh: model)
     draft = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
         get_num_layers=lambda parallel: 1,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.integrations.vllm_tpu import plugin
+from fly_jax.integrations.vllm_tpu.hooks import HOOKS, PACKAGES, TRIED, root
 from fly_jax.integrations.vllm_tpu.startup import (
     StartRefusedError,
     asked_for,
@@ -118,22 +121,81 @@ def config(**additional: Any) -> Any:
     )
 
 
-@pytest.fixture
-def update(monkeypatch: pytest.MonkeyPatch) -> Update:
+def stub(monkeypatch: pytest.MonkeyPatch, engine: str, without: str = "") -> Any:
+    """The engine's modules, under a name, with all that is looked for or all but one."""
+    monkeypatch.setitem(sys.modules, "tpu_inference", None)  # if it is installed
+    modules = [["", *module.split(".")] for module, _ in HOOKS.values()]
+    for path in {engine + end for one in modules for end in accumulate(one, "{}.{}".format)}:
+        made = ModuleType(path)
+        made.__spec__ = ModuleSpec(path, None)
+        monkeypatch.setitem(sys.modules, path, made)
+    for name, (module, parts) in HOOKS.items():
+        if name != without:
+            found = type(name, (), dict.fromkeys(parts.split(), staticmethod(lambda *_: None)))
+            setattr(sys.modules[f"{engine}.{module}"], name, found)
+    return sys.modules[f"{engine}.{HOOKS['TpuPlatform'][0]}"]
+
+
+@pytest.fixture(params=list(PACKAGES))
+def update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Update:
     """The hook by which vLLM has a platform complete its config, with the plugin registered."""
-
-    class TpuPlatform:
-        check_and_update_config = staticmethod(lambda config: None)
-        validate_request = staticmethod(lambda inputs, params: None)
-
-    for end in ("", ".platforms", ".platforms.tpu_platform"):
-        module = ModuleType(f"tpu_inference{end}")
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        module.TpuPlatform = TpuPlatform  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    module = stub(monkeypatch, request.param)
     plugin.register()
     plugin.register()  # vLLM may call it again
-    return TpuPlatform.check_and_update_config
+    found: Update = module.TpuPlatform.check_and_update_config
+    return found
+
+
+def said_by(caplog: pytest.LogCaptureFixture) -> str:
+    return "".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What vLLM would show."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.fly_jax")
+    return caplog
+
+
+def test_a_sentence_says_under_which_name_the_engine_was_found(update: Update, log: Any) -> None:
+    engine = root()
+    (other,) = set(PACKAGES) - {engine}
+    update(config(fly_jax={"any_version": True}))
+    assert f"found as {engine} ({PACKAGES[engine][0]} " in said_by(log)
+    assert f"not as {other}; fly_jax was tried with {TRIED}" in said_by(log)
+    assert f"all of its {len(HOOKS)} hooks" in said_by(log)
+
+
+def test_versions_that_were_never_tried_are_refused(update: Update, log: Any) -> None:
+    with pytest.raises(StartRefusedError, match=f"tried with {TRIED}; install those.*any_version"):
+        update(config(fly_jax={}))
+    assert not log.records
+
+
+@pytest.mark.parametrize("missing", ["TPUModelRunner", "RejectionSampler"])
+def test_what_the_engine_lacks_is_named_before_it_starts(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stub(monkeypatch, "vllm_jax", without=missing)
+    plugin.register()
+    with pytest.raises(StartRefusedError, match=rf"^vllm_jax \(.*\) has no {missing} in "):
+        module.TpuPlatform.check_and_update_config(config(fly_jax={"any_version": True}))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [("vllm_torchtpu", "sampler of its own"), ("vllm_jax", "has no TpuPlatform"), (None, "")],
+)
+def test_without_a_platform_it_does_nothing_and_says_why(
+    found: str | None, words: str, monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "tpu_inference", None)
+    if found is not None:
+        stub(monkeypatch, found, without="TpuPlatform")
+    plugin.register()
+    assert words in said_by(log)
+    assert bool(words) == bool(log.records)
 
 
 def test_the_worker_changes_where_it_is_asked_for(update: Update) -> None:

@@ -13,17 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Int32
-from tpu_inference import utils
-from tpu_inference.layers.common.attention_metadata import AttentionMetadata
-from tpu_inference.layers.common.sharding import ShardingAxisName
-from tpu_inference.models.common.model_loader import get_flax_model
-from tpu_inference.spec_decode.jax.eagle3 import Eagle3Proposer
 
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.integrations.vllm_tpu import draft_inputs
+from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RequestPlaces
 
-SPLIT = PartitionSpec(ShardingAxisName.ATTN_DATA)
+Eagle3Proposer: Any = hook("Eagle3Proposer")
+SPLIT = PartitionSpec(hook("ShardingAxisName").ATTN_DATA)
 Caches = list[jax.Array]
 
 
@@ -89,9 +86,9 @@ class Drafted(NamedTuple):
 
 def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
     """Key/value heads and their size, padded as the engine pads them."""
-    shards = utils.get_mesh_shape_product(mesh, ShardingAxisName.ATTN_HEAD)
-    heads = utils.get_padded_num_heads(draft.get_total_num_kv_heads(), shards)
-    return heads, utils.get_padded_head_dim(draft.get_head_size())
+    shards = hook("get_mesh_shape_product")(mesh, hook("ShardingAxisName").ATTN_HEAD)
+    heads = hook("get_padded_num_heads")(draft.get_total_num_kv_heads(), shards)
+    return heads, hook("get_padded_head_dim")(draft.get_head_size())
 
 
 class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
@@ -130,7 +127,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             hf_config.architectures = ["LlamaForCausalLM"]  # see startup.DRAFTS
         config.model_config.hf_config = hf_config
         with jax.set_mesh(self.mesh):
-            model = get_flax_model(config, self.rng_key, self.mesh)
+            model = hook("get_flax_model")(config, self.rng_key, self.mesh)
         self.state, self.state_leaves = model.state, model.state_leaves
         # Inside another program it has no compiler options.
         self.model_fn = model.model.step_fn_no_options
@@ -148,7 +145,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     def prepare_inputs(
         self,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: Any,
         input_ids: Int[Array, " tokens"],
         aux_hidden_states: Any,
         last_sampled_token_id: Int[Array, " requests"],
@@ -156,7 +153,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         is_in_prefill: Int[Array, " requests"],
         num_rejected_tokens: Int[Array, " requests"],
         num_reqs_dp: Int[Array, " ranks"],
-    ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], AttentionMetadata]:
+    ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], Any]:
         """As `Eagle3Proposer.prepare_inputs`, without hidden states, and one more token of each."""
         step = draft_inputs.TargetStep(
             input_ids, attn_metadata.input_positions, attn_metadata.query_start_loc,
@@ -178,7 +175,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self,
         kv_caches: list[jax.Array],
         input_ids: Int[Array, " more"],
-        attn_metadata: AttentionMetadata,
+        attn_metadata: Any,
         last_token_indices: Int[Array, " requests"],
         target_hidden_states: None,
     ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
@@ -204,7 +201,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         slots: Int32[Array, " requests"] | None,
         leaves: Any,
         tokens: Int[Array, " more"],
-        metadata: AttentionMetadata,
+        metadata: Any,
         last: Int[Array, " requests"],
     ) -> Drafted:
         """All passes of a step over what is `TakenIn`; without a lookup there are no texts."""
@@ -233,7 +230,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self,
         caches: Caches,
         leaves: Any,
-        metadata: AttentionMetadata,
+        metadata: Any,
         positions: Int32[Array, " requests"],
         first: Int32[Array, " requests"],
     ) -> Drafted:
@@ -254,7 +251,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return Drafted(caches, None, tokens, jnp.int32(self.num_speculative_tokens))
 
     def _with_lookup(
-        self, caches: Caches, leaves: Any, metadata: AttentionMetadata, begun: draft_inputs.Progress
+        self, caches: Caches, leaves: Any, metadata: Any, begun: draft_inputs.Progress
     ) -> Drafted:
         k, most = self.num_speculative_tokens, self.runner.max_model_len
         feeding = self._on_each(draft_inputs.feed, lookup=self._lookup, k=k, max_length=most)
@@ -279,7 +276,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return Drafted(caches, None, self._on_each(draft_inputs.drafted, k=k)(progress), num_passes)
 
     def _passed(
-        self, caches: Caches, leaves: Any, tokens: Array, metadata: AttentionMetadata
+        self, caches: Caches, leaves: Any, tokens: Array, metadata: Any
     ) -> tuple[Caches, Float[Array, "tokens size"]]:
         caches, hidden, *_ = self.model_fn(
             leaves, list(caches), tokens, metadata, None, metadata.input_positions,
@@ -311,7 +308,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         requests = runner.max_num_reqs
         for num_tokens in runner.num_tokens_paddings:
             for padded in runner.attn_num_reqs_paddings:
-                metadata = AttentionMetadata(
+                metadata = hook("AttentionMetadata")(
                     input_positions=zeros(num_tokens),
                     block_tables=zeros(requests * runner.max_num_blocks_per_req),
                     seq_lens=zeros(requests),

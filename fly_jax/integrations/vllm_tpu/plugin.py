@@ -1,31 +1,37 @@
-"""The entry point: what vLLM calls in each of its processes, and what is put in whose place.
+"""The entry point: what vLLM calls in each of its processes.
 
-| of the engine | in its place |
-| --- | --- |
-| `TpuPlatform.check_and_update_config` | itself, then `startup.prepare` if anything is asked for, |
-|   | which checks that and names the worker class |
-| `TpuPlatform.validate_request` | `startup.check_request` if the request has a rule, then itself |
-| `tpu_worker.TPUModelRunner` | its subclass `runner.Runner`, by `runner.Worker`, while it starts |
-
-`Runner` overrides `_init_speculative_decoding`, `get_kv_cache_spec` and `capture_model`, and its
-manager of drafts three methods more. Tried with the versions in `startup.TRIED`.
+docs/integrations.md says what is put in whose place; `hooks.HOOKS` is what is needed for it.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
+import logging
 import os
 from typing import Any
 
+from fly_jax.errors import FlyJaxError
+from fly_jax.integrations.vllm_tpu.hooks import PACKAGES, hook, root
+
+_LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
+
 
 def register() -> None:
-    """Called by vLLM as `vllm.general_plugins` says, before settings are known: cheap, silent."""
-    if importlib.util.find_spec("tpu_inference") is None:
+    """Called by vLLM as `vllm.general_plugins` says, before settings are known."""
+    if root() is None:
+        if importlib.util.find_spec("vllm_torchtpu") is not None:
+            _LOGGER.info(
+                "fly_jax: vllm_torchtpu was found, which has a sampler of its own for PyTorch "
+                "models, and not %s, in which fly_jax works: it does nothing.",
+                " or ".join(PACKAGES),
+            )
         return
-    # vLLM has imported it by now.
-    platform = importlib.import_module("tpu_inference.platforms.tpu_platform").TpuPlatform
+    try:
+        platform = hook("TpuPlatform")  # vLLM has imported it by now
+    except FlyJaxError as error:
+        _LOGGER.warning("fly_jax does nothing: %s", error)
+        return
     if hasattr(platform.check_and_update_config, "by_fly_jax"):
         return
     update, validate = platform.check_and_update_config, platform.validate_request
@@ -34,7 +40,6 @@ def register() -> None:
     def check_and_update_config(vllm_config: Any) -> None:
         update(vllm_config)
         if _is_wanted(vllm_config):
-            from fly_jax.errors import FlyJaxError
             from fly_jax.integrations.vllm_tpu.startup import prepare, refuse
 
             try:
@@ -47,7 +52,6 @@ def register() -> None:
         if "fly_jax" in (getattr(params, "extra_args", None) or {}):
             from vllm.exceptions import VLLMValidationError
 
-            from fly_jax.errors import FlyJaxError
             from fly_jax.integrations.vllm_tpu.startup import check_request
 
             try:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -17,22 +18,20 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 from prometheus_client import REGISTRY, Counter
-from tpu_inference import envs
-from tpu_inference.layers.common.sharding import ShardingAxisName
-from tpu_inference.layers.jax.sample.rejection_sampler import RejectionSampler
-from tpu_inference.layers.jax.sample.sampling_metadata import TPUSupportedSamplingMetadata
-from tpu_inference.runner.speculative_decoding_manager import SpeculativeDecodingManager
-from tpu_inference.runner.tpu_runner import TPUModelRunner
-from tpu_inference.runner.utils import host_extract_sampled_tokens
-from tpu_inference.worker import tpu_worker
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.integrations.vllm_tpu.draft_model import DraftModelProposer, draft_cache_shape
+from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, DraftModelProposer, draft_cache_shape
+from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule, RuleState
 from fly_jax.verification.verify import verify_flat
+
+RejectionSampler: Any = hook("RejectionSampler")
+SpeculativeDecodingManager: Any = hook("SpeculativeDecodingManager")
+TPUModelRunner: Any = hook("TPUModelRunner")
+TPUWorker: Any = hook("TPUWorker")
 
 NAME = "vllm:spec_decode_num_rescued_tokens"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
@@ -121,7 +120,7 @@ class LoosenedSampler(RejectionSampler):
         draft_probs: Float[Array, "tokens vocab"] | None,
         target_logits: Float[Array, "tokens vocab"],
         bonus_token_ids: Int[Array, " requests"],
-        sampling_metadata: TPUSupportedSamplingMetadata,
+        sampling_metadata: Any,
         key: Key[Array, ""] | None = None,
     ) -> Int32[Array, " emitted"]:
         """As `RejectionSampler.__call__`."""
@@ -145,7 +144,7 @@ def kept_on(
     draft_probs: Float[Array, "tokens vocab"] | None,
     logits: Float[Array, "tokens vocab"],
     bonus_tokens: Int[Array, " requests"],
-    metadata: TPUSupportedSamplingMetadata,
+    metadata: Any,
     key: Key[Array, ""] | None,
     protected: Bool[Array, " vocab"],
     memory: Int32[Array, "pairs 2"] | None,
@@ -179,15 +178,15 @@ def kept_on(
         rule: Rule, rows: dict[str, Any], whole: dict[str, Any]
     ) -> tuple[Array, Array, Array | None]:
         if whole["key"] is not None:
-            rank = jax.lax.axis_index(ShardingAxisName.ATTN_DATA)
+            rank = jax.lax.axis_index(hook("ShardingAxisName").ATTN_DATA)
             whole = whole | {"key": jax.random.fold_in(whole["key"], rank)}
         found = verify_flat(rule, **rows, **whole, max_drafted=max_drafted)
         left = rows["state"].after(found.verdict, found.verdict.num_accepted)
         return found.tokens, found.verdict.num_rescued, left.budget
 
-    split, whole = PartitionSpec(ShardingAxisName.ATTN_DATA), PartitionSpec()
+    whole = PartitionSpec()
     tokens, num_rescued, left = jax.shard_map(
-        of_a_device, mesh=mesh, in_specs=(split, split, whole), out_specs=split, check_vma=False
+        of_a_device, mesh=mesh, in_specs=(SPLIT, SPLIT, whole), out_specs=SPLIT, check_vma=False
     )(step.rule, rows, {"key": key, "protected": protected, "memory": memory})
     if left is not None:
         budgets = budgets.at[step.slots].set(left, mode="drop")
@@ -244,7 +243,7 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
     def capture_model(self) -> None:
         """As `TPUModelRunner.capture_model`, and the programs of the draft model."""
         super().capture_model()
-        skips = envs.SKIP_JAX_PRECOMPILE or self.model_config.enforce_eager
+        skips = hook("SKIP_JAX_PRECOMPILE") or self.model_config.enforce_eager
         if isinstance(self.drafter, DraftModelProposer) and not skips:
             self.drafter.warm_up()
 
@@ -289,7 +288,7 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
         elif runner.speculative_config.method == "ngram":
             # The engine looks up before the step's tokens stand in its text, and so drafts what
             # would have followed one step ago. Here they do; it then writes them once more.
-            sampled = host_extract_sampled_tokens(
+            sampled = hook("host_extract_sampled_tokens")(
                 runner, of["spec_decode_metadata"], of["sampled_output"],
                 of["logits_indices_selector"], of["discard_sampled_tokens_req_indices"],
                 batch.num_reqs,
@@ -315,14 +314,14 @@ def _padded(of_ranks: list[list[str]], length: int) -> list[str | None]:
     return [name for names in of_ranks for name in [*names, *[None] * (length - len(names))]]
 
 
-class Worker(tpu_worker.TPUWorker):  # type: ignore[misc]
+class Worker(TPUWorker):  # type: ignore[misc]
     """tpu-inference's, with `Runner` for its runner."""
 
     def init_device(self) -> None:
         """As `TPUWorker.init_device`, which makes the runner by this name."""
-        stock = tpu_worker.TPUModelRunner
-        tpu_worker.TPUModelRunner = Runner
+        module: Any = sys.modules[TPUWorker.__module__]
+        stock, module.TPUModelRunner = module.TPUModelRunner, Runner
         try:
             super().init_device()
         finally:
-            tpu_worker.TPUModelRunner = stock
+            module.TPUModelRunner = stock

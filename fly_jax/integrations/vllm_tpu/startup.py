@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import jax
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters, parameter_groups
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.errors import FlyJaxError
+from fly_jax.integrations.vllm_tpu.hooks import checked_hooks
 from fly_jax.models.checkpoints.source import resolve
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.parameters import Parameter, check_keys, parameter, parameters_of
@@ -33,7 +33,6 @@ _OWN = ("rule", "protect", "memory", "csd_min_count")
 _OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
 _OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
 
-TRIED = {"vllm-tpu": ("0.32.0",), "tpu-inference": ("0.32.0",)}
 # The engine has a Llama, but no Mistral, in JAX; without a sliding window they are one.
 DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -201,8 +200,7 @@ def prepare(vllm_config: Any) -> None:
             'as {"method": "ngram", "num_speculative_tokens": 10}, or leave fly_jax out.'
         )
     asked = {"rule": "exact"} if asked is None else asked
-    if not asked.get("any_version"):
-        _check_versions()
+    found = checked_hooks(any_version=asked.get("any_version", False))
     config = decoding_config(asked, speculative.num_speculative_tokens)
     if speculative.method == "draft_model":
         _check_draft(vllm_config)
@@ -215,6 +213,7 @@ def prepare(vllm_config: Any) -> None:
     vllm_config.additional_config[KEY] = asked  # what a worker in another process reads
     vllm_config.parallel_config.worker_cls = _WORKER
     _prepared[:] = [config]
+    _LOGGER.info("fly_jax: %s", found)
     if config.is_loosened:
         _LOGGER.info("fly_jax: the rule %s keeps tokens that the target refuses", config.rule)
 
@@ -230,20 +229,6 @@ def target_tokenizer(model_config: Any) -> Tokenizer:
     revision = model_config.tokenizer_revision or model_config.revision
     name = model_config.tokenizer
     return load_tokenizer(resolve(name, None if os.path.isdir(name) else revision))
-
-
-def _check_versions() -> None:
-    for package, tried in TRIED.items():
-        try:
-            found = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # built from source under another name
-            found = "of no known version"
-        if found not in tried:
-            raise FlyJaxError(
-                f"{package} is {found}, and fly_jax was tried with {', '.join(tried)}; install "
-                f'that, or try this one with "any_version": true in additional_config[{KEY!r}] '
-                "(FLY_JAX_ANY_VERSION=true)."
-            )
 
 
 def _check_draft(vllm_config: Any) -> None:

@@ -99,7 +99,6 @@ _WAYS = {
 # The engine's own heads, with the family of the target: its Llama alone has features for EAGLE-3.
 _HEADS = {"eagle3": "llama3", "dflash": "qwen3"}
 _HEAD_K, _WORDS, _LAYERS = 5, 12, 6
-_HEADS_SEED={'eagle3':0,'dflash':0}
 _HEAD_FLY = _FLY | {"window_size": 1}
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
@@ -244,9 +243,11 @@ def _write_head(target: Path, folder: Path, method: str) -> None:
     """A random target and a random head of it, as EAGLE and DFlash publish theirs."""
     golden = open_weights(_GOLDEN / _HEADS[method]).config
     config = dataclasses.replace(
-        golden, vocab_size=_WORDS, num_layers=_LAYERS, head_size=_HEAD_SIZE, eos_token_ids=(0,)
+        golden, vocab_size=_WORDS, num_layers=_LAYERS, head_size=_HEAD_SIZE
     )
-    _save(target, config, Llama.random(config, jax.random.key(_HEADS_SEED[method])).parameters())
+    parameters = Llama.random(config, jax.random.key(1)).parameters()
+    # Sharper than it comes, so that texts do not stand still.
+    _save(target, config, {n: one if "norm" in n else 3 * one for n, one in parameters.items()})
     of_target = json.loads((target / "config.json").read_text())
     size, ffw = config.embed_size, config.ffw_size
     queries, keys = (n * _HEAD_SIZE for n in (config.num_heads, config.num_kv_heads))

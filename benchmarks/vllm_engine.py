@@ -279,7 +279,7 @@ def _write_head(target: Path, folder: Path, method: str) -> None:
         fields |= {"draft_vocab_size": len(known), "tie_word_embeddings": False}
     chance = np.random.default_rng(0)
     tensors = {
-        f"{name}.weight": (chance.normal(len(shape) == 1, 0.3, shape).astype(np.float32))
+        f"{name}.weight": chance.normal(len(shape) == 1, 0.3, shape).astype(np.float32)
         for name, shape in shapes.items()
     }
     if not is_block:
@@ -311,7 +311,8 @@ def _head(method: str) -> dict[str, Any]:
             "budget": _Way(drafting, _HEAD_FLY | _BUDGET),
         }
         pair = Pair(load_llama(target), (load_llama(head),), load_tokenizer(target))
-        return _in_all_ways(str(target), ways, requests, lambda method: pair)
+        given = {"skip_tokenizer_init": True}
+        return _in_all_ways(str(target), ways, requests, lambda method: pair, **given)
 
 
 def _family(family: str) -> dict[str, Any]:
@@ -348,8 +349,9 @@ def _in_all_ways(
     ways: dict[str, _Way],
     requests: list[dict[str, Any]],
     pair_of: Callable[[str], Pair],
+    **given: Any,
 ) -> dict[str, Any]:
-    found = {name: _decoded(target, way, requests) for name, way in ways.items()}
+    found = {name: _decoded(target, way, requests, **given) for name, way in ways.items()}
     plain = found["plain"]["tokens"]
     results = {}
     for name, way in ways.items():

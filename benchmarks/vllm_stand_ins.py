@@ -165,7 +165,7 @@ def _drop_compiler_options() -> None:
 
 
 def _heads_in_float32() -> None:
-    """The engine computes heads in bfloat16, whatever is asked for; there close ones change places."""
+    """The engine computes heads in bfloat16, whatever is asked for, where close drafts change."""
     import jax.numpy as jnp
     from tpu_inference.models.jax import dflash, llama_eagle3
     from tpu_inference.spec_decode.jax import dflash as dflash_proposer

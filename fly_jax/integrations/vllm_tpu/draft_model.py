@@ -19,8 +19,9 @@ from fly_jax.integrations.vllm_tpu import draft_inputs
 from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RequestPlaces
 
-Eagle3Proposer: Any = hook("Eagle3Proposer")
-SPLIT = PartitionSpec(hook("ShardingAxisName").ATTN_DATA)
+Eagle3Proposer: Any = hook("spec_decode.jax.eagle3:Eagle3Proposer")
+Axis: Any = hook("layers.common.sharding:ShardingAxisName")
+SPLIT = PartitionSpec(Axis.ATTN_DATA)
 Caches = list[jax.Array]
 
 
@@ -86,9 +87,9 @@ class Drafted(NamedTuple):
 
 def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
     """Key/value heads and their size, padded as the engine pads them."""
-    shards = hook("get_mesh_shape_product")(mesh, hook("ShardingAxisName").ATTN_HEAD)
-    heads = hook("get_padded_num_heads")(draft.get_total_num_kv_heads(), shards)
-    return heads, hook("get_padded_head_dim")(draft.get_head_size())
+    shards = hook("utils:get_mesh_shape_product")(mesh, Axis.ATTN_HEAD)
+    heads = hook("utils:get_padded_num_heads")(draft.get_total_num_kv_heads(), shards)
+    return heads, hook("utils:get_padded_head_dim")(draft.get_head_size())
 
 
 class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
@@ -127,7 +128,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             hf_config.architectures = ["LlamaForCausalLM"]  # see startup.DRAFTS
         config.model_config.hf_config = hf_config
         with jax.set_mesh(self.mesh):
-            model = hook("get_flax_model")(config, self.rng_key, self.mesh)
+            load = hook("models.common.model_loader:get_flax_model")
+            model = load(config, self.rng_key, self.mesh)
         self.state, self.state_leaves = model.state, model.state_leaves
         # Inside another program it has no compiler options.
         self.model_fn = model.model.step_fn_no_options
@@ -308,7 +310,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         requests = runner.max_num_reqs
         for num_tokens in runner.num_tokens_paddings:
             for padded in runner.attn_num_reqs_paddings:
-                metadata = hook("AttentionMetadata")(
+                metadata = hook("layers.common.attention_metadata:AttentionMetadata")(
                     input_positions=zeros(num_tokens),
                     block_tables=zeros(requests * runner.max_num_blocks_per_req),
                     seq_lens=zeros(requests),

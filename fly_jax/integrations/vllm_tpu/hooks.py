@@ -14,50 +14,45 @@ from typing import Any
 
 from fly_jax.errors import FlyJaxError
 
-# The names to import, each with the packages that hold the engine and the vLLM that is made for it.
+# By the name to import: the packages of the engine, and of the vLLM that is made for it.
 PACKAGES = {
     "tpu_inference": ("tpu-inference", "vllm-tpu"),
     "vllm_jax": ("vllm-jax-core", "vllm-jax"),
 }
 TRIED = "tpu-inference 0.32.0 and vllm-tpu 0.32.0"
+PLATFORM = "platforms.tpu_platform"
 
-# The module of each, and what of it is overridden, called or read.
+# All that is overridden, called or read, by module.
 HOOKS = {
-    "TpuPlatform": ("platforms.tpu_platform", "check_and_update_config validate_request"),
-    "TPUWorker": ("worker.tpu_worker", "init_device"),
-    "TPUModelRunner": (
-        "runner.tpu_runner",
-        "_init_speculative_decoding get_kv_cache_spec capture_model",
-    ),
-    "SpeculativeDecodingManager": (
-        "runner.speculative_decoding_manager",
-        "get_spec_decode_metadata propose_draft_token_ids take_draft_token_ids"
-        " propose_eagle3_draft_token_ids",
-    ),
-    "host_extract_sampled_tokens": ("runner.utils", ""),
-    "RejectionSampler": ("layers.jax.sample.rejection_sampler", ""),
-    "Eagle3Proposer": ("spec_decode.jax.eagle3", "load_model prepare_inputs propose"),
-    "AttentionMetadata": ("layers.common.attention_metadata", ""),
-    "ShardingAxisName": ("layers.common.sharding", "ATTN_DATA ATTN_HEAD"),
-    "get_flax_model": ("models.common.model_loader", ""),
-    "get_padded_num_heads": ("utils", ""),
-    "get_padded_head_dim": ("utils", ""),
-    "get_mesh_shape_product": ("utils", ""),
-    "SKIP_JAX_PRECOMPILE": ("envs", ""),
+    PLATFORM: "TpuPlatform.check_and_update_config TpuPlatform.validate_request",
+    "worker.tpu_worker": "TPUWorker.init_device TPUModelRunner",
+    "runner.tpu_runner": "TPUModelRunner._init_speculative_decoding "
+    "TPUModelRunner.get_kv_cache_spec TPUModelRunner.capture_model",
+    "runner.speculative_decoding_manager": "SpeculativeDecodingManager.get_spec_decode_metadata "
+    "SpeculativeDecodingManager.propose_draft_token_ids "
+    "SpeculativeDecodingManager.propose_eagle3_draft_token_ids "
+    "SpeculativeDecodingManager.take_draft_token_ids",
+    "runner.utils": "host_extract_sampled_tokens",
+    "layers.jax.sample.rejection_sampler": "RejectionSampler.__call__",
+    "layers.common.attention_metadata": "AttentionMetadata",
+    "layers.common.sharding": "ShardingAxisName.ATTN_DATA ShardingAxisName.ATTN_HEAD",
+    "models.common.model_loader": "get_flax_model",
+    "spec_decode.jax.eagle3": "Eagle3Proposer.prepare_inputs Eagle3Proposer.propose",
+    "utils": "get_padded_num_heads get_padded_head_dim get_mesh_shape_product",
+    "envs": "SKIP_JAX_PRECOMPILE",
 }
 
 
 def root() -> str | None:
     """The engine's name: that of the platform which vLLM has imported, or the first installed."""
     names = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
-    platform = HOOKS["TpuPlatform"][0]
-    return min(names, key=lambda name: f"{name}.{platform}" not in sys.modules, default=None)
+    return min(names, key=lambda name: f"{name}.{PLATFORM}" not in sys.modules, default=None)
 
 
 def versions() -> str:
     """The engine's packages with their versions, such as `TRIED`."""
     found = []
-    for name in PACKAGES[root() or next(iter(PACKAGES))]:
+    for name in PACKAGES[root() or "tpu_inference"]:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:  # built from source under another name
@@ -65,25 +60,19 @@ def versions() -> str:
     return " and ".join(found)
 
 
-def hook(name: str) -> Any:
-    """One of `HOOKS`, from the engine that is installed.
+def hook(path: str) -> Any:
+    """What stands at "module:name" in the engine that is installed, one of `HOOKS`.
 
     Raises:
-      FlyJaxError: the engine does not have it, or not all that is needed of it.
+      FlyJaxError: nothing does.
     """
-    module, parts = HOOKS[name]
-    engine = root() or next(iter(PACKAGES))
+    engine = root() or "tpu_inference"
     try:
-        found = pkgutil.resolve_name(f"{engine}.{module}:{name}")
-        missing = [f"{name}.{part}" for part in parts.split() if not hasattr(found, part)]
-    except (ImportError, AttributeError):
-        missing = [name]
-    if missing:
+        return pkgutil.resolve_name(f"{engine}.{path}")
+    except (ImportError, AttributeError) as error:
         raise FlyJaxError(
-            f"{engine} ({versions()}) has no {', '.join(missing)} in {module}, which fly_jax "
-            f"needs; install {TRIED}, with which it was tried."
-        )
-    return found
+            f"{engine} ({versions()}) has no {path}, which fly_jax needs; install {TRIED}."
+        ) from error
 
 
 def checked_hooks(*, any_version: bool) -> str:
@@ -92,16 +81,15 @@ def checked_hooks(*, any_version: bool) -> str:
     Raises:
       FlyJaxError: versions that were never tried, unless any will do; then whatever is missing.
     """
-    engine, found = root(), versions()
-    others = " or ".join(name for name in PACKAGES if name != engine)
-    said = f"vLLM on TPU was found as {engine} ({found}), not as {others}"
-    if found == TRIED:
-        return f"{said}; fly_jax was tried with it."
-    if not any_version:
+    others = " or ".join(name for name in PACKAGES if name != root())
+    said = f"vLLM on TPU was found as {root()} ({versions()}), not as {others}"
+    if versions() != TRIED and not any_version:
         raise FlyJaxError(
             f"{said}, and fly_jax was tried with {TRIED}; install those, or try this one with "
             '"any_version": true in additional_config["fly_jax"] (FLY_JAX_ANY_VERSION=true).'
         )
-    for name in HOOKS:
-        hook(name)
-    return f"{said}; fly_jax was tried with {TRIED}, but all of its {len(HOOKS)} hooks are there."
+    if versions() != TRIED:  # those have all, and importing it takes seconds
+        for module, names in HOOKS.items():
+            for name in names.split():
+                hook(f"{module}:{name}")
+    return f"{said}, with all that fly_jax needs; it was tried with {TRIED}."

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.integrations.vllm_tpu.hooks import PACKAGES, hook, root
+from fly_jax.integrations.vllm_tpu.hooks import PACKAGES, PLATFORM, hook, root
 
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 
@@ -21,14 +21,11 @@ def register() -> None:
     """Called by vLLM as `vllm.general_plugins` says, before settings are known."""
     if root() is None:
         if importlib.util.find_spec("vllm_torchtpu") is not None:
-            _LOGGER.info(
-                "fly_jax: vllm_torchtpu was found, which has a sampler of its own for PyTorch "
-                "models, and not %s, in which fly_jax works: it does nothing.",
-                " or ".join(PACKAGES),
-            )
+            ours = " or ".join(PACKAGES)
+            _LOGGER.info("fly_jax works in %s; vllm_torchtpu has a sampler of its own.", ours)
         return
     try:
-        platform = hook("TpuPlatform")  # vLLM has imported it by now
+        platform = hook(f"{PLATFORM}:TpuPlatform")  # vLLM has imported it by now
     except FlyJaxError as error:
         _LOGGER.warning("fly_jax does nothing: %s", error)
         return

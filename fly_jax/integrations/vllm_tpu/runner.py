@@ -20,7 +20,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 from prometheus_client import REGISTRY, Counter
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, DraftModelProposer, draft_cache_shape
+from fly_jax.integrations.vllm_tpu.draft_model import (
+    SPLIT,
+    Axis,
+    DraftModelProposer,
+    draft_cache_shape,
+)
 from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
@@ -28,17 +33,16 @@ from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 from fly_jax.verification.rules import Rule, RuleState
 from fly_jax.verification.verify import verify_flat
 
-RejectionSampler: Any = hook("RejectionSampler")
-SpeculativeDecodingManager: Any = hook("SpeculativeDecodingManager")
-TPUModelRunner: Any = hook("TPUModelRunner")
-TPUWorker: Any = hook("TPUWorker")
+RejectionSampler: Any = hook("layers.jax.sample.rejection_sampler:RejectionSampler")
+Manager: Any = hook("runner.speculative_decoding_manager:SpeculativeDecodingManager")
+TPUModelRunner: Any = hook("runner.tpu_runner:TPUModelRunner")
+TPUWorker: Any = hook("worker.tpu_worker:TPUWorker")
 
-NAME = "vllm:spec_decode_num_rescued_tokens"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 _SECONDS_BETWEEN_LINES = 10.0
 # One in a process, whichever engine counts; vLLM takes its own off the registry when it starts.
 _COUNTER = Counter(
-    NAME,
+    "vllm:spec_decode_num_rescued_tokens",
     "Accepted draft tokens that the target refused and the loosened rule kept.",
     ["model_name", "engine"],
     registry=None,
@@ -178,7 +182,7 @@ def kept_on(
         rule: Rule, rows: dict[str, Any], whole: dict[str, Any]
     ) -> tuple[Array, Array, Array | None]:
         if whole["key"] is not None:
-            rank = jax.lax.axis_index(hook("ShardingAxisName").ATTN_DATA)
+            rank = jax.lax.axis_index(Axis.ATTN_DATA)
             whole = whole | {"key": jax.random.fold_in(whole["key"], rank)}
         found = verify_flat(rule, **rows, **whole, max_drafted=max_drafted)
         left = rows["state"].after(found.verdict, found.verdict.num_accepted)
@@ -243,15 +247,15 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
     def capture_model(self) -> None:
         """As `TPUModelRunner.capture_model`, and the programs of the draft model."""
         super().capture_model()
-        skips = hook("SKIP_JAX_PRECOMPILE") or self.model_config.enforce_eager
+        skips = hook("envs:SKIP_JAX_PRECOMPILE") or self.model_config.enforce_eager
         if isinstance(self.drafter, DraftModelProposer) and not skips:
             self.drafter.warm_up()
 
 
-_PROPOSE = inspect.signature(SpeculativeDecodingManager.propose_draft_token_ids)
+_PROPOSE = inspect.signature(Manager.propose_draft_token_ids)
 
 
-class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
+class _Manager(Manager):  # type: ignore[misc]
     """tpu-inference's, which tells the sampler whose rows are next, and drafts with a model."""
 
     def get_spec_decode_metadata(self, **kwargs: Any) -> Any:
@@ -288,7 +292,7 @@ class _Manager(SpeculativeDecodingManager):  # type: ignore[misc]
         elif runner.speculative_config.method == "ngram":
             # The engine looks up before the step's tokens stand in its text, and so drafts what
             # would have followed one step ago. Here they do; it then writes them once more.
-            sampled = hook("host_extract_sampled_tokens")(
+            sampled = hook("runner.utils:host_extract_sampled_tokens")(
                 runner, of["spec_decode_metadata"], of["sampled_output"],
                 of["logits_indices_selector"], of["discard_sampled_tokens_req_indices"],
                 batch.num_reqs,

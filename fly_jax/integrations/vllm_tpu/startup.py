@@ -213,9 +213,8 @@ def prepare(vllm_config: Any) -> None:
     vllm_config.additional_config[KEY] = asked  # what a worker in another process reads
     vllm_config.parallel_config.worker_cls = _WORKER
     _prepared[:] = [config]
-    _LOGGER.info("fly_jax: %s", found)
-    if config.is_loosened:
-        _LOGGER.info("fly_jax: the rule %s keeps tokens that the target refuses", config.rule)
+    keeps = f" The rule {config.rule} keeps tokens that the target refuses."
+    _LOGGER.info("fly_jax: %s%s", found, keeps if config.is_loosened else "")
 
 
 def check_request(params: Any) -> None:

@@ -96,9 +96,10 @@ _WAYS = {
     "draft model, budget": _Way(_MODEL, _FLY | _BUDGET),
 }
 
-# The engine's own heads, with the family of the target: its Llama alone has features for EAGLE-3.
-_HEADS = {"eagle3": "llama3", "dflash": "qwen3"}
-_HEAD_K, _WORDS, _LAYERS = 5, 12, 6
+# The engine's own heads, with family and layers of the target. For EAGLE-3 only its Llama has
+# features, and with fewer layers two of the three that are read would be one, which it gives once.
+_HEADS = {"eagle3": ("llama3", 8), "dflash": ("qwen3", 6)}
+_HEAD_K, _WORDS = 5, 12
 _HEAD_FLY = _FLY | {"window_size": 1}
 
 _GOLDEN = Path(__file__).parents[1] / "tests" / "fixtures" / "golden"
@@ -241,9 +242,10 @@ def _write_models(target: Path, draft: Path, family: str) -> None:
 
 def _write_head(target: Path, folder: Path, method: str) -> None:
     """A random target and a random head of it, as EAGLE and DFlash publish theirs."""
-    golden = open_weights(_GOLDEN / _HEADS[method]).config
+    family, num_layers = _HEADS[method]
+    golden = open_weights(_GOLDEN / family).config
     config = dataclasses.replace(
-        golden, vocab_size=_WORDS, num_layers=_LAYERS, head_size=_HEAD_SIZE
+        golden, vocab_size=_WORDS, num_layers=num_layers, head_size=_HEAD_SIZE
     )
     parameters = Llama.random(config, jax.random.key(1)).parameters()
     # Sharper than it comes, so that texts do not stand still.
@@ -268,7 +270,7 @@ def _write_head(target: Path, folder: Path, method: str) -> None:
         own = {"mask_token_id": 1, "target_layer_ids": [1, 2, 4]}
         fields |= {
             "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "dflash_config": own,
-            "block_size": _HEAD_K + 1, "num_target_layers": _LAYERS,
+            "block_size": _HEAD_K + 1, "num_target_layers": num_layers,
             "layer_types": ["full_attention"] * 2,
         }  # fmt: skip
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
@@ -169,7 +170,10 @@ def test_a_sentence_says_under_which_name_the_engine_was_found(update: Update, l
     assert f"tried with {TRIED}." in said_by(log)
 
 
-def test_versions_that_were_never_tried_are_refused(update: Update, log: Any) -> None:
+def test_versions_that_were_never_tried_are_refused(
+    update: Update, log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.0.1")
     with pytest.raises(StartRefusedError, match=f"tried with {TRIED}; install those.*any_version"):
         update(config(fly_jax={}))
     assert not log.records

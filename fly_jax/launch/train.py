@@ -1,4 +1,4 @@
-"""The command train: makes a small drafter for a model, its teacher."""
+"""The command train: makes a head that drafts for a model, its teacher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
@@ -23,27 +23,34 @@ if TYPE_CHECKING:
 _HELP = """\
 python -m fly_jax.launch train --teacher MODEL --prompts_file FILE [flags]
 
-Makes a small drafter for a model, the teacher: the teacher continues the prompts, and the drafter
+Makes a head that drafts for a model, the teacher: the teacher answers the prompts, and the head
 learns what the teacher expects, token by token. A run that was interrupted goes on where it was
 when it is started again.
 
 Examples:
   python -m fly_jax.launch train --teacher model.gguf --prompts_file prompts.jsonl --batch_size 32
-  python -m fly_jax.launch train --teacher MODEL --prompts_file prompts.txt --num_layers 2
+  python -m fly_jax.launch train --head pard --teacher MODEL --prompts_file prompts.txt
 """
 
 # Says what the answers in the directory are answers to.
 _KEY = "answers_to.json"
+# Of so many documents one is held out, and at most so many are.
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 64
 
 
 @flag_group("Training")
 class _TrainFlags(PromptFlags):
     teacher: str | None = parameter(
-        None,
-        "folder, GGUF file or hub id of the model to make a drafter for, of any size and tokenizer",
+        None, "folder, GGUF file or hub id of the model to make a head for"
     )
-    directory: str = parameter("runs/drafter", "where answers, checkpoints and the drafter go")
-    num_steps: int = parameter(2000, "optimiser steps of the drafter", low=1)
+    head: Literal["eagle3", "pard"] = parameter(
+        "eagle3",
+        "eagle3: a layer that reads the teacher's own; pard: a small model that drafts all tokens "
+        "in one pass",
+        choices=("eagle3", "pard"),
+    )
+    directory: str = parameter("runs/head", "where answers, checkpoints and the head go")
+    num_steps: int = parameter(2000, "optimiser steps, of 2048 tokens each", low=1)
     mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
     dtype: Dtype | None = parameter(
         None,
@@ -52,39 +59,36 @@ class _TrainFlags(PromptFlags):
     )  # fmt: skip
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
     draft_vocab_size: int = parameter(
-        8192,
-        "rows of the drafter's embedding: its own vocabulary is the teacher's most frequent tokens",
-        low=2,
+        8192, "the teacher's most frequent tokens, which the head knows", low=2
     )
-    embed_size: int = parameter(256, "width of the drafter, a multiple of 128", low=1)
-    num_layers: int = parameter(4, "layers of the drafter", low=1)
-    seed: int = parameter(0, "of the first weights, the data and the draws", low=0)
+    num_layers: int = parameter(2, "layers of a PARD drafter", low=1)
+    seed: int = parameter(0, "of the data and the draws", low=0)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     values = Flags("train", _TrainFlags).parse(arguments, _HELP)
     try:
-        _distil(values)
+        _make_head(values)
     except KeyboardInterrupt as interrupt:
         again = shlex.join(["python", "-m", "fly_jax.launch", "train", *arguments])
         raise KeyboardInterrupt(f"Go on where it was with: {again}") from interrupt
 
 
-def _distil(values: _TrainFlags) -> None:
-    """Has the teacher continue prompts, reads along, and trains the drafter on what it said."""
+def _make_head(values: _TrainFlags) -> None:
+    """Has the teacher answer prompts, reads along, and trains the head on what it said."""
     teacher, file = _checked(values)
     prompts = read_prompts(file, skip_bad=values.skip_bad_prompts)
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, 1)
 
-    import jax.numpy as jnp
-
     from fly_jax.decoding.pair import open_pair
     from fly_jax.engine.engine import Engine
     from fly_jax.models.checkpoints.source import identity
     from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
-    from fly_jax.training import distillation
+    from fly_jax.training import heads, rows
+    from fly_jax.training.answers import continued
+    from fly_jax.training.expectations import expected
     from fly_jax.training.trainer import steps_done, train
 
     opened = open_pair(teacher)
@@ -99,59 +103,59 @@ def _distil(values: _TrainFlags) -> None:
         "seed": values.seed,
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
-    rows = min(values.batch_size, len(ids))
+    slots = min(values.batch_size, len(ids))
     longest = max(map(len, ids)) + values.max_new_tokens
     models = ModelFlags(dtype=values.dtype, weights_cache="off")
-    pair = load_opened(models, config, opened, mesh, rows=rows, longest=longest)
+    pair = load_opened(models, config, opened, mesh, rows=slots, longest=longest)
     most, path = values.max_new_tokens, directory / "continuations.jsonl"
     engine = Engine.of(
-        pair, config, prompts=ids, max_new_tokens=most, num_slots=rows, with_texts=False
+        pair, config, prompts=ids, max_new_tokens=most, num_slots=slots, with_texts=False
     )
-    documents = distillation.continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
-    heard = distillation.expected(
-        pair.target, documents, directory / "expected", length=distillation.ROW_LENGTH + 1
-    )
+    documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     shape = pair.target.config
-    own, share = distillation.frequent_tokens(heard, shape.vocab_size, values.draft_vocab_size)
+    layers = heads.layers_read(shape.num_layers)
+    heard = expected(
+        pair.target, documents, directory / "expected", length=rows.ROW_LENGTH + 1, layers=layers
+    )
+    number = min(values.draft_vocab_size, shape.vocab_size) - 1
+    known, share = rows.frequent_tokens(heard, shape.vocab_size, number)
     say(
         f"{sum(len(one.answer) for one in documents)} tokens of answers to {len(ids)} prompts; the "
-        f"drafter knows {len(own.known)} of {shape.vocab_size} tokens, which are {share:.1%} of "
-        "the answers."
+        f"head knows {len(known)} of {shape.vocab_size} tokens, which are {share:.1%} of the "
+        "answers."
     )
-    recipe = distillation.drafter_recipe(
-        shape, own, embed_size=values.embed_size, num_layers=values.num_layers,
-        num_steps=values.num_steps, seed=values.seed,
-    )  # fmt: skip
-    checkpoints = directory / f"checkpoints_{values.num_layers}x{values.embed_size}x{own.num_rows}"
+    own, start = heads.beginning(
+        values.head, pair.target, known, layers=layers, num_layers=values.num_layers
+    )
+    recipe = heads.recipe_of(values.head, own, num_steps=values.num_steps, seed=values.seed)
+    checkpoints = directory / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}"
     if steps_done(checkpoints) == recipe.last_step:
-        say(f"The drafter has had its {recipe.last_step} steps; nothing was left to train.")
-    embedding = distillation.first_embedding(pair.target, own, values.embed_size)
-    batches = functools.partial(distillation.batches, heard, own, recipe)
-    trained = train(recipe, batches, checkpoints, known={"embedding": jnp.asarray(embedding)})
-    made = distillation.for_teacher(trained, own, shape)
-    folder = directory / "hf"
+        say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")
+    num_held_out = min(-(-len(heard) // _HELD_OUT_SHARE), _MOST_HELD_OUT)
+    held_out, learned = heard[:num_held_out], heard[num_held_out:] or heard
+    made = train(
+        recipe,
+        functools.partial(rows.batches, learned, recipe),
+        checkpoints,
+        start=start,
+        measured=lambda one: heads.mean_accepted_tokens(values.head, one, held_out),
+    )
+    folder = directory / values.head
     save_hf(made, folder)
     carry_tokenizer(opened.target.path, opened.target.source, folder)
-    say(f"The drafter is in {folder}: give --draft {directory}.")
+    say(f"The head is in {folder}: give --draft {folder}.")
 
 
 def _checked(values: _TrainFlags) -> tuple[str, str]:
     """The teacher and the file of prompts, once all that can be checked is."""
-    from fly_jax.training.distillation import HEAD_SIZE, HEADS_PER_KV_HEAD
-
     if values.teacher is None:
         raise FlyJaxError(
-            "No --teacher was given, and train makes a drafter for one; give the model's folder, "
-            "GGUF file or hub id."
+            "No --teacher was given, and train makes a head for one; give the model's folder, GGUF "
+            "file or hub id."
         )
     if values.prompts_file is None:
         raise FlyJaxError(
             "--teacher was given without prompts for it to continue; give --prompts_file."
-        )
-    if values.embed_size % (HEAD_SIZE * HEADS_PER_KV_HEAD):
-        raise FlyJaxError(
-            f"--embed_size is {values.embed_size}; the drafter has heads of {HEAD_SIZE} in pairs: "
-            f"give a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}."
         )
     return values.teacher, values.prompts_file
 

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.head_config import Block, Eagle3, TargetHead, is_head, read_head
+from fly_jax.models.head_config import (
+    Block,
+    Eagle3,
+    TargetHead,
+    is_head,
+    read_head,
+    written_head,
+)
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names that `config.json` has for sizes, and for all that is read and written as it is.
@@ -398,7 +405,14 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
 
 
 def config_fields(config: LlamaConfig) -> Fields:
-    """The `config.json` that transformers reads, with the rotary fields in both spellings."""
+    """The `config.json` that transformers reads, with the rotary fields in both spellings.
+
+    That of a head is as speculators reads it.
+    """
+    if config.head is not None:
+        known = config.draft_vocab_size or config.vocab_size
+        layer = dataclasses.replace(config, head=None, draft_vocab_size=None)
+        return written_head(config.head, config_fields(layer), known)
     architecture, scaling = ARCHITECTURES[config.architecture], config.rope_scaling
     rope: Fields = {"rope_type": "default"}
     if scaling is not None:

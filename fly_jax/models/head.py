@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Self
 
 import jax
@@ -14,7 +15,7 @@ from fly_jax.models.architectures import scale_name
 from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
-from fly_jax.models.llama import Llama, projected, run_layer, zero_after
+from fly_jax.models.llama import Added, Llama, Matmul, projected, run_layer, zero_after
 
 
 class Head(Llama):
@@ -38,11 +39,11 @@ class Head(Llama):
         return cls(config, given, head.layout)
 
     def fused(
-        self, features: Float[Array, "batch time features"]
+        self, features: Float[Array, "batch time features"], matmul: Matmul | None = None
     ) -> Float[Array, "batch time embed"]:
         """The target's features of each position as one, as wide as the head."""
         features = features.astype(self.dtype)
-        product = self._products(self._outer_weights())
+        product = self._products(self._outer_weights(), matmul)
         return self._constrain(product("btf,fd->btd", features, "fusion"))
 
 
@@ -50,7 +51,7 @@ class Eagle3Head(Head):
     """EAGLE-3: slot i has the feature of position i and token i + 1, and predicts token i + 2."""
 
     def fused(
-        self, features: Float[Array, "batch time features"]
+        self, features: Float[Array, "batch time features"], matmul: Matmul | None = None
     ) -> Float[Array, "batch time embed"]:
         """The target's features of each position as one; the head may normalise them before."""
         head, outer = self._own, self._outer_weights()
@@ -60,7 +61,7 @@ class Eagle3Head(Head):
             features = jnp.concatenate(normed, axis=-1)
         elif head.feature_norms == "all":
             features = self._norm(features.astype(self.dtype), outer["features_norm"])
-        return super().fused(features)
+        return super().fused(features, matmul)
 
     def run(
         self,
@@ -80,25 +81,36 @@ class Eagle3Head(Head):
         """
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        hidden, fed, new = self.run_with(tokens, fed, positions, self._attending(cache))
+        new = NewEntries(*(one[None] + zero_after(fed) for one in (new.keys, new.values)))
+        return hidden, fed, new
+
+    def run_with(
+        self,
+        tokens: Int[Array, "batch time"],
+        fed: Float[Array, "batch time embed"],
+        positions: Int[Array, "batch time"],
+        attend: Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, Added]],
+        matmul: Matmul | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], Float[Array, "batch time embed"], Added]:
+        """`run` with an attention of any kind, and what that adds."""
         weights = {name: arrays[0] for name, arrays in self._layer_weights().items()}
         normed = self._norm(fed, weights["hidden_norm"])
         beside = self._norm(self._embedded(tokens), weights["attention_norm"])
-        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rope, attend = rotation(self.config, positions), self._attending(cache)
-        x, new = run_layer(
+        x, added = run_layer(
             self.config,
             normed if self._own.residual_is_normed else fed,
             jnp.concatenate((beside, normed), axis=-1),
             weights,
-            rope,
+            rotation(self.config, positions),
             lambda *given: attend(jnp.int32(0), *given),
-            self._products(weights),
+            self._products(weights, matmul),
             self._norm,
         )
         x = self._constrain(x)
         hidden = self._norm(x, self.final_norm[...])
-        new = NewEntries(*(one[None] + zero_after(x) for one in (new.keys, new.values)))
-        return hidden, hidden if self._own.feeds_normed else x, new
+        return hidden, hidden if self._own.feeds_normed else x, added
 
     @property
     def _own(self) -> Eagle3:

@@ -216,3 +216,36 @@ def _read_block(
         confidence_reads_markov=has_confidence and reads_markov and rank > 0,
         causal_windows=is_nested and not own.get("sliding_window_non_causal", False),
     )
+
+
+def written_head(head: Eagle3, layer: Mapping[str, Any], draft_vocab_size: int) -> dict[str, Any]:
+    """The `config.json` that speculators and vLLM read: the inverse of `read_head`.
+
+    Args:
+      layer: the fields of the head's layer and of its target, as those of a Llama.
+    """
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": 4, "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }  # fmt: skip
+    verifier = {"name_or_path": None, "architectures": layer["architectures"]}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+        "transformer_layer_config": {**layer, "architectures": None},
+        "draft_vocab_size": draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": None if head.layers is None else list(head.layers),
+        "target_hidden_size": head.target_embed_size,
+        "norm_before_residual": head.residual_is_normed,
+        "norm_output": head.feeds_normed,
+        **{name: head.feature_norms == kind for name, kind in _NORMS.items()},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+    }

@@ -203,7 +203,7 @@ class Llama(nnx.Module):
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         positions = cache.length[:, None] + steps
-        return self._run_layers(tokens, positions, self._attending(cache), layers=layers)
+        return self.run_layers(tokens, positions, self._attending(cache), layers=layers)
 
     def _attending(
         self, cache: KVCache
@@ -252,6 +252,17 @@ class Llama(nnx.Module):
           visible: query t may look at key s.
           matmul: replaces the product of activations and weights (training runs it in bfloat16).
         """
+        return self.uncached_and_inputs(tokens, positions, visible, matmul)[0]
+
+    def uncached_and_inputs(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        visible: Bool[Array, "batch time time"],
+        matmul: Matmul | None = None,
+        layers: Sequence[int] = (),
+    ) -> tuple[Float[Array, "batch time embed"], Float[Array, "batch time inputs"]]:
+        """`hidden_uncached`, and what goes into some of the layers, side by side."""
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
 
@@ -264,18 +275,25 @@ class Llama(nnx.Module):
             part = Part(key.swapaxes(1, 2), value.swapaxes(1, 2), seen)
             return attention(grouped, [part]).reshape(query.shape), None
 
-        return self._run_layers(tokens, positions, attend, matmul)[0]
+        hidden, _, inputs = self.run_layers(tokens, positions, attend, matmul, layers)
+        return hidden, inputs
 
     def logits(
         self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
     ) -> Float[Array, "batch time vocab"]:
         """Scores of every token of the vocabulary, in float32; -inf of those without a row."""
+        return self._of_all_tokens(self.row_logits(hidden, matmul))
+
+    def row_logits(
+        self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
+    ) -> Float[Array, "batch time known"]:
+        """Scores of the unembedding's rows, in float32."""
         # A product rounded to bfloat16 would make ties of close logits, and wrong gaps.
         product = self._products(self._outer_weights(), matmul, jnp.float32)
         name, equation = "unembedding", "btd,dv->btv"
         if self.config.tied_embeddings:
             name, equation = "embedding", "btd,vd->btv"
-        return self._of_all_tokens(product(equation, hidden, name))
+        return product(equation, hidden, name).astype(jnp.float32)
 
     def _of_all_tokens(
         self, scores: Float[Array, "batch time rows"]
@@ -392,7 +410,7 @@ class Llama(nnx.Module):
 
         return of
 
-    def _run_layers(
+    def run_layers(
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"],
@@ -400,7 +418,11 @@ class Llama(nnx.Module):
         multiply: Matmul | None = None,
         layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "batch time embed"], Added, Float[Array, "batch time inputs"]]:
-        """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs."""
+        """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs.
+
+        Args:
+          attend: attention of a layer, by its index, its queries, keys and values.
+        """
         rope, norm = rotation(self.config, positions), self._norm
 
         def layer(

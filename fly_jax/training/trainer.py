@@ -15,7 +15,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from absl import logging
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt16
+from orbax.checkpoint import checkpoint_managers as managers
 from tqdm import tqdm
 
 from fly_jax.errors import FlyJaxError
@@ -23,6 +24,9 @@ from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.llama import Llama
 
 _STEPS_PER_REPORT = 10
+# Checkpoints after the best one.
+PATIENCE = 5
+_MEASURED = "mean_accepted_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class Recipe:
       decay_share: last part of the steps, in which the rate falls linearly to 0.
       seed: of the initial weights and of the data.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
+      loss: of a batch, by the model's shape and its parameters; None for `weighted_loss`.
     """
 
     config: LlamaConfig
@@ -47,6 +52,7 @@ class Recipe:
     decay_share: float = 0.3
     seed: int
     stop_step: int | None = None
+    loss: Callable[[LlamaConfig, dict[str, Array], Row], Array] | None = None
 
     @property
     def last_step(self) -> int:
@@ -64,6 +70,7 @@ class Row(NamedTuple):
       positions: of a token in its document, from 0 on.
       likely: tokens that a teacher expects instead of `tokens[t + 1]`; None without a teacher.
       shares: their probabilities.
+      features: inputs of some of its layers at `tokens[t]`, the bits of bfloat16 numbers.
     """
 
     tokens: Int32[np.ndarray, length + 1]
@@ -72,6 +79,7 @@ class Row(NamedTuple):
     positions: Int32[np.ndarray, length + 1]
     likely: Int32[np.ndarray, "length few"] | None = None
     shares: Float32[np.ndarray, "length few"] | None = None
+    features: UInt16[np.ndarray, "length features"] | None = None
 
 
 def stacked(rows: Iterator[Row], batch_size: int) -> Iterator[Row]:
@@ -120,22 +128,20 @@ def _backward(equation: str, saved: tuple[Array, Array], gradient: Array) -> tup
 bfloat16_matmul.defvjp(_forward, _backward)
 
 
-def weighted_loss(model: Llama, batch: Row) -> Float[Array, ""]:
+def seen_within(row: Row) -> Bool[Array, "batch length length"]:
+    """Each token sees those before it in its document, and itself."""
+    segment = jnp.asarray(row.segments)[:, :-1]
+    before = jnp.tril(jnp.ones((segment.shape[1],) * 2, bool))
+    return (segment[:, :, None] == segment[:, None, :]) & before
+
+
+def weighted_loss(config: LlamaConfig, parameters: dict[str, Array], row: Row) -> Float[Array, ""]:
     """Cross entropy of what comes next, in nats, averaged by weight, within a token's segment."""
-    tokens, weights, segments, positions, likely, shares = jax.tree.map(jnp.asarray, batch)
-    length = weights.shape[1]
-    segment = segments[:, :-1]
-    before = jnp.tril(jnp.ones((length, length), bool))
-    visible = (segment[:, :, None] == segment[:, None, :]) & before
-    hidden = model.hidden_uncached(tokens[:, :-1], positions[:, :-1], visible, bfloat16_matmul)
-    logits = model.logits(hidden, bfloat16_matmul)
-    if likely is None or shares is None:
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    else:
-        log_mass = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-        expected = jnp.take_along_axis(logits, likely, axis=-1) - log_mass
-        losses = -jnp.sum(shares * expected, axis=-1)
-    return jnp.sum(losses * weights) / jnp.sum(weights)
+    model, tokens = Llama(config, parameters), jnp.asarray(row.tokens)
+    given = tokens[:, :-1], jnp.asarray(row.positions)[:, :-1], seen_within(row)
+    logits = model.logits(model.hidden_uncached(*given, bfloat16_matmul), bfloat16_matmul)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.sum(losses * row.weights) / jnp.sum(row.weights)
 
 
 _DIMENSIONS = optax.contrib.MuonDimensionNumbers
@@ -143,6 +149,7 @@ _MATRICES = {
     **dict.fromkeys(("query", "key", "value"), _DIMENSIONS((1,), (2, 3))),
     "output": _DIMENSIONS((1, 2), (3,)),
     **dict.fromkeys(("gate", "up", "down"), _DIMENSIONS((1,), (2,))),
+    "fusion": _DIMENSIONS((0,), (1,)),
 }
 
 
@@ -166,12 +173,12 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def _train_step(
-    recipe: Recipe, state: TrainingState, batch: Row
+    recipe: Recipe, state: TrainingState, frozen: dict[str, Array], batch: Row
 ) -> tuple[TrainingState, Float[Array, ""]]:
     """One step on one batch: the new state, and the loss before it."""
 
     def loss(parameters: dict[str, Array]) -> Float[Array, ""]:
-        return weighted_loss(Llama(recipe.config, parameters), batch)
+        return (recipe.loss or weighted_loss)(recipe.config, parameters | frozen, batch)
 
     value, gradients = jax.value_and_grad(loss)(state.parameters)
     updates, optimizer = _optimizer(recipe).update(gradients, state.optimizer, state.parameters)
@@ -179,12 +186,20 @@ def _train_step(
     return TrainingState(parameters, optimizer, state.step + 1), value
 
 
+class Start(NamedTuple):
+    """Parameters that a run begins with, by name: those that it trains, and those that it keeps."""
+
+    trained: dict[str, Array]
+    frozen: dict[str, Array]
+
+
 def train(
     recipe: Recipe,
     batches: Callable[[int], Iterator[Row]],
     directory: Path,
     *,
-    known: dict[str, jax.Array] | None = None,
+    start: Start | None = None,
+    measured: Callable[[Llama], float] | None = None,
     steps_per_checkpoint: int = 100,
 ) -> Llama:
     """Trains a model, from the newest checkpoint in `directory` if there is one.
@@ -194,27 +209,50 @@ def train(
 
     Args:
       batches: what it learns from, from a step on.
-      known: parameters that do not begin at random.
+      start: where it begins; None for parameters at random, all of them trained.
+      measured: how good a model is. It is asked before each checkpoint; the run ends where the last
+        `PATIENCE` checkpoints were no better than one before them, and the best one is returned.
 
     Raises:
       FlyJaxError: the newest checkpoint is beyond the run's last step.
     """
-    options = ocp.CheckpointManagerOptions(save_interval_steps=steps_per_checkpoint, max_to_keep=2)
-    with ocp.CheckpointManager(directory.absolute(), options=options) as manager:
-        state = _restore(manager, recipe, known)
-        start = int(state.step)
-        rows = batches(start)
+    if start is None:
+        random = Llama.random(recipe.config, jax.random.key(recipe.seed))
+        start = Start(random.parameters(), {})
+    fresh = TrainingState(start.trained, _optimizer(recipe).init(start.trained), jnp.int32(0))
+
+    def model(state: TrainingState) -> Llama:
+        return Llama(recipe.config, state.parameters | start.frozen)
+
+    with _manager(directory, steps_per_checkpoint, is_measured=measured is not None) as manager:
+        state = _restored(manager, recipe, fresh, manager.latest_step())
+        first = int(state.step)
+        rows = batches(first)
         tokens_per_step = recipe.batch_size * recipe.row_length
-        total, initial = recipe.last_step * tokens_per_step, start * tokens_per_step
+        total, initial = recipe.last_step * tokens_per_step, first * tokens_per_step
+        shown: dict[str, str] = {}
         with tqdm(total=total, initial=initial, unit="tok", unit_scale=True) as bar:
-            for step in range(start, recipe.last_step):
-                state, loss = _train_step(recipe, state, next(rows))
-                if (step + 1) % _STEPS_PER_REPORT == 0:
-                    bar.set_postfix(step=step + 1, loss=f"{float(loss):.3f}", refresh=False)
+            for step in range(first + 1, recipe.last_step + 1):
+                if _is_stale(manager, step - 1, steps_per_checkpoint):
+                    break
+                state, loss = _train_step(recipe, state, start.frozen, next(rows))
+                if step % _STEPS_PER_REPORT == 0:
+                    shown |= {"step": str(step), "loss": f"{float(loss):.3f}"}
+                    bar.set_postfix(shown, refresh=False)
                 bar.update(tokens_per_step)
-                is_last = step + 1 == recipe.last_step
-                manager.save(step + 1, args=ocp.args.StandardSave(state._asdict()), force=is_last)
-    return Llama(recipe.config, state.parameters)
+                is_last = step == recipe.last_step
+                if not is_last and step % steps_per_checkpoint:
+                    continue
+                metrics = None
+                if measured is not None:
+                    metrics = {_MEASURED: measured(model(state))}
+                    bar.write(f"Step {step}: {metrics[_MEASURED]:.3f} mean accepted tokens.")
+                arguments = ocp.args.StandardSave(state._asdict())
+                manager.save(step, args=arguments, metrics=metrics, force=True)
+        manager.wait_until_finished()
+        if measured is not None:
+            state = _restored(manager, recipe, fresh, manager.best_step())
+    return model(state)
 
 
 def steps_done(directory: Path) -> int:
@@ -225,14 +263,33 @@ def steps_done(directory: Path) -> int:
         return manager.latest_step() or 0
 
 
-def _restore(
-    manager: ocp.CheckpointManager, recipe: Recipe, known: dict[str, jax.Array] | None
+def _manager(directory: Path, interval: int, *, is_measured: bool) -> ocp.CheckpointManager:
+    """Keeps the newest checkpoint, from which a run goes on, and the best one."""
+    options = ocp.CheckpointManagerOptions(save_interval_steps=interval, max_to_keep=2)
+    if is_measured:
+        kept = managers.BestN(get_metric_fn=_measure_of, n=1)
+        options = ocp.CheckpointManagerOptions(
+            save_interval_steps=interval,
+            best_fn=_measure_of,
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(1), kept]),
+        )
+    return ocp.CheckpointManager(directory.absolute(), options=options)
+
+
+def _measure_of(metrics: dict[str, float]) -> float:
+    return metrics[_MEASURED]
+
+
+def _is_stale(manager: ocp.CheckpointManager, step: int, interval: int) -> bool:
+    """Whether the best checkpoint is an old one."""
+    best = manager.best_step() if manager.latest_step() == step else None
+    return best is not None and step - best >= PATIENCE * interval
+
+
+def _restored(
+    manager: ocp.CheckpointManager, recipe: Recipe, fresh: TrainingState, step: int | None
 ) -> TrainingState:
-    """The newest checkpoint; else random parameters in float32, but for those that are known."""
-    model = Llama.random(recipe.config, jax.random.key(recipe.seed))
-    parameters = model.parameters() | (known or {})
-    fresh = TrainingState(parameters, _optimizer(recipe).init(parameters), jnp.int32(0))
-    step = manager.latest_step()
+    """A checkpoint, of the shapes that a fresh state has; that state if there is none."""
     if step is None:
         return fresh
     if step > recipe.last_step:

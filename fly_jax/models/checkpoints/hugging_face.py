@@ -95,8 +95,12 @@ _BLOCK_NUMBERS = 2**17
 Item = TypeVar("Item")
 
 
-def tensor_name(group: Group, name: str) -> str:
-    """The tensor that holds a parameter of a group."""
+def tensor_name(group: Group, name: str, *, of_head: bool = False) -> str:
+    """The tensor that holds a parameter of a group, of a head as speculators names it."""
+    if of_head:
+        if name.startswith("feature_norm_"):
+            return f"{name.replace('feature_norm_', 'fc_norm.')}.weight"
+        return _OF_HEAD.get(name) or tensor_name(group, name).removeprefix("model.")
     if group.layer is None:
         return _OUTER[name]
     return f"model.layers.{group.layer}.{_LAYER[name]}"
@@ -256,11 +260,7 @@ class HuggingFaceSource:
 
     def _name(self, group: Group, name: str) -> str:
         """The tensor that holds a parameter of a group."""
-        if self.config.head is None:
-            return tensor_name(group, name)
-        if name.startswith("feature_norm_"):
-            return f"{name.replace('feature_norm_', 'fc_norm.')}.weight"
-        found = _OF_HEAD.get(name) or tensor_name(group, name).removeprefix("model.")
+        found = tensor_name(group, name, of_head=self.config.head is not None)
         return found.replace("layers.0.", "midlayer.") if _HEAD_SAYS in self._stored else found
 
     def describe(self, group: Group, name: str) -> str:

@@ -35,13 +35,17 @@ _NOT_CARRIED = "*.safetensors.index.json"
 
 
 def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
-    """Writes `config.json` and `model.safetensors` as transformers reads them."""
+    """Writes `config.json` and `model.safetensors` as transformers reads them.
+
+    A head's are as speculators and vLLM read them, without the embedding, which is the target's.
+    """
     config, written = model.config, jnp.dtype(dtype)
+    if config.head is not None:
+        shared = dataclasses.replace(config.head, has_embedding=False)
+        config = dataclasses.replace(config, head=shared)
     own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
-    parameters = {
-        name: np.asarray(values).astype(own[name] or written)
-        for name, values in model.stacked().parameters().items()
-    }
+    values = model.stacked().parameters()
+    parameters = {name: np.asarray(values[name]).astype(of or written) for name, of in own.items()}
     tensors: dict[str, np.ndarray] = {}
     for group in groups(config):
         for name, spec in group.specs(config).items():
@@ -49,7 +53,12 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
             shape = tensor_shape(name, spec)
             if is_transposed(name, spec):
                 part = part.reshape(*reversed(shape)).T
-            tensors[tensor_name(group, name)] = np.ascontiguousarray(part.reshape(shape))
+            key = tensor_name(group, name, of_head=config.head is not None)
+            tensors[key] = np.ascontiguousarray(part.reshape(shape))
+    if config.head is not None and config.draft_vocab_size is not None:
+        is_known = tensors["d2t"] != config.unknown_row
+        known = np.flatnonzero(is_known)
+        tensors |= {"t2d": is_known, "d2t": known - np.arange(len(known))}
     folder.mkdir(parents=True, exist_ok=True)
     description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")

@@ -1,8 +1,9 @@
-"""A drafter learns what its teacher expects; a run that was stopped goes on as if it had not."""
+"""A head learns what its teacher expects; a run that was stopped goes on as if it had not."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from launch_types import Captured, Patch
+from safetensors import safe_open
 from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
 
 import fly_jax
@@ -22,21 +24,18 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Dtype
 from fly_jax.engine.engine import Engine
 from fly_jax.launch.__main__ import main
+from fly_jax.models.cache import empty_cache
+from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
-from fly_jax.training import distillation
-from fly_jax.training.distillation import (
-    Document,
-    Expected,
-    OwnTokens,
-    batches,
-    continued,
-    drafter_recipe,
-    expected,
-    first_embedding,
-    frequent_tokens,
-)
-from fly_jax.training.trainer import Recipe, Row, steps_done, train, weighted_loss
+from fly_jax.training import answers, expectations, heads
+from fly_jax.training.answers import Document, continued
+from fly_jax.training.expectations import Expected, expected
+from fly_jax.training.rows import batches, frequent_tokens, laid_out
+from fly_jax.training.trainer import Recipe, Row, steps_done, train
 
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "eagle3" / "speculators"
+LAYERS = heads.layers_read(CONFIG.num_layers)
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
 
 
@@ -51,7 +50,8 @@ def heard() -> list[Expected]:
     for tokens, num_prompt in [([9, 3, 3, 4], 1), ([8, 9, 4, 3, 3], 2)]:
         likely = np.array([[3, 5]] * len(tokens), np.int32)
         shares = np.array([[0.7, 0.2]] * len(tokens), np.float16)
-        found.append(Expected(np.array(tokens, np.int32), num_prompt, likely, shares))
+        features = np.array([[one, 1] for one in tokens], np.uint16)
+        found.append(Expected(np.array(tokens, np.int32), num_prompt, likely, shares, features))
     return found
 
 
@@ -71,29 +71,30 @@ def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
 
 
 def test_what_a_teacher_expects(model: Llama, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(distillation, "_PART_DOCUMENTS", 2)
+    monkeypatch.setattr(expectations, "_PART_DOCUMENTS", 2)
     documents = [Document([1, 5, 9], [4, 4, 7]), Document([1], [8]), Document([1] * 9, [2, 3])]
-    found = expected(model, documents, tmp_path / "parts", length=8)
+    found = expected(model, documents, tmp_path / "parts", length=8, layers=LAYERS)
     assert [len(one.tokens) for one in found] == [6, 2, 8]
     assert [one.num_prompt for one in found] == [3, 1, 6]
 
     @jax.jit
-    def probabilities(text: jax.Array) -> jax.Array:
-        length = text.shape[1]
-        before = jnp.tril(jnp.ones((1, length, length), bool))
-        hidden = model.hidden_uncached(text, jnp.arange(length)[None], before)
-        return jax.nn.softmax(model.logits(hidden)[0])
+    def read(text: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cache = empty_cache(CONFIG, 1, 0, jnp.dtype("float32"))
+        hidden, _, inputs = model.hidden_and_inputs(text, cache, LAYERS)
+        return jax.nn.softmax(model.logits(hidden)[0]), inputs[0]
 
     for document, one in zip(documents, found, strict=True):
         text = np.array([[*document.prompt, *document.answer]])
         np.testing.assert_array_equal(one.tokens, text[0, -8:])
-        shares = np.asarray(probabilities(text))[-8:]
+        shares, inputs = (np.asarray(found)[-8:] for found in read(text))
+        features = one.features.view(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_allclose(features, inputs, rtol=0.05, atol=0.05)
         best = -np.sort(-shares, axis=-1)[:, : one.likely.shape[1]]
         # Products of bfloat16, shares as float16.
         for likely in (one.shares, np.take_along_axis(shares, one.likely, axis=-1)):
             np.testing.assert_allclose(likely, best, rtol=0.05, atol=0.003)
-    monkeypatch.setattr(distillation, "_read_along", None)
-    again = expected(model, documents, tmp_path / "parts", length=8)
+    monkeypatch.setattr(expectations, "_read_along", None)
+    again = expected(model, documents, tmp_path / "parts", length=8, layers=LAYERS)
     jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
@@ -102,34 +103,24 @@ def test_a_teacher_of_any_type_is_read(
     folders: tuple[Path, Path], dtype: Dtype, tmp_path: Path
 ) -> None:
     target = fly_jax.load_pair(folders[0], dtype=dtype).target
-    (found,) = expected(target, [Document([1, 5], [4])], tmp_path, length=8)
+    (found,) = expected(target, [Document([1, 5], [4])], tmp_path, length=8, layers=(1,))
     assert found.shares.shape == found.likely.shape
     assert (found.shares > 0).all()
     assert (found.shares.sum(axis=1) < 1).all()
 
 
 def test_the_most_frequent_tokens_are_known() -> None:
-    own, share = frequent_tokens(heard(), 12, 4)
-    assert own.known.tolist() == [3, 4, 9]  # 9 is only in prompts, more often than 8
-    assert own.rows.tolist() == [3, 3, 3, 0, 1, 3, 3, 3, 3, 2, 3, 3]
-    assert (own.num_rows, share) == (4, 1.0)
-    own, share = frequent_tokens(heard(), 12, 2)
-    assert (own.known.tolist(), own.num_rows, share) == ([3], 2, pytest.approx(4 / 6))
-    everything, _ = frequent_tokens(heard(), 12, 12)
-    assert (everything.rows.tolist(), everything.num_rows) == ([*range(12)], 12)
+    known, share = frequent_tokens(heard(), 12, 3)
+    assert (known.tolist(), share) == ([3, 4, 9], 1.0)  # 9 is in prompts, more often than 8
+    known, share = frequent_tokens(heard(), 12, 1)
+    assert (known.tolist(), share) == ([3], pytest.approx(4 / 6))
 
 
-def recipe_of(own: OwnTokens) -> Recipe:
-    return drafter_recipe(CONFIG, own, embed_size=128, num_layers=1, num_steps=1, seed=3)
-
-
-def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(distillation, "ROW_LENGTH", 16)
-    own, _ = frequent_tokens(heard(), 12, 4)
-    recipe = dataclasses.replace(recipe_of(own), batch_size=1)
+def test_rows_hold_documents_and_what_is_expected() -> None:
+    recipe = dataclasses.replace(RECIPE, batch_size=1, row_length=16)
 
     def rows_from(step: int) -> Iterator[Any]:
-        for batch in batches(heard(), own, recipe, step):
+        for batch in batches(heard(), recipe, step):
             yield jax.tree.map(lambda leaf: leaf[0], batch)
 
     rows = list(itertools.islice(rows_from(0), 4))
@@ -137,7 +128,7 @@ def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: Patch) -> None:
     for row in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
         assert row.weights.shape == row.likely.shape[:1] == row.shares.shape[:1] == (16,)
-        documents = {(2, 0, 0, 1): 1, (3, 2, 1, 0, 0): 2}
+        documents = {tuple(one.tokens.tolist()): one.num_prompt for one in heard()}
         for segment in range(1, row.segments[-1]):
             inside = np.flatnonzero(row.segments == segment)
             num_prompt = documents[tuple(row.tokens[inside].tolist())]
@@ -145,42 +136,10 @@ def test_rows_hold_what_is_expected_in_own_tokens(monkeypatch: Patch) -> None:
             weights = np.ones(len(inside), np.float32)
             weights[: num_prompt - 1], weights[-1] = 0.3, 0
             np.testing.assert_array_equal(row.weights[inside], weights)
-        assert row.likely.tolist() == [[0, 3]] * 16
-        # Token 5 is none that it knows.
-        np.testing.assert_allclose(row.shares, [[0.7, 0]] * 16, atol=1e-3)
-
-
-def test_the_loss_is_the_cross_entropy_of_what_is_expected() -> None:
-    config = recipe_of(OwnTokens(np.arange(12), np.arange(12))).config
-    model = Llama.random(config, jax.random.key(0))
-    tokens = jnp.asarray([[1, 2, 3, 4]])
-    segments, positions = jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None]
-    weights = jnp.asarray([[1.0, 0.5, 2.0]])
-
-    @jax.jit
-    def loss(*expected: jax.Array) -> jax.Array:
-        return weighted_loss(model, Row(tokens, weights, segments, positions, *expected))
-
-    hard = loss()
-    ones = tokens[:, 1:, None], jnp.ones((1, 3, 1))
-    assert loss(*ones) == pytest.approx(float(hard), rel=1e-5)
-    likely, shares = jnp.asarray([[[1, 2]] * 3]), jnp.asarray([[[0.6, 0.1]] * 3])
-    soft = loss(likely, shares)
-    losses = [loss(jnp.full((1, 3, 1), one), ones[1]) for one in (1, 2)]
-    assert float(soft) == pytest.approx(float(0.6 * losses[0] + 0.1 * losses[1]), rel=1e-5)
-
-
-def test_the_first_embedding_keeps_what_tokens_have_in_common(model: Llama) -> None:
-    own, _ = frequent_tokens(heard(), VOCAB_SIZE, 20)
-    rows = first_embedding(model, own, 128)
-    assert rows.shape == (20, 128)
-    assert np.sqrt(np.mean(rows**2) * 128) == pytest.approx(1, rel=1e-4)
-    embedding = np.asarray(model.parameters()["embedding"])
-    mean = embedding[own.rows == 19].mean(axis=0)
-    known = np.concatenate([embedding[own.known], mean[None]])
-    product = known @ known.T
-    scaled = product * (rows[0] @ rows[0]) / product[0, 0]
-    np.testing.assert_allclose(rows @ rows.T, scaled, atol=1e-4)
+        np.testing.assert_array_equal(row.features[:, 0], row.tokens[:-1])
+    short = laid_out(heard()[:1], 16)
+    assert short.segments.tolist() == [1] * 4 + [0] * 13
+    assert short.weights[3:].tolist() == [0] * 13
 
 
 @pytest.fixture(scope="module")
@@ -190,41 +149,80 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_pair(root)[0], root / "prompts.txt"
 
 
-def test_a_drafter_learns_its_teachers_text(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
-) -> None:
-    """What the teacher said to three prompts is learned by heart, with half of its tokens."""
-    monkeypatch.setattr(distillation, "ROW_LENGTH", 48)
-    target, prompts = folders
-    directory = tmp_path / "run"
-    arguments = [
-        "train", f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={directory}",
-        "--embed_size=128", "--num_layers=1", f"--draft_vocab_size={VOCAB_SIZE // 2}",
-        "--max_new_tokens=24", "--batch_size=3", "--num_steps=40", "--dtype=float32",
+def train_on(folders: tuple[Path, Path], directory: Path, kind: str) -> list[str]:
+    return [
+        "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
+        f"--directory={directory}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
+        "--batch_size=3", "--num_steps=30", "--dtype=float32",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def short_rows(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(heads, "ROW_LENGTH", 48)
+    monkeypatch.setattr("fly_jax.training.rows.ROW_LENGTH", 48)
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("kind", list(heads.KINDS))
+def test_a_head_learns_its_teachers_text(
+    folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path,
+    kind: str, monkeypatch: Patch, capsys: Captured,
+) -> None:  # fmt: skip
+    """What the teacher said to three prompts is learned by heart, and drafted as was foretold."""
+    measured: list[float] = []
+    whole = heads.mean_accepted_tokens
+
+    def of_all(kind: str, model: Llama, _: Any) -> float:
+        parts = sorted((tmp_path / "expected").glob("*.npz"))
+        (found,) = [whole(kind, model, expectations._load(part)) for part in parts]
+        measured.append(found)
+        return found
+
+    monkeypatch.setattr(heads, "mean_accepted_tokens", of_all)
+    arguments = train_on(folders, tmp_path, kind)
     assert main(arguments) == 0
-    assert f"of {VOCAB_SIZE} tokens" in capsys.readouterr().err
-    pair = fly_jax.load_pair(target, directory, dtype="float32")
-    texts, sizes = prompts.read_text().splitlines(), {"max_new_tokens": 24, "batch_size": 3}
+    assert f"{VOCAB_SIZE // 2 - 1} of {VOCAB_SIZE} tokens" in capsys.readouterr().err
+    pair = fly_jax.load_pair(folders[0], tmp_path / kind, dtype="float32")
+    texts, sizes = folders[1].read_text().splitlines(), {"max_new_tokens": 24, "batch_size": 3}
     exact = fly_jax.generate(pair, texts, rule="exact", num_speculative_tokens=4, **sizes)
     alone = fly_jax.generate(pair, texts, rule="autoregressive", **sizes)
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
-    assert sum(one.num_accepted_tokens for one in exact) > 20
+    tokens, rounds = (sum(getattr(one, name) for one in exact) for name in ("num_tokens", "num_rounds"))
+    assert measured[-1] > 2
+    assert tokens / rounds == pytest.approx(measured[-1], abs=0.01)
     # Started again there is nothing left to do.
-    monkeypatch.setattr(distillation, "_read_along", None)
-    assert "nothing was left" not in capsys.readouterr().err
+    monkeypatch.setattr(expectations, "_read_along", None)
     assert main(arguments) == 0
-    assert "has had its 40 steps; nothing was left to train" in capsys.readouterr().err
+    assert "has had its 30 steps; nothing was left to train" in capsys.readouterr().err
     # What another teacher, or this one with other prompts, has said is not mixed with it.
-    prompts.write_text("Ada\n")
-    assert main(arguments) == 2
+    other = tmp_path / "other.txt"
+    other.write_text("Ada\n")
+    assert main([*arguments, f"--prompts_file={other}"]) == 2
     assert "the answers of a run with another --prompts_file; give" in capsys.readouterr().err
+
+
+def test_a_head_is_written_as_speculators_reads_it(model: Llama, tmp_path: Path) -> None:
+    own, start = heads.beginning("eagle3", model, np.arange(5, 40), layers=LAYERS, num_layers=1)
+    save_hf(Llama(own, start.trained | start.frozen), tmp_path, jnp.float32)
+    theirs, ours = (json.loads((one / "config.json").read_text()) for one in (FIXTURE, tmp_path))
+    assert theirs.keys() - ours.keys() <= {"auto_map", "transformers_version"}
+    assert ours["eagle_aux_hidden_state_layer_ids"] == list(LAYERS)
+    shapes = []
+    for folder in (FIXTURE, tmp_path):
+        with safe_open(folder / "model.safetensors", "np") as file:
+            shapes.append({one: file.get_slice(one).get_dtype() for one in file.keys()})  # noqa: SIM118
+    assert shapes[0] == shapes[1] | {"embed_tokens.weight": "F32"}
+    read = load_llama(tmp_path)
+    assert read.config.head == dataclasses.replace(own.head, has_embedding=False)
+    for name, values in read.parameters().items():
+        np.testing.assert_array_equal(values, (start.trained | start.frozen)[name], err_msg=name)
 
 
 def test_an_interrupted_run_says_how_to_go_on(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
-    monkeypatch.setattr(distillation, "continued", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(answers, "continued", Mock(side_effect=KeyboardInterrupt))
     target, prompts = folders
     arguments = [f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={tmp_path}"]
     assert main(["train", *arguments]) == 130
@@ -235,7 +233,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     ("arguments", "word"),
     [
         (["--teacher={}"], "--prompts_file"),
-        (["--teacher={}", "--prompts_file=x", "--embed_size=100"], "multiple of 128"),
+        (["--teacher={}", "--prompts_file=x", "--head=medusa"], "--head is medusa"),
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),

@@ -1,0 +1,247 @@
+"""Heads that draft for a teacher: where each kind begins, what it learns, and what it is worth.
+
+All kinds draft the tokens behind slot i in steps, of which the first sees the text up to there and
+each further one what the steps before it have added at this slot. So a row of text is trained on as
+a whole (training-time test, EAGLE-3, arXiv 2503.01840; PARD, arXiv 2504.18583): step s of slot i
+attends to what step 0 knows of the slots up to i, and to steps 1 to s of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
+from fly_jax.models.head import Eagle3Head
+from fly_jax.models.head_config import Eagle3
+from fly_jax.models.llama import Llama, Parameters
+from fly_jax.training.expectations import Expected
+from fly_jax.training.rows import ROW_LENGTH, laid_out
+from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
+
+# Steps that are trained: with more, EAGLE's users found, the first ones become worse.
+DEPTH = 3
+_DECAY = 0.8  # of the weight of a step's loss from that of the one before
+# Tokens that are drafted where a head is measured, and documents of which that is done at once.
+NUM_SPECULATIVE_TOKENS = 4
+_MEASURED_ROWS = 4
+
+# Keys and values of each layer, which a step leaves to those after it.
+_Kept = list[tuple[Array, Array]]
+
+
+class Kind(NamedTuple):
+    """A kind of head.
+
+    Attributes:
+      behind: step s of slot i predicts token i + 1 + `behind` + s.
+      scores: of the tokens that it knows, step by step, in float32.
+      learning_rate: peak rate.
+    """
+
+    behind: int
+    scores: Callable[[LlamaConfig, Parameters, Row, int], Iterator[Array]]
+    learning_rate: float
+
+
+def _attending(
+    row: Row, kept: _Kept
+) -> Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, tuple[Array, Array]]]:
+    """Attention of a step to the first one, and to all later ones at its own slot."""
+    visible = seen_within(row)[:, None, None]
+
+    def attend(
+        layer: Int[Array, ""], query: Array, key: Array, value: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        steps = [(keys[layer], values[layer]) for keys, values in kept] + [(key, value)]
+        (keys, values), own = steps[0], steps[1:]
+        grouped = query.reshape(*key.shape[:3], -1, key.shape[3]) * key.shape[3] ** -0.5
+        scores = [jnp.where(visible, jnp.einsum("btkgh,bskh->bkgts", grouped, keys), -jnp.inf)]
+        scores += [jnp.einsum("btkgh,btkh->bkgt", grouped, one)[..., None] for one, _ in own]
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        time = keys.shape[1]
+        mixed = jnp.einsum("bkgts,bskh->btkgh", weights[..., :time], values)
+        for at, (_, one) in enumerate(own, time):
+            mixed += jnp.einsum("bkgt,btkh->btkgh", weights[..., at], one)
+        return mixed.reshape(query.shape), (key, value)
+
+    return attend
+
+
+def _eagle3_scores(
+    config: LlamaConfig, parameters: Parameters, row: Row, depth: int
+) -> Iterator[Float[Array, "rows time known"]]:
+    head, kept = Eagle3Head(config, parameters), _Kept()
+    features = jax.lax.bitcast_convert_type(jnp.asarray(row.features), jnp.bfloat16)
+    fed = head.fused(features, bfloat16_matmul)
+    for step in range(depth):
+        tokens, positions = _ahead(row.tokens, 1 + step)[:, :-1], row.positions[:, :-1] + step
+        hidden, fed, (keys, values) = head.run_with(
+            tokens, fed, positions, _attending(row, kept), bfloat16_matmul
+        )
+        kept.append((keys[None], values[None]))
+        yield head.row_logits(hidden, bfloat16_matmul)
+
+
+def _pard_scores(
+    config: LlamaConfig, parameters: Parameters, row: Row, depth: int
+) -> Iterator[Float[Array, "rows time known"]]:
+    model, kept, tokens = Llama(config, parameters), _Kept(), jnp.asarray(row.tokens)[:, :-1]
+    for step in range(depth):
+        hidden, added, _ = model.run_layers(
+            tokens, row.positions[:, :-1] + step, _attending(row, kept), bfloat16_matmul
+        )
+        kept.append(added)
+        yield model.row_logits(hidden, bfloat16_matmul)[..., : config.unknown_row]
+        tokens = jnp.full_like(tokens, config.pard_token)
+
+
+KINDS = {"eagle3": Kind(1, _eagle3_scores, 1e-3), "pard": Kind(0, _pard_scores, 2e-3)}
+
+
+def _ahead(x: Array | np.ndarray, number: int) -> Array:
+    """What stands so many places later, and zeros behind the end."""
+    x = jnp.asarray(x)
+    return jnp.pad(x[:, number:], ((0, 0), (0, number), *[(0, 0)] * (x.ndim - 2)))
+
+
+def loss(kind: str, config: LlamaConfig, parameters: Parameters, row: Row) -> Float[Array, ""]:
+    """Cross entropy of what the teacher expects of the tokens that are known, in nats.
+
+    The mean over the steps, weighted by 0.8^s.
+    """
+    behind, scores, _ = KINDS[kind]
+    rows, segment = parameters["token_rows"], jnp.asarray(row.segments)[:, :-1]
+    total = jnp.float32(0)
+    for step, logits in enumerate(scores(config, parameters, row, DEPTH)):
+        at = behind + step
+        likely, weights = rows[_ahead(row.likely, at)], _ahead(row.weights, at)
+        weights = jnp.where(_ahead(segment, at) == segment, weights, 0)
+        # What the head does not know it cannot draft.
+        shares = jnp.where(likely == config.unknown_row, 0, _ahead(row.shares, at))
+        found = jnp.take_along_axis(logits, jnp.minimum(likely, config.unknown_row - 1), axis=-1)
+        losses = jnp.sum(shares * (jax.nn.logsumexp(logits, axis=-1, keepdims=True) - found), -1)
+        total += _DECAY**step * jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
+    return total / sum(_DECAY**step for step in range(DEPTH))
+
+
+@functools.partial(jax.jit, static_argnames=("kind", "config"))
+def _hits(
+    kind: str, config: LlamaConfig, parameters: Parameters, row: Row
+) -> Bool[Array, "rows time steps"]:
+    """Whether each step of each slot has the row's own token for its best, the steps before too."""
+    behind, scores, _ = KINDS[kind]
+    rows = parameters["token_rows"][jnp.asarray(row.tokens)]
+    found = [
+        jnp.argmax(logits, axis=-1) == _ahead(rows, 1 + behind + step)[:, :-1]
+        for step, logits in enumerate(scores(config, parameters, row, NUM_SPECULATIVE_TOKENS))
+    ]
+    return jnp.cumprod(jnp.stack(found, axis=-1), axis=-1).astype(bool)
+
+
+def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected]) -> float:
+    """What exact decoding with K = 4 settles in a round of the answers, the teacher's token too.
+
+    As if the rounds had been done: the answers are the teacher's own greedy ones, so a draft is
+    accepted where it is the text that follows.
+    """
+    behind, tokens, rounds = KINDS[kind].behind, 0, 0
+    rows = (laid_out([one], ROW_LENGTH) for one in itertools.cycle(documents))
+    batched = stacked(rows, _MEASURED_ROWS)
+    for start in range(0, len(documents), _MEASURED_ROWS):
+        some = documents[start : start + _MEASURED_ROWS]
+        hits = np.asarray(_hits(kind, model.config, model.parameters(), next(batched)))
+        for own, one in zip(hits.sum(axis=-1), some, strict=False):
+            length, end = max(one.num_prompt, 1 + behind), len(one.tokens)
+            tokens += end - length
+            while length < end:
+                length += 1 + own[length - 1 - behind]
+                rounds += 1
+    return tokens / max(rounds, 1)
+
+
+def layers_read(num_layers: int) -> tuple[int, ...]:
+    """Layers of a teacher that an EAGLE-3 head reads the inputs of: the last one goes on as it."""
+    return (min(2, num_layers - 1), num_layers // 2, num_layers - 1)
+
+
+def beginning(
+    kind: str,
+    teacher: Llama,
+    known: Int32[np.ndarray, " known"],
+    *,
+    layers: Sequence[int],
+    num_layers: int,
+) -> tuple[LlamaConfig, Start]:
+    """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
+
+    Args:
+      layers: of the teacher, that an EAGLE-3 head reads.
+      num_layers: of a PARD drafter: the teacher's first ones, and half of them its last ones.
+    """
+    config, last = teacher.config, teacher.config.num_layers
+    kept = [last - 1]
+    if kind == "pard":
+        kept = [*range(-(-num_layers // 2)), *range(last - num_layers // 2, last)]
+    have = _plain(teacher, kept)
+    whole, tied = have.pop("embedding"), config.tied_embeddings
+    unembedding = (whole if tied else have.pop("unembedding").T)[known]
+    rows = np.full(config.vocab_size, len(known), np.int32)
+    rows[known] = np.arange(len(known))
+    frozen = {"token_rows": rows}
+    own = dataclasses.replace(
+        config, num_layers=len(kept), draft_vocab_size=len(known), windowed_layers=(),
+        unrotated_layers=(),
+    )  # fmt: skip
+    if kind == "pard":
+        unknown = np.flatnonzero(rows == len(known))
+        others = whole[unknown].mean(axis=0, keepdims=True)
+        have["embedding"] = np.concatenate([whole[known], others])
+        have |= {} if tied else {"unembedding": np.pad(unembedding, ((0, 1), (0, 0))).T}
+        pard = {"draft_vocab_size": len(known) + 1, "pard_token": int(unknown[-1])}
+        own = dataclasses.replace(own, **pard)
+    else:
+        embed, number = config.embed_size, len(layers)
+        for name in ("query", "key", "value"):  # at first the token is not looked at
+            have[name] = np.concatenate([np.zeros_like(have[name]), have[name]], axis=1)
+        have["hidden_norm"] = have["attention_norm"]
+        have["attention_norm"] = np.ones_like(have["attention_norm"])
+        have["fusion"] = np.eye(number * embed, embed, (1 - number) * embed, np.float32)
+        frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
+        head = Eagle3(target_embed_size=embed, layers=tuple(layers), has_embedding=True)
+        own = dataclasses.replace(own, tied_embeddings=False, head=head)
+    return own, Start(*(jax.tree.map(jnp.asarray, some) for some in (have, frozen)))
+
+
+def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
+    """What is outside the layers, and some of these, in float32 and without scales."""
+    parameters = model.stacked().parameters()
+    found: dict[str, np.ndarray] = {}
+    for name, spec in parameter_specs(model.config).items():
+        some = np.array(layers) if spec.axes[0] == "layers" else slice(None)
+        found[name] = np.asarray(parameters[name][some], np.float32)
+        scale = parameters.get(scale_name(name))
+        if scale is not None:
+            inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
+            found[name] *= np.expand_dims(np.asarray(scale[some]), inputs)
+    return found
+
+
+def recipe_of(kind: str, config: LlamaConfig, *, num_steps: int, seed: int) -> Recipe:
+    """The run that trains a head."""
+    return Recipe(
+        config=config, num_steps=num_steps, batch_size=4, row_length=ROW_LENGTH,
+        learning_rate=KINDS[kind].learning_rate, seed=seed, loss=_LOSSES[kind],
+    )  # fmt: skip
+
+
+# One function each for good: `jit` knows programs by the functions that they were made of.
+_LOSSES = {kind: functools.partial(loss, kind) for kind in KINDS}

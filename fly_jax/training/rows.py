@@ -1,0 +1,68 @@
+"""Rows that a head learns from, and the tokens that it knows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from fly_jax.training.expectations import Expected
+from fly_jax.training.trainer import Recipe, Row, stacked
+
+ROW_LENGTH = 512
+# Of a token of a prompt, which is never drafted, but has the same words as answers.
+_PROMPT_WEIGHT = 0.3
+
+
+def frequent_tokens(
+    documents: Sequence[Expected], vocab_size: int, number: int
+) -> tuple[Int32[np.ndarray, " known"], float]:
+    """The most frequent tokens, ascending, and the share of the answers that they are."""
+    said, seen = np.zeros(vocab_size), np.zeros(vocab_size)
+    for one in documents:
+        said += np.bincount(one.tokens[one.num_prompt :], minlength=vocab_size)
+        seen += np.bincount(one.tokens, minlength=vocab_size)
+    # Tokens of prompts fill what answers leave.
+    order = np.argsort(-(said + seen / (1 + seen.sum())), kind="stable")[:number]
+    known = np.sort(order).astype(np.int32)
+    return known, float(said[known].sum() / max(said.sum(), 1))
+
+
+def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> Iterator[Row]:
+    """Endless batches of rows of documents, from a step on, each by the seed and its number."""
+    numbers = itertools.count(start_step * recipe.batch_size)
+    draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
+    rows = (laid_out(_drawn(documents, one), recipe.row_length) for one in draws)
+    return stacked(rows, recipe.batch_size)
+
+
+def _drawn(documents: Sequence[Expected], rng: random.Random) -> Iterator[Expected]:
+    while True:
+        yield documents[rng.randrange(len(documents))]
+
+
+def laid_out(documents: Iterable[Expected], length: int) -> Row:
+    """A row of documents, the last of them cut off, and zeros where they end before it does."""
+    size, start = length + 1, 0
+    documents = iter(documents)
+    one = next(documents)
+    few, wide = one.likely.shape[1], one.features.shape[1]
+    tokens, segments, positions = (np.zeros(size, np.int32) for _ in range(3))
+    weights, features = np.zeros(size, np.float32), np.zeros((size, wide), np.uint16)
+    likely, shares = np.zeros((size, few), np.int32), np.zeros((size, few), np.float32)
+    for segment, one in enumerate(itertools.chain([one], documents), 1):
+        taken = min(len(one.tokens), size - start)
+        part = slice(start, start + taken)
+        tokens[part], segments[part], positions[part] = one.tokens[:taken], segment, range(taken)
+        weights[part] = np.where(np.arange(taken) < one.num_prompt - 1, _PROMPT_WEIGHT, 1.0)
+        weights[part.stop - 1] = 0.0  # what follows the end is another document
+        likely[part], shares[part] = one.likely[:taken], one.shares[:taken]
+        features[part] = one.features[:taken]
+        start = part.stop
+        if start == size:
+            break
+    seen = (one[:-1] for one in (likely, shares, features))
+    return Row(tokens, weights[:-1], segments, positions, *seen)

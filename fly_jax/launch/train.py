@@ -35,7 +35,7 @@ Examples:
 # Says what the answers in the directory are answers to.
 _KEY = "answers_to.json"
 # Of so many documents one is held out, and at most so many are.
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 64
+_HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 48
 
 
 @flag_group("Training")

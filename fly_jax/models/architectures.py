@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.head_config import (
-    Block,
-    Eagle3,
-    TargetHead,
-    is_head,
-    read_head,
-    written_head,
-)
+from fly_jax.models.head_config import Block, Eagle3, TargetHead, is_head, read_head, written_head
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names that `config.json` has for sizes, and for all that is read and written as it is.

@@ -32,7 +32,7 @@ DEPTH = 3
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
 # Tokens that are drafted where a head is measured, and documents of which that is done at once.
 NUM_SPECULATIVE_TOKENS = 4
-_MEASURED_ROWS = 4
+_MEASURED_ROWS, _LENGTH_STEP = 8, 64
 
 # Keys and values of each layer, which a step leaves to those after it.
 _Kept = list[tuple[Array, Array]]
@@ -104,7 +104,7 @@ def _pard_scores(
         tokens = jnp.full_like(tokens, config.pard_token)
 
 
-KINDS = {"eagle3": Kind(1, _eagle3_scores, 1e-3), "pard": Kind(0, _pard_scores, 2e-3)}
+KINDS = {"eagle3": Kind(1, _eagle3_scores, 2e-3), "pard": Kind(0, _pard_scores, 2e-3)}
 
 
 def _ahead(x: Array | np.ndarray, number: int) -> Array:
@@ -154,7 +154,9 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
     accepted where it is the text that follows.
     """
     behind, tokens, rounds = KINDS[kind].behind, 0, 0
-    rows = (laid_out([one], ROW_LENGTH) for one in itertools.cycle(documents))
+    longest = max(len(one.tokens) for one in documents)
+    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    rows = (laid_out([one], length) for one in itertools.cycle(documents))
     batched = stacked(rows, _MEASURED_ROWS)
     for start in range(0, len(documents), _MEASURED_ROWS):
         some = documents[start : start + _MEASURED_ROWS]

@@ -48,12 +48,12 @@ def laid_out(documents: Iterable[Expected], length: int) -> Row:
     """A row of documents, the last of them cut off, and zeros where they end before it does."""
     size, start = length + 1, 0
     documents = iter(documents)
-    one = next(documents)
-    few, wide = one.likely.shape[1], one.features.shape[1]
+    first = next(documents)
+    few, wide = first.likely.shape[1], first.features.shape[1]
     tokens, segments, positions = (np.zeros(size, np.int32) for _ in range(3))
     weights, features = np.zeros(size, np.float32), np.zeros((size, wide), np.uint16)
     likely, shares = np.zeros((size, few), np.int32), np.zeros((size, few), np.float32)
-    for segment, one in enumerate(itertools.chain([one], documents), 1):
+    for segment, one in enumerate(itertools.chain([first], documents), 1):
         taken = min(len(one.tokens), size - start)
         part = slice(start, start + taken)
         tokens[part], segments[part], positions[part] = one.tokens[:taken], segment, range(taken)
@@ -64,5 +64,4 @@ def laid_out(documents: Iterable[Expected], length: int) -> Row:
         start = part.stop
         if start == size:
             break
-    seen = (one[:-1] for one in (likely, shares, features))
-    return Row(tokens, weights[:-1], segments, positions, *seen)
+    return Row(tokens, weights[:-1], segments, positions, likely[:-1], shares[:-1], features[:-1])

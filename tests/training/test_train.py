@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -188,7 +187,9 @@ def test_a_head_learns_its_teachers_text(
     exact = fly_jax.generate(pair, texts, rule="exact", num_speculative_tokens=4, **sizes)
     alone = fly_jax.generate(pair, texts, rule="autoregressive", **sizes)
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
-    tokens, rounds = (sum(getattr(one, name) for one in exact) for name in ("num_tokens", "num_rounds"))
+    tokens, rounds = (
+        sum(getattr(one, name) for one in exact) for name in ("num_tokens", "num_rounds")
+    )
     assert measured[-1] > 2
     assert tokens / rounds == pytest.approx(measured[-1], abs=0.01)
     # Started again there is nothing left to do.

@@ -158,7 +158,7 @@ def train_on(folders: tuple[Path, Path], directory: Path, kind: str) -> list[str
 
 @pytest.fixture
 def short_rows(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(heads, "ROW_LENGTH", 48)
+    monkeypatch.setattr(heads, "ROW_LENGTH", 80)
     monkeypatch.setattr("fly_jax.training.rows.ROW_LENGTH", 48)
 
 
@@ -188,7 +188,8 @@ def test_a_head_learns_its_teachers_text(
     alone = fly_jax.generate(pair, texts, rule="autoregressive", **sizes)
     assert [one.token_ids for one in exact] == [one.token_ids for one in alone]
     tokens, rounds = (
-        sum(getattr(one, name) for one in exact) for name in ("num_tokens", "num_rounds")
+        sum(len(one.token_ids) for one in exact),
+        sum(one.num_rounds for one in exact),
     )
     assert measured[-1] > 2
     assert tokens / rounds == pytest.approx(measured[-1], abs=0.01)
@@ -204,7 +205,9 @@ def test_a_head_learns_its_teachers_text(
 
 
 def test_a_head_is_written_as_speculators_reads_it(model: Llama, tmp_path: Path) -> None:
-    own, start = heads.beginning("eagle3", model, np.arange(5, 40), layers=LAYERS, num_layers=1)
+    own, start = heads.beginning(
+        "eagle3", model, np.arange(5, 40, dtype=np.int32), layers=LAYERS, num_layers=1
+    )
     save_hf(Llama(own, start.trained | start.frozen), tmp_path, jnp.float32)
     theirs, ours = (json.loads((one / "config.json").read_text()) for one in (FIXTURE, tmp_path))
     assert theirs.keys() - ours.keys() <= {"auto_map", "transformers_version"}
@@ -234,7 +237,10 @@ def test_an_interrupted_run_says_how_to_go_on(
     ("arguments", "word"),
     [
         (["--teacher={}"], "--prompts_file"),
-        (["--teacher={}", "--prompts_file=x", "--head=medusa"], "--head is medusa"),
+        (
+            ["--teacher={}", "--prompts_file=x", "--head=medusa"],
+            "--head=medusa: value should be one of",
+        ),
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),

@@ -104,7 +104,7 @@ def _pard_scores(
         tokens = jnp.full_like(tokens, config.pard_token)
 
 
-KINDS = {"eagle3": Kind(1, _eagle3_scores, 2e-3), "pard": Kind(0, _pard_scores, 2e-3)}
+KINDS = {"eagle3": Kind(1, _eagle3_scores, 3e-3), "pard": Kind(0, _pard_scores, 2e-3)}
 
 
 def _ahead(x: Array | np.ndarray, number: int) -> Array:

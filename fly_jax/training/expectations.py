@@ -25,9 +25,6 @@ _LENGTH_STEP = 64
 _PASS_TOKENS = 2048
 
 
-_JOINED = ("tokens", "likely", "shares")
-
-
 class Expected(NamedTuple):
     """A document's tokens, and those that the teacher finds most probable next, with shares.
 
@@ -130,12 +127,22 @@ def _most_likely(
 
 def _save(file: Path, part: Sequence[Expected]) -> None:
     """What is read late stands in a file of its own; the other one comes last."""
-    joined = {name: np.concatenate([getattr(one, name) for one in part]) for name in _JOINED}
-    numbers = {"lengths": [len(one.tokens) for one in part]}
-    numbers["num_prompt"] = [one.num_prompt for one in part]
-    features = np.concatenate([one.features for one in part])
-    _write(file.with_suffix(".npy"), functools.partial(np.save, arr=features))
-    _write(file, functools.partial(np.savez_compressed, **joined, **numbers))
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(one, name) for one in part])
+
+    def write(out: BinaryIO) -> None:
+        np.savez_compressed(
+            out,
+            lengths=[len(one.tokens) for one in part],
+            num_prompt=[one.num_prompt for one in part],
+            tokens=joined("tokens"),
+            likely=joined("likely"),
+            shares=joined("shares"),
+        )
+
+    _write(file.with_suffix(".npy"), lambda out: np.save(out, joined("features")))
+    _write(file, write)
 
 
 def _write(file: Path, write: Callable[[BinaryIO], None]) -> None:
@@ -150,7 +157,7 @@ def _load(file: Path) -> list[Expected]:
     features = np.load(file.with_suffix(".npy"), mmap_mode="r")
     with np.load(file) as part:
         ends = np.cumsum(part["lengths"])[:-1]
-        fields = [np.split(part[name], ends) for name in _JOINED]
+        fields = [np.split(part[name], ends) for name in ("tokens", "likely", "shares")]
         numbers = part["num_prompt"].tolist()
         return [
             Expected(tokens, num_prompt, likely, shares, own)

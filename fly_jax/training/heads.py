@@ -24,7 +24,7 @@ from fly_jax.models.head import Eagle3Head
 from fly_jax.models.head_config import Eagle3
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.training.expectations import Expected
-from fly_jax.training.rows import ROW_LENGTH, laid_out
+from fly_jax.training.rows import ROW_LENGTH, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
 # Steps that are trained: with more, EAGLE's users found, the first ones become worse.
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
     """
 
     behind: int
-    scores: Callable[[LlamaConfig, Parameters, Row, int], Iterator[Array]]
+    scores: Callable[[LlamaConfig, Parameters, HeardRow, int], Iterator[Array]]
     learning_rate: float
 
 
@@ -77,31 +77,33 @@ def _attending(
 
 
 def _eagle3_scores(
-    config: LlamaConfig, parameters: Parameters, row: Row, depth: int
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
 ) -> Iterator[Float[Array, "rows time known"]]:
     head, kept = Eagle3Head(config, parameters), _Kept()
-    features = jax.lax.bitcast_convert_type(jnp.asarray(row.features), jnp.bfloat16)
+    row, positions = heard.row, jnp.asarray(heard.row.positions)[:, :-1]
+    features = jax.lax.bitcast_convert_type(jnp.asarray(heard.features), jnp.bfloat16)
     fed = head.fused(features, bfloat16_matmul)
     for step in range(depth):
-        tokens, positions = _ahead(row.tokens, 1 + step)[:, :-1], row.positions[:, :-1] + step
+        tokens = _ahead(row.tokens, 1 + step)[:, :-1]
         hidden, fed, (keys, values) = head.run_with(
-            tokens, fed, positions, _attending(row, kept), bfloat16_matmul
+            tokens, fed, positions + step, _attending(row, kept), bfloat16_matmul
         )
         kept.append((keys[None], values[None]))
         yield head.row_logits(hidden, bfloat16_matmul)
 
 
 def _pard_scores(
-    config: LlamaConfig, parameters: Parameters, row: Row, depth: int
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
 ) -> Iterator[Float[Array, "rows time known"]]:
-    model, kept, tokens = Llama(config, parameters), _Kept(), jnp.asarray(row.tokens)[:, :-1]
+    model, kept, row = Llama(config, parameters), _Kept(), heard.row
+    tokens, positions = (jnp.asarray(one)[:, :-1] for one in (row.tokens, row.positions))
     for step in range(depth):
         hidden, added, _ = model.run_layers(
-            tokens, row.positions[:, :-1] + step, _attending(row, kept), bfloat16_matmul
+            tokens, positions + step, _attending(row, kept), bfloat16_matmul
         )
         kept.append(added)
         yield model.row_logits(hidden, bfloat16_matmul)[..., : config.unknown_row]
-        tokens = jnp.full_like(tokens, config.pard_token)
+        tokens = jnp.full_like(tokens, config.pard_token or 0)
 
 
 KINDS = {"eagle3": Kind(1, _eagle3_scores, 3e-3), "pard": Kind(0, _pard_scores, 2e-3)}
@@ -113,20 +115,22 @@ def _ahead(x: Array | np.ndarray, number: int) -> Array:
     return jnp.pad(x[:, number:], ((0, 0), (0, number), *[(0, 0)] * (x.ndim - 2)))
 
 
-def loss(kind: str, config: LlamaConfig, parameters: Parameters, row: Row) -> Float[Array, ""]:
+def loss(
+    kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
+) -> Float[Array, ""]:
     """Cross entropy of what the teacher expects of the tokens that are known, in nats.
 
     The mean over the steps, weighted by 0.8^s.
     """
     behind, scores, _ = KINDS[kind]
-    rows, segment = parameters["token_rows"], jnp.asarray(row.segments)[:, :-1]
+    rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
     total = jnp.float32(0)
-    for step, logits in enumerate(scores(config, parameters, row, DEPTH)):
+    for step, logits in enumerate(scores(config, parameters, heard, DEPTH)):
         at = behind + step
-        likely, weights = rows[_ahead(row.likely, at)], _ahead(row.weights, at)
+        likely, weights = rows[_ahead(heard.likely, at)], _ahead(heard.row.weights, at)
         weights = jnp.where(_ahead(segment, at) == segment, weights, 0)
         # What the head does not know it cannot draft.
-        shares = jnp.where(likely == config.unknown_row, 0, _ahead(row.shares, at))
+        shares = jnp.where(likely == config.unknown_row, 0, _ahead(heard.shares, at))
         found = jnp.take_along_axis(logits, jnp.minimum(likely, config.unknown_row - 1), axis=-1)
         losses = jnp.sum(shares * (jax.nn.logsumexp(logits, axis=-1, keepdims=True) - found), -1)
         total += _DECAY**step * jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
@@ -135,14 +139,14 @@ def loss(kind: str, config: LlamaConfig, parameters: Parameters, row: Row) -> Fl
 
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
 def _hits(
-    kind: str, config: LlamaConfig, parameters: Parameters, row: Row
+    kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
 ) -> Bool[Array, "rows time steps"]:
     """Whether each step of each slot has the row's own token for its best, the steps before too."""
     behind, scores, _ = KINDS[kind]
-    rows = parameters["token_rows"][jnp.asarray(row.tokens)]
+    rows = parameters["token_rows"][jnp.asarray(heard.row.tokens)]
     found = [
         jnp.argmax(logits, axis=-1) == _ahead(rows, 1 + behind + step)[:, :-1]
-        for step, logits in enumerate(scores(config, parameters, row, NUM_SPECULATIVE_TOKENS))
+        for step, logits in enumerate(scores(config, parameters, heard, NUM_SPECULATIVE_TOKENS))
     ]
     return jnp.cumprod(jnp.stack(found, axis=-1), axis=-1).astype(bool)
 
@@ -208,8 +212,8 @@ def beginning(
         others = whole[unknown].mean(axis=0, keepdims=True)
         have["embedding"] = np.concatenate([whole[known], others])
         have |= {} if tied else {"unembedding": np.pad(unembedding, ((0, 1), (0, 0))).T}
-        pard = {"draft_vocab_size": len(known) + 1, "pard_token": int(unknown[-1])}
-        own = dataclasses.replace(own, **pard)
+        mask = int(unknown[-1])
+        own = dataclasses.replace(own, draft_vocab_size=len(known) + 1, pard_token=mask)
     else:
         embed, number = config.embed_size, len(layers)
         for name in ("query", "key", "value"):  # at first the token is not looked at

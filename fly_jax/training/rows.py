@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32, UInt16
 
 from fly_jax.training.expectations import Expected
 from fly_jax.training.trainer import Recipe, Row, stacked
@@ -15,6 +16,21 @@ from fly_jax.training.trainer import Recipe, Row, stacked
 ROW_LENGTH = 512
 # Of a token of a prompt, which is never drafted, but has the same words as answers.
 _PROMPT_WEIGHT = 0.3
+
+
+class HeardRow(NamedTuple):
+    """A row of documents, or with a leading axis a batch of them, and what the teacher made of it.
+
+    Attributes:
+      likely: tokens that it expects instead of `tokens[t + 1]`.
+      shares: their probabilities.
+      features: inputs of some of its layers at `tokens[t]`, the bits of bfloat16 numbers.
+    """
+
+    row: Row
+    likely: Int32[np.ndarray, "length few"]
+    shares: Float32[np.ndarray, "length few"]
+    features: UInt16[np.ndarray, "length features"]
 
 
 def frequent_tokens(
@@ -31,7 +47,7 @@ def frequent_tokens(
     return known, float(said[known].sum() / max(said.sum(), 1))
 
 
-def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> Iterator[Row]:
+def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> Iterator[HeardRow]:
     """Endless batches of rows of documents, from a step on, each by the seed and its number."""
     numbers = itertools.count(start_step * recipe.batch_size)
     draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
@@ -44,7 +60,7 @@ def _drawn(documents: Sequence[Expected], rng: random.Random) -> Iterator[Expect
         yield documents[rng.randrange(len(documents))]
 
 
-def laid_out(documents: Iterable[Expected], length: int) -> Row:
+def laid_out(documents: Iterable[Expected], length: int) -> HeardRow:
     """A row of documents, the last of them cut off, and zeros where they end before it does."""
     size, start = length + 1, 0
     documents = iter(documents)
@@ -64,4 +80,5 @@ def laid_out(documents: Iterable[Expected], length: int) -> Row:
         start = part.stop
         if start == size:
             break
-    return Row(tokens, weights[:-1], segments, positions, likely[:-1], shares[:-1], features[:-1])
+    row = Row(tokens, weights[:-1], segments, positions)
+    return HeardRow(row, likely[:-1], shares[:-1], features[:-1])

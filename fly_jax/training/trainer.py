@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from absl import logging
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt16
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from orbax.checkpoint import checkpoint_managers as managers
 from tqdm import tqdm
 
@@ -52,7 +52,7 @@ class Recipe:
     decay_share: float = 0.3
     seed: int
     stop_step: int | None = None
-    loss: Callable[[LlamaConfig, dict[str, Array], Row], Array] | None = None
+    loss: Callable[[LlamaConfig, dict[str, Array], Any], Array] | None = None
 
     @property
     def last_step(self) -> int:
@@ -68,21 +68,19 @@ class Row(NamedTuple):
       weights: of the loss of predicting `tokens[t + 1]`; zero from one document to the next.
       segments: numbers of the row's documents, from 1 on.
       positions: of a token in its document, from 0 on.
-      likely: tokens that a teacher expects instead of `tokens[t + 1]`; None without a teacher.
-      shares: their probabilities.
-      features: inputs of some of its layers at `tokens[t]`, the bits of bfloat16 numbers.
     """
 
     tokens: Int32[np.ndarray, length + 1]
     weights: Float32[np.ndarray, " length"]
     segments: Int32[np.ndarray, length + 1]
     positions: Int32[np.ndarray, length + 1]
-    likely: Int32[np.ndarray, "length few"] | None = None
-    shares: Float32[np.ndarray, "length few"] | None = None
-    features: UInt16[np.ndarray, "length features"] | None = None
 
 
-def stacked(rows: Iterator[Row], batch_size: int) -> Iterator[Row]:
+# A `Row`, or a tree of arrays that has one and what is said of its tokens.
+Batch = TypeVar("Batch")
+
+
+def stacked(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
     """Endless rows by the batch."""
     while True:
         batch = list(itertools.islice(rows, batch_size))
@@ -173,7 +171,7 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def _train_step(
-    recipe: Recipe, state: TrainingState, frozen: dict[str, Array], batch: Row
+    recipe: Recipe, state: TrainingState, frozen: dict[str, Array], batch: Any
 ) -> tuple[TrainingState, Float[Array, ""]]:
     """One step on one batch: the new state, and the loss before it."""
 
@@ -195,7 +193,7 @@ class Start(NamedTuple):
 
 def train(
     recipe: Recipe,
-    batches: Callable[[int], Iterator[Row]],
+    batches: Callable[[int], Iterator[Any]],
     directory: Path,
     *,
     start: Start | None = None,

@@ -124,9 +124,9 @@ def test_rows_hold_documents_and_what_is_expected() -> None:
 
     rows = list(itertools.islice(rows_from(0), 4))
     jax.tree.map(np.testing.assert_array_equal, rows[3], next(rows_from(3)))
-    for row in rows:
+    for row, likely, shares, features in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
-        assert row.weights.shape == row.likely.shape[:1] == row.shares.shape[:1] == (16,)
+        assert row.weights.shape == likely.shape[:1] == shares.shape[:1] == (16,)
         documents = {tuple(one.tokens.tolist()): one.num_prompt for one in heard()}
         for segment in range(1, row.segments[-1]):
             inside = np.flatnonzero(row.segments == segment)
@@ -135,8 +135,8 @@ def test_rows_hold_documents_and_what_is_expected() -> None:
             weights = np.ones(len(inside), np.float32)
             weights[: num_prompt - 1], weights[-1] = 0.3, 0
             np.testing.assert_array_equal(row.weights[inside], weights)
-        np.testing.assert_array_equal(row.features[:, 0], row.tokens[:-1])
-    short = laid_out(heard()[:1], 16)
+        np.testing.assert_array_equal(features[:, 0], row.tokens[:-1])
+    short = laid_out(heard()[:1], 16).row
     assert short.segments.tolist() == [1] * 4 + [0] * 13
     assert short.weights[3:].tolist() == [0] * 13
 

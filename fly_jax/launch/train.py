@@ -43,11 +43,11 @@ class _TrainFlags(PromptFlags):
     teacher: str | None = parameter(
         None, "folder, GGUF file or hub id of the model to make a head for"
     )
-    head: Literal["eagle3", "pard"] = parameter(
+    head: Literal["eagle3", "pard", "dspark"] = parameter(
         "eagle3",
         "eagle3: a layer that reads the teacher's own; pard: a small model that drafts all tokens "
-        "in one pass",
-        choices=("eagle3", "pard"),
+        "in one pass; dspark: layers that read the teacher's own and draft a block in one pass",
+        choices=("eagle3", "pard", "dspark"),
     )
     directory: str = parameter("runs/head", "where answers, checkpoints and the head go")
     num_steps: int = parameter(2000, "optimiser steps, of 2048 tokens each", low=1)
@@ -61,7 +61,7 @@ class _TrainFlags(PromptFlags):
     draft_vocab_size: int = parameter(
         8192, "the teacher's most frequent tokens, which the head knows", low=2
     )
-    num_layers: int = parameter(2, "layers of a PARD drafter", low=1)
+    num_layers: int = parameter(2, "layers of a PARD drafter or a DSpark head", low=1)
     seed: int = parameter(0, "of the data and the draws", low=0)
 
 

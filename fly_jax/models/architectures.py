@@ -402,7 +402,7 @@ def config_fields(config: LlamaConfig) -> Fields:
 
     That of a head is as speculators reads it.
     """
-    if isinstance(config.head, Eagle3):
+    if config.head is not None:
         known = config.draft_vocab_size or config.vocab_size
         layer = dataclasses.replace(config, head=None, draft_vocab_size=None)
         return written_head(config.head, config_fields(layer), known)

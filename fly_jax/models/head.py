@@ -156,9 +156,13 @@ class BlockHead(Head):
 
     def bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocab"]:
         """DSpark's bias on the logits behind each token."""
+        return self._of_all_tokens(self.row_bias(tokens))
+
+    def row_bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time known"]:
+        """The bias on the unembedding's rows."""
         product = self._products(self._outer_weights(), dtype=jnp.float32)
         rows = self._rows("markov_rows", tokens).astype(self.dtype)
-        return self._of_all_tokens(product("btr,rv->btv", rows, "markov_bias"))
+        return product("btr,rv->btv", rows, "markov_bias")
 
     def probable(
         self, hidden: Float[Array, "batch time embed"], before: Int[Array, "batch time"]

@@ -24,6 +24,9 @@ _BLOCKS = re.compile("DFlash|DSpark")
 _VERSIONS = re.compile(r"0\.[1-9](\..*)?")
 # Fields that say how features are normalised, and the default in all formats: they are not.
 _NORMS = {"fc_norm": "each", "norm_before_fc": "all"}
+_CLASSES = {
+    "eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,34 +221,56 @@ def _read_block(
     )
 
 
-def written_head(head: Eagle3, layer: Mapping[str, Any], draft_vocab_size: int) -> dict[str, Any]:
+def written_head(
+    head: TargetHead, layer: Mapping[str, Any], draft_vocab_size: int
+) -> dict[str, Any]:
     """The `config.json` that speculators and vLLM read: the inverse of `read_head`.
 
     Args:
-      layer: the fields of the head's layer and of its target, as those of a Llama.
+      layer: the fields of the head's layers and of its target, as those of a Llama.
     """
+    own: dict[str, Any]
+    if isinstance(head, Eagle3):
+        kind, drafted = "eagle3", 4
+        own = {
+            "eagle_aux_hidden_state_layer_ids": head.layers,
+            "norm_before_residual": head.residual_is_normed,
+            "norm_output": head.feeds_normed,
+            "embed_requires_grad": False,
+            **{name: head.feature_norms == how for name, how in _NORMS.items()},
+        }
+    else:
+        assert isinstance(head, Block)
+        kind, drafted = "dspark" if head.anchor_predicts else "dflash", head.most_tokens
+        own = {
+            "aux_hidden_state_layer_ids": head.layers,
+            "block_size": head.block_size,
+            "mask_token_id": head.mask_token,
+            "num_target_layers": head.target_num_layers,
+            "sample_from_anchor": head.anchor_predicts,
+            "markov_rank": head.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": head.has_confidence,
+            "confidence_head_with_markov": head.confidence_reads_markov,
+            "sliding_window_non_causal": not head.causal_windows,
+        }
     proposal = {
-        "proposal_type": "greedy", "speculative_tokens": 4, "accept_tolerance": 0.0,
+        "proposal_type": "greedy", "speculative_tokens": drafted, "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }  # fmt: skip
-    verifier = {"name_or_path": None, "architectures": layer["architectures"]}
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": [_CLASSES[kind]],
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {"name_or_path": None, "architectures": []},
         },
         "transformer_layer_config": {**layer, "architectures": None},
         "draft_vocab_size": draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": None if head.layers is None else list(head.layers),
         "target_hidden_size": head.target_embed_size,
-        "norm_before_residual": head.residual_is_normed,
-        "norm_output": head.feeds_normed,
-        **{name: head.feature_norms == kind for name, kind in _NORMS.items()},
-        "embed_requires_grad": False,
         "tie_word_embeddings": False,
+        **own,
     }

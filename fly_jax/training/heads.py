@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,19 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_name
-from fly_jax.models.head import Eagle3Head
-from fly_jax.models.head_config import Eagle3
+from fly_jax.models.head import BlockHead, Eagle3Head
+from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.training.expectations import Expected
 from fly_jax.training.rows import ROW_LENGTH, HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
-# Steps that are trained: with more, EAGLE's users found, the first ones become worse.
-DEPTH = 3
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
 # Tokens that are drafted where a head is measured, and documents of which that is done at once.
 NUM_SPECULATIVE_TOKENS = 4
 _MEASURED_ROWS, _LENGTH_STEP = 8, 64
+# Of the bias that DSpark's tokens put on the next one.
+_MARKOV_RANK = 64
 
 # Keys and values of each layer, which a step leaves to those after it.
 _Kept = list[tuple[Array, Array]]
@@ -44,10 +44,13 @@ class Kind(NamedTuple):
     Attributes:
       behind: step s of slot i predicts token i + 1 + `behind` + s.
       scores: of the tokens that it knows, step by step, in float32.
+      depth: steps that are trained. With more than three, EAGLE's users found, the first ones
+        become worse; where all are drafted at once, one that was not trained is worth nothing.
       learning_rate: peak rate.
     """
 
     behind: int
+    depth: int
     scores: Callable[[LlamaConfig, Parameters, HeardRow, int], Iterator[Array]]
     learning_rate: float
 
@@ -81,8 +84,7 @@ def _eagle3_scores(
 ) -> Iterator[Float[Array, "rows time known"]]:
     head, kept = Eagle3Head(config, parameters), _Kept()
     row, positions = heard.row, jnp.asarray(heard.row.positions)[:, :-1]
-    features = jax.lax.bitcast_convert_type(jnp.asarray(heard.features), jnp.bfloat16)
-    fed = head.fused(features, bfloat16_matmul)
+    fed = head.fused(_features(heard), bfloat16_matmul)
     for step in range(depth):
         tokens = _ahead(row.tokens, 1 + step)[:, :-1]
         hidden, fed, (keys, values) = head.run_with(
@@ -106,7 +108,49 @@ def _pard_scores(
         tokens = jnp.full_like(tokens, config.pard_token or 0)
 
 
-KINDS = {"eagle3": Kind(1, _eagle3_scores, 3e-3), "pard": Kind(0, _pard_scores, 2e-3)}
+def _dspark_scores(
+    config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
+) -> Iterator[Float[Array, "rows time known"]]:
+    """All steps of all slots in one pass: blocks do not see each other (arXiv 2607.05147)."""
+    head, own = BlockHead(config, parameters), config.head
+    assert isinstance(own, Block)
+    tokens = jnp.asarray(heard.row.tokens)[:, :-1]
+    rows, time = tokens.shape
+    context = head.injected(_features(heard), jnp.zeros(rows, jnp.int32))
+    before = seen_within(heard.row) & ~jnp.eye(time, dtype=bool)
+    masks = jnp.full((rows, time, own.block_size - 1), own.mask_token, jnp.int32)
+    blocks = jnp.concatenate((tokens[..., None], masks), axis=2)
+    positions = jnp.arange(time)[:, None] + jnp.arange(own.block_size)
+
+    def attend(layer: Int[Array, ""], query: Array, key: Array, value: Array) -> tuple[Array, None]:
+        keys, values = context.keys[layer], context.values[layer]
+        key, value = (one.reshape(*blocks.shape, *one.shape[2:]) for one in (key, value))
+        grouped = query.reshape(*key.shape[:4], -1, key.shape[4]) * key.shape[4] ** -0.5
+        far = jnp.einsum("btzkgh,bksh->bkgtzs", grouped, keys)
+        far = jnp.where(before[:, None, None, :, None], far, -jnp.inf)
+        near = jnp.einsum("btzkgh,btykh->bkgtzy", grouped, key)
+        weights = jax.nn.softmax(jnp.concatenate((far, near), axis=-1), axis=-1)
+        mixed = jnp.einsum("bkgtzs,bksh->btzkgh", weights[..., :time], values)
+        mixed += jnp.einsum("bkgtzy,btykh->btzkgh", weights[..., time:], value)
+        return mixed.reshape(query.shape), None
+
+    places = jnp.broadcast_to(positions.reshape(-1), (rows, positions.size))
+    hidden, *_ = head.run_layers(blocks.reshape(rows, -1), places, attend, bfloat16_matmul)
+    hidden = hidden.reshape(*blocks.shape, -1)
+    for step in range(depth):
+        bias = head.row_bias(_ahead(tokens, step))
+        yield head.row_logits(hidden[:, :, step], bfloat16_matmul) + bias
+
+
+KINDS = {
+    "eagle3": Kind(1, 3, _eagle3_scores, 3e-3),
+    "pard": Kind(0, 5, _pard_scores, 2e-3),
+    "dspark": Kind(0, 5, _dspark_scores, 3e-3),
+}
+
+
+def _features(heard: HeardRow) -> Array:
+    return jax.lax.bitcast_convert_type(jnp.asarray(heard.features), jnp.bfloat16)
 
 
 def _ahead(x: Array | np.ndarray, number: int) -> Array:
@@ -122,10 +166,10 @@ def loss(
 
     The mean over the steps, weighted by 0.8^s.
     """
-    behind, scores, _ = KINDS[kind]
+    behind, depth, scores, _ = KINDS[kind]
     rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
     total = jnp.float32(0)
-    for step, logits in enumerate(scores(config, parameters, heard, DEPTH)):
+    for step, logits in enumerate(scores(config, parameters, heard, depth)):
         at = behind + step
         likely, weights = rows[_ahead(heard.likely, at)], _ahead(heard.row.weights, at)
         weights = jnp.where(_ahead(segment, at) == segment, weights, 0)
@@ -134,7 +178,7 @@ def loss(
         found = jnp.take_along_axis(logits, jnp.minimum(likely, config.unknown_row - 1), axis=-1)
         losses = jnp.sum(shares * (jax.nn.logsumexp(logits, axis=-1, keepdims=True) - found), -1)
         total += _DECAY**step * jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
-    return total / sum(_DECAY**step for step in range(DEPTH))
+    return total / sum(_DECAY**step for step in range(depth))
 
 
 @functools.partial(jax.jit, static_argnames=("kind", "config"))
@@ -142,7 +186,7 @@ def _hits(
     kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
 ) -> Bool[Array, "rows time steps"]:
     """Whether each step of each slot has the row's own token for its best, the steps before too."""
-    behind, scores, _ = KINDS[kind]
+    behind, _, scores, _ = KINDS[kind]
     rows = parameters["token_rows"][jnp.asarray(heard.row.tokens)]
     found = [
         jnp.argmax(logits, axis=-1) == _ahead(rows, 1 + behind + step)[:, :-1]
@@ -159,8 +203,8 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
     """
     behind, tokens, rounds = KINDS[kind].behind, 0, 0
     longest = max(len(one.tokens) for one in documents)
-    length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
-    rows = (laid_out([one], length) for one in itertools.cycle(documents))
+    width = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+    rows = (laid_out([one], width) for one in itertools.cycle(documents))
     batched = stacked(rows, _MEASURED_ROWS)
     for start in range(0, len(documents), _MEASURED_ROWS):
         some = documents[start : start + _MEASURED_ROWS]
@@ -175,7 +219,7 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
 
 
 def layers_read(num_layers: int) -> tuple[int, ...]:
-    """Layers of a teacher that an EAGLE-3 head reads the inputs of: the last one goes on as it."""
+    """Layers of a teacher whose inputs heads read, the last one's among them."""
     return (min(2, num_layers - 1), num_layers // 2, num_layers - 1)
 
 
@@ -190,41 +234,68 @@ def beginning(
     """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
 
     Args:
-      layers: of the teacher, that an EAGLE-3 head reads.
-      num_layers: of a PARD drafter: the teacher's first ones, and half of them its last ones.
+      layers: of the teacher, whose inputs a head reads.
+      num_layers: of a DSpark head, the teacher's last ones; of a PARD drafter the first ones, and
+        half of them the last ones.
     """
     config, last = teacher.config, teacher.config.num_layers
-    kept = [last - 1]
+    few = 1 if kind == "eagle3" else num_layers
+    kept = [*range(last - few, last)]
     if kind == "pard":
-        kept = [*range(-(-num_layers // 2)), *range(last - num_layers // 2, last)]
+        kept = [*range(-(-few // 2)), *range(last - few // 2, last)]
     have = _plain(teacher, kept)
     whole, tied = have.pop("embedding"), config.tied_embeddings
     unembedding = (whole if tied else have.pop("unembedding").T)[known]
     rows = np.full(config.vocab_size, len(known), np.int32)
     rows[known] = np.arange(len(known))
+    unknown = np.flatnonzero(rows == len(known))
     frozen = {"token_rows": rows}
     own = dataclasses.replace(
-        config, num_layers=len(kept), draft_vocab_size=len(known), windowed_layers=(),
+        config, num_layers=few, draft_vocab_size=len(known), windowed_layers=(),
         unrotated_layers=(),
     )  # fmt: skip
     if kind == "pard":
-        unknown = np.flatnonzero(rows == len(known))
         others = whole[unknown].mean(axis=0, keepdims=True)
         have["embedding"] = np.concatenate([whole[known], others])
         have |= {} if tied else {"unembedding": np.pad(unembedding, ((0, 1), (0, 0))).T}
         mask = int(unknown[-1])
         own = dataclasses.replace(own, draft_vocab_size=len(known) + 1, pard_token=mask)
-    else:
-        embed, number = config.embed_size, len(layers)
+        return own, Start(_arrays(have), _arrays(frozen))
+    frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
+    embed, number = config.embed_size, len(layers)
+    have["fusion"] = np.eye(number * embed, embed, (1 - number) * embed, np.float32)
+    shared: dict[str, Any] = {
+        "target_embed_size": embed,
+        "layers": tuple(layers),
+        "has_embedding": True,
+    }
+    head: TargetHead = Eagle3(**shared)
+    if kind == "eagle3":
         for name in ("query", "key", "value"):  # at first the token is not looked at
             have[name] = np.concatenate([np.zeros_like(have[name]), have[name]], axis=1)
         have["hidden_norm"] = have["attention_norm"]
         have["attention_norm"] = np.ones_like(have["attention_norm"])
-        have["fusion"] = np.eye(number * embed, embed, (1 - number) * embed, np.float32)
-        frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
-        head = Eagle3(target_embed_size=embed, layers=tuple(layers), has_embedding=True)
-        own = dataclasses.replace(own, tied_embeddings=False, head=head)
-    return own, Start(*(jax.tree.map(jnp.asarray, some) for some in (have, frozen)))
+    else:  # its layers are those of a Qwen 3 in all formats
+        have = {name: value for name, value in have.items() if not name.endswith("_bias")}
+        heads = np.ones((few, config.head_size), np.float32)
+        have = {"query_norm": heads, "key_norm": heads} | have
+        own = dataclasses.replace(
+            own, architecture="qwen3", attention_biases=False, head_norms=True
+        )
+        have["fused_norm"] = have["attention_norm"][-1]
+        draws = np.random.default_rng(0).normal(0, 0.1, (config.vocab_size, _MARKOV_RANK))
+        have["markov_rows"] = draws.astype(np.float32)
+        have["markov_bias"] = np.zeros((_MARKOV_RANK, len(known)), np.float32)
+        head = Block(
+            **shared, block_size=KINDS[kind].depth, mask_token=int(unknown[-1]),
+            target_num_layers=last, anchor_predicts=True, markov_rank=_MARKOV_RANK,
+        )  # fmt: skip
+    own = dataclasses.replace(own, tied_embeddings=False, head=head)
+    return own, Start(_arrays(have), _arrays(frozen))
+
+
+def _arrays(parameters: dict[str, np.ndarray]) -> dict[str, Array]:
+    return {name: jnp.asarray(value) for name, value in parameters.items()}
 
 
 def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:

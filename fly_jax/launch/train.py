@@ -127,7 +127,9 @@ def _make_head(values: _TrainFlags) -> None:
     own, start = heads.beginning(
         values.head, pair.target, known, layers=layers, num_layers=values.num_layers
     )
-    recipe = heads.recipe_of(values.head, own, num_steps=values.num_steps, seed=values.seed)
+    recipe = heads.recipe_of(
+        values.head, own, row_length=rows.ROW_LENGTH, num_steps=values.num_steps, seed=values.seed
+    )
     checkpoints = directory / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}"
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ _PASS_TOKENS = 2048
 class Expected(NamedTuple):
     """A document's tokens, and those that the teacher finds most probable next, with shares.
 
+    All but the tokens stays on disk until it is looked at.
+
     Attributes:
       features: inputs of some of the teacher's layers side by side, the bits of bfloat16 numbers.
-        They stay on disk until they are looked at.
     """
 
     tokens: Int32[np.ndarray, " length"]
@@ -58,33 +59,45 @@ def expected(
     with tqdm(total=len(documents), desc="Reading along", unit="document") as bar:
         for start in range(0, len(documents), _PART_DOCUMENTS):
             some = documents[start : start + _PART_DOCUMENTS]
-            file = folder / f"part_{start // _PART_DOCUMENTS:05}.npz"
+            file = folder / f"part_{start // _PART_DOCUMENTS:05}.npy"
+            texts = [np.array([*one.prompt, *one.answer], np.int32) for one in some]
             if not file.exists():
-                _save(file, _read_along(teacher, some, length, tuple(layers)))
-            found += _load(file)
+                partial = file.with_suffix(".partial")  # so that no part is ever half there
+                with partial.open("wb") as out:
+                    np.save(out, _read_along(teacher, texts, length, tuple(layers)))
+                partial.replace(file)
+            part, end = np.load(file, mmap_mode="r"), 0
+            for one, text in zip(some, texts, strict=True):
+                tokens = text[-length:]
+                begin, end = end, end + len(tokens)
+                num_prompt = max(len(one.prompt) - len(text) + len(tokens), 0)
+                own = (part[name][begin:end] for name in ("likely", "shares", "features"))
+                found.append(Expected(tokens, num_prompt, *own))
             bar.update(len(some))
     return found
 
 
 def _read_along(
-    teacher: Llama, documents: Sequence[Document], length: int, layers: tuple[int, ...]
-) -> list[Expected]:
-    texts = [np.array([*one.prompt, *one.answer], np.int32) for one in documents]
-    found: dict[int, Expected] = {}
+    teacher: Llama, texts: Sequence[np.ndarray], length: int, layers: tuple[int, ...]
+) -> np.ndarray:
+    """What is kept of the last tokens of each text, one text behind the other."""
+    found: dict[int, np.ndarray] = {}
     for batch, rows, width in _passes([len(text) for text in texts]):
         tokens = np.zeros((rows, width), np.int32)
         for row, index in enumerate(batch):
             tokens[row, : len(texts[index])] = texts[index]
         model = teacher.config, teacher.layout, teacher.parameters()
         likely, shares, features = jax.device_get(_most_likely(*model, tokens, layers=layers))
+        kinds = [("likely", "i4", likely.shape[2:]), ("shares", "f2", shares.shape[2:])]
+        kinds.append(("features", "u2", features.shape[2:]))
         for row, index in enumerate(batch):
             end = len(texts[index])
-            kept = slice(max(end - length, 0), end)
-            num_prompt = max(len(documents[index].prompt) - kept.start, 0)
-            own = likely[row, kept], shares[row, kept].astype(np.float16)
-            bits = features[row, kept].view(np.uint16)
-            found[index] = Expected(texts[index][kept], num_prompt, *own, bits)
-    return [found[index] for index in range(len(texts))]
+            kept = np.empty(min(end, length), kinds)
+            part = row, slice(end - len(kept), end)
+            kept["likely"], kept["shares"] = likely[part], shares[part]
+            kept["features"] = features[part].view(np.uint16)
+            found[index] = kept
+    return np.concatenate([found[index] for index in range(len(texts))])
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
@@ -123,45 +136,3 @@ def _most_likely(
 
     likely, shares = jax.lax.map(of_row, hidden)  # logits of all rows would take much memory
     return likely, shares, features.astype(jnp.bfloat16)
-
-
-def _save(file: Path, part: Sequence[Expected]) -> None:
-    """What is read late stands in a file of its own; the other one comes last."""
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(one, name) for one in part])
-
-    def write(out: BinaryIO) -> None:
-        np.savez_compressed(
-            out,
-            lengths=[len(one.tokens) for one in part],
-            num_prompt=[one.num_prompt for one in part],
-            tokens=joined("tokens"),
-            likely=joined("likely"),
-            shares=joined("shares"),
-        )
-
-    _write(file.with_suffix(".npy"), lambda out: np.save(out, joined("features")))
-    _write(file, write)
-
-
-def _write(file: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Under another name first, so that no file is ever half there."""
-    partial = file.with_suffix(".partial")
-    with partial.open("wb") as out:
-        write(out)
-    partial.replace(file)
-
-
-def _load(file: Path) -> list[Expected]:
-    features = np.load(file.with_suffix(".npy"), mmap_mode="r")
-    with np.load(file) as part:
-        ends = np.cumsum(part["lengths"])[:-1]
-        fields = [np.split(part[name], ends) for name in ("tokens", "likely", "shares")]
-        numbers = part["num_prompt"].tolist()
-        return [
-            Expected(tokens, num_prompt, likely, shares, own)
-            for num_prompt, tokens, likely, shares, own in zip(
-                numbers, *fields, np.split(features, ends), strict=True
-            )
-        ]

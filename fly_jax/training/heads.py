@@ -24,7 +24,7 @@ from fly_jax.models.head import BlockHead, Eagle3Head
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.training.expectations import Expected
-from fly_jax.training.rows import ROW_LENGTH, HeardRow, laid_out
+from fly_jax.training.rows import HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
@@ -312,10 +312,12 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
     return found
 
 
-def recipe_of(kind: str, config: LlamaConfig, *, num_steps: int, seed: int) -> Recipe:
+def recipe_of(
+    kind: str, config: LlamaConfig, *, row_length: int, num_steps: int, seed: int
+) -> Recipe:
     """The run that trains a head."""
     return Recipe(
-        config=config, num_steps=num_steps, batch_size=4, row_length=ROW_LENGTH,
+        config=config, num_steps=num_steps, batch_size=4, row_length=row_length,
         learning_rate=KINDS[kind].learning_rate, seed=seed, loss=_LOSSES[kind],
     )  # fmt: skip
 

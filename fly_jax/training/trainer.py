@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -40,7 +41,7 @@ class Recipe:
       decay_share: last part of the steps, in which the rate falls linearly to 0.
       seed: of the initial weights and of the data.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
-      loss: of a batch, by the model's shape and its parameters; None for `weighted_loss`.
+      loss: of a batch, by the model's shape and its parameters.
     """
 
     config: LlamaConfig
@@ -52,7 +53,7 @@ class Recipe:
     decay_share: float = 0.3
     seed: int
     stop_step: int | None = None
-    loss: Callable[[LlamaConfig, dict[str, Array], Any], Array] | None = None
+    loss: Callable[[LlamaConfig, dict[str, Array], Any], Array]
 
     @property
     def last_step(self) -> int:
@@ -133,15 +134,6 @@ def seen_within(row: Row) -> Bool[Array, "batch length length"]:
     return (segment[:, :, None] == segment[:, None, :]) & before
 
 
-def weighted_loss(config: LlamaConfig, parameters: dict[str, Array], row: Row) -> Float[Array, ""]:
-    """Cross entropy of what comes next, in nats, averaged by weight, within a token's segment."""
-    model, tokens = Llama(config, parameters), jnp.asarray(row.tokens)
-    given = tokens[:, :-1], jnp.asarray(row.positions)[:, :-1], seen_within(row)
-    logits = model.logits(model.hidden_uncached(*given, bfloat16_matmul), bfloat16_matmul)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.sum(losses * row.weights) / jnp.sum(row.weights)
-
-
 _DIMENSIONS = optax.contrib.MuonDimensionNumbers
 _MATRICES = {
     **dict.fromkeys(("query", "key", "value"), _DIMENSIONS((1,), (2, 3))),
@@ -176,7 +168,7 @@ def _train_step(
     """One step on one batch: the new state, and the loss before it."""
 
     def loss(parameters: dict[str, Array]) -> Float[Array, ""]:
-        return (recipe.loss or weighted_loss)(recipe.config, parameters | frozen, batch)
+        return recipe.loss(recipe.config, parameters | frozen, batch)
 
     value, gradients = jax.value_and_grad(loss)(state.parameters)
     updates, optimizer = _optimizer(recipe).update(gradients, state.optimizer, state.parameters)
@@ -244,7 +236,8 @@ def train(
                 metrics = None
                 if measured is not None:
                     metrics = {_MEASURED: measured(model(state))}
-                    bar.write(f"Step {step}: {metrics[_MEASURED]:.3f} mean accepted tokens.")
+                    found = f"Step {step}: {metrics[_MEASURED]:.3f} mean accepted tokens."
+                    bar.write(found, file=sys.stderr)
                 arguments = ocp.args.StandardSave(state._asdict())
                 manager.save(step, args=arguments, metrics=metrics, force=True)
         manager.wait_until_finished()

@@ -13,16 +13,20 @@ import functools
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
+import optax
 from absl import app, flags
+from jaxtyping import Array, Float
 from pair_rows import PROBLEM_SHARE, batches
 from pair_tokenizer import train_tokenizer
 
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.checkpoints.write import WEIGHTS, save_hf
-from fly_jax.training.trainer import Recipe, Row, steps_done, train
+from fly_jax.models.llama import Llama
+from fly_jax.training.trainer import Recipe, Row, bfloat16_matmul, seen_within, steps_done, train
 
 _MODEL = flags.DEFINE_enum("model", "all", ["all", "target", "draft", "tokenizer"], "what to train")
 _DIRECTORY = flags.DEFINE_string(
@@ -32,6 +36,17 @@ _STEPS = flags.DEFINE_integer(
     "num_steps", None, "optimiser steps of a model; the recipe's if not given", lower_bound=1
 )
 _TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
+
+
+def next_token_loss(
+    config: LlamaConfig, parameters: dict[str, Array], row: Row
+) -> Float[Array, ""]:
+    """Cross entropy of what comes next, in nats, averaged by weight, within a token's segment."""
+    model, tokens = Llama(config, parameters), jnp.asarray(row.tokens)
+    given = tokens[:, :-1], jnp.asarray(row.positions)[:, :-1], seen_within(row)
+    logits = model.logits(model.hidden_uncached(*given, bfloat16_matmul), bfloat16_matmul)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return jnp.sum(losses * row.weights) / jnp.sum(row.weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +60,7 @@ class PairRecipe(Recipe):
 
     problem_share: float = PROBLEM_SHARE
     taste: int | None = None
+    loss: Callable[[LlamaConfig, dict[str, Array], Row], Array] = next_token_loss
 
 
 VOCAB_SIZE = 2048

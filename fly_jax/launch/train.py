@@ -92,6 +92,12 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.training.trainer import steps_done, train
 
     opened = open_pair(teacher)
+    most_layers = opened.target.config.num_layers
+    if values.num_layers > most_layers:
+        raise FlyJaxError(
+            f"--num_layers is {values.num_layers} and the teacher has {most_layers} layers, of "
+            "which a head begins as some: give at most as many."
+        )
     _, ids = encode_prompts(values, prompts, opened)
     directory = Path(values.directory)
     _claim(directory, {

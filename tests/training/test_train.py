@@ -240,6 +240,7 @@ def test_an_interrupted_run_says_how_to_go_on(
             ["--teacher={}", "--prompts_file=x", "--head=medusa"],
             "--head=medusa: value should be one of",
         ),
+        (["--teacher={}", "--prompts_file={}", "--num_layers=3"], "the teacher has 2 layers"),
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),
@@ -249,7 +250,8 @@ def test_an_interrupted_run_says_how_to_go_on(
 def test_what_is_refused(
     folders: tuple[Path, Path], arguments: list[str], word: str, capsys: Captured
 ) -> None:
-    assert main(["train", *(one.format(folders[0]) for one in arguments)]) == 2
+    given = (one.format(folder) for one, folder in zip(arguments, [*folders, ""], strict=False))
+    assert main(["train", *given]) == 2
     error = capsys.readouterr().err
     assert word in error
     assert error.count("\n") == 1

@@ -2,12 +2,12 @@
 
     python benchmarks/real_model.py --target SmolLM2-135M-Instruct.Q4_1.gguf \\
         --prompts question.jsonl --progress runs/real_model.json \\
-        --hugging_face_python PYTHON --drafter runs/drafter
+        --hugging_face_python PYTHON --drafter runs/head/pard
 
 The prompts are those of Spec-Bench (hemingkx/Spec-Bench, `data/spec_bench/question.jsonl`), put as
 a user's first message; everything is in float32. With --hugging_face_python, an interpreter that
 has PyTorch and transformers, the same model also decodes there: greedily, with its prompt lookup,
-and assisted by the draft of self:int4. --drafter adds a drafter that train --teacher has made.
+and assisted by the draft of self:int4. --drafter adds a head or a drafter.
 
 All ways take turns, several times, so that a machine that slows down slows all of them; one way on
 all prompts in one turn is a job. What is done is kept in --progress, and a run that was interrupted

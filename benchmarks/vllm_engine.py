@@ -12,8 +12,8 @@ Each way of decoding is a process of its own. What the engine lacks without a TP
 - FLy must give the tokens of fly_jax's engine with the same rule, K and drafts, which begins
   behind vLLM's first token: vLLM's first block of drafts begins there.
 
-Then the same of the engine's own heads, `--heads` alone: random ones of tiny random targets of 12
-tokens, so that chance agrees often enough. And 8 random prompts with tiny random models of other
+Then the same of the engine's own heads, `--only=heads` alone: random ones of tiny random targets of
+12 tokens, so that chance agrees often enough. And 8 random prompts with tiny random models of other
 families, whose drafts have the targets' weights: every token that they draft must be accepted, and
 all tokens must be plain decoding's, with a lookup below the draft model and with two ranks that
 share the requests too. Writes results/vllm_engine.json, vllm_heads.json and vllm_families.json.

@@ -220,7 +220,8 @@ class DecodingConfig:
 
     def without_draft(self) -> DecodingConfig:
         """This config for a target that nothing proposes to."""
-        return self.replace(rule="autoregressive", temperature=self.sampling.temperature)
+        temperature = self.sampling.temperature
+        return self.replace(rule="autoregressive", temperature=temperature, truncate=None)
 
     @property
     def is_loosened(self) -> bool:

@@ -27,7 +27,7 @@ COMMANDS = {
     "report": "what bench and evaluate measured as one page: speed beside quality, paired",
     "calibrate": "fill the memory of corrections that the rule csd looks things up in",
     "audit": "sum up what generate --audit wrote of every mismatch, or show it as a page",
-    "train": "make a drafter for a model, or the pair that ships with the package",
+    "train": "make a head that drafts for a model",
 }
 
 _USAGE = """\

@@ -59,7 +59,7 @@ class _TrainFlags(PromptFlags):
     )  # fmt: skip
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
     draft_vocab_size: int = parameter(
-        8192, "the teacher's most frequent tokens, which the head knows", low=2
+        8192, "the teacher's most frequent tokens, which the head knows", low=3
     )
     num_layers: int = parameter(2, "layers of a PARD drafter or a DSpark head", low=1)
     seed: int = parameter(0, "of the data and the draws", low=0)
@@ -92,8 +92,13 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.training.trainer import steps_done, train
 
     opened = open_pair(teacher)
+    if opened.target.config.draft_vocab_size is not None:
+        raise FlyJaxError(
+            f"--teacher={teacher} is a drafter that knows a part of its tokens; give a model that "
+            "knows all of them."
+        )
     most_layers = opened.target.config.num_layers
-    if values.num_layers > most_layers:
+    if values.head != "eagle3" and values.num_layers > most_layers:
         raise FlyJaxError(
             f"--num_layers is {values.num_layers} and the teacher has {most_layers} layers, of "
             "which a head begins as some: give at most as many."
@@ -139,8 +144,10 @@ def _make_head(values: _TrainFlags) -> None:
     checkpoints = directory / f"checkpoints_{values.head}_{own.num_layers}_{len(known)}"
     if steps_done(checkpoints) == recipe.last_step:
         say(f"The head has had its {recipe.last_step} steps; nothing was left to train.")
-    num_held_out = min(-(-len(heard) // _HELD_OUT_SHARE), _MOST_HELD_OUT)
-    held_out, learned = heard[:num_held_out], heard[num_held_out:] or heard
+    # From all over the file, which may be sorted.
+    places = range(0, len(heard), _HELD_OUT_SHARE)[:_MOST_HELD_OUT]
+    held_out = [heard[at] for at in places]
+    learned = [one for at, one in enumerate(heard) if at not in places] or heard
     made = train(
         recipe,
         functools.partial(rows.batches, learned, recipe),

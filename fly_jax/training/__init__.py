@@ -1,1 +1,1 @@
-"""Training of small drafters."""
+"""Training of heads."""

@@ -252,7 +252,7 @@ def beginning(
     frozen = {"token_rows": rows}
     own = dataclasses.replace(
         config, num_layers=few, draft_vocab_size=len(known), windowed_layers=(),
-        unrotated_layers=(),
+        sliding_window=None, unrotated_layers=(),
     )  # fmt: skip
     if kind == "pard":
         others = whole[unknown].mean(axis=0, keepdims=True)
@@ -270,13 +270,21 @@ def beginning(
         "has_embedding": True,
     }
     head: TargetHead = Eagle3(**shared)
+    # Its layers are Llama's or Qwen 3's, which is what others read of such a head.
+    have = {
+        name: value
+        for name, value in have.items()
+        if not name.endswith("_bias") and name not in ("query_norm", "key_norm")
+    }
     if kind == "eagle3":
+        own = dataclasses.replace(
+            own, architecture="llama", attention_biases=False, head_norms=False
+        )
         for name in ("query", "key", "value"):  # at first the token is not looked at
             have[name] = np.concatenate([np.zeros_like(have[name]), have[name]], axis=1)
         have["hidden_norm"] = have["attention_norm"]
         have["attention_norm"] = np.ones_like(have["attention_norm"])
-    else:  # its layers are those of a Qwen 3 in all formats
-        have = {name: value for name, value in have.items() if not name.endswith("_bias")}
+    else:
         heads = np.ones((few, config.head_size), np.float32)
         have = {"query_norm": heads, "key_norm": heads} | have
         own = dataclasses.replace(

@@ -152,8 +152,9 @@ class DraftModel(ModelDrafter):
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """Its own, or those of what is below it."""
-        return 2 if self.below is None else max(2, self.below.unseen)
+        """What a pass may feed again, also of a row that is done, or what lies below lacks."""
+        own = _CATCH_UP_AFTER if self.rests else _CATCH_UP
+        return own if self.below is None else max(own, self.below.unseen)
 
     @property
     def num_models(self) -> int:  # type: ignore[override]

@@ -30,6 +30,11 @@ class ParallelDraft(ModelDrafter):
     may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
     @property
+    def unseen(self) -> int:  # type: ignore[override]
+        """What each pass feeds again, also of a row that is done."""
+        return self._width
+
+    @property
     def resumes(self) -> bool:  # type: ignore[override]
         """Unless it lags: then its cache has less than the text."""
         return not self.may_lag

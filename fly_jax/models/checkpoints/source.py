@@ -66,8 +66,7 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
 
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its
-        revision, `meta-llama/Llama-3.1-8B-Instruct@main`; or the directory of a run of
-        `train --teacher`.
+        revision, `meta-llama/Llama-3.1-8B-Instruct@main`.
       revision: branch, tag or commit of a hub id that names none itself.
 
     Raises:
@@ -87,8 +86,7 @@ def resolve(name_or_path: str, revision: str | None = None) -> Path:
                 f"The revision '{revision}' was given for '{name_or_path}'; only hub "
                 "ids have revisions: leave it out, or give a hub id."
             )
-        made = path / "hf"  # where `train --teacher` puts its drafter
-        return made if (made / _CONFIG).is_file() and not (path / _CONFIG).exists() else path
+        return path
     if is_file:
         raise FlyJaxError(
             f"'{name_or_path}' is a file; fly_jax needs a GGUF file or the folder of a checkpoint: "

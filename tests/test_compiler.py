@@ -15,12 +15,13 @@ import jaxlib
 import numpy as np
 import pytest
 from random_pairs import CONFIG, random_target
+from train import next_token_loss
 
 from fly_jax.models.architectures import INT8, ParameterSpec
 from fly_jax.models.checkpoints.packings import Scaled
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import quantised
-from fly_jax.training.trainer import Row, weighted_loss
+from fly_jax.training.trainer import Row
 
 ROWS = 33_000
 WITH_FAULT = ("0.10.2",)
@@ -54,11 +55,10 @@ def test_a_loss_and_its_gradients(model: Llama) -> None:
     @jax.jit
     def step(parameters: dict[str, jax.Array], tokens: np.ndarray) -> tuple[jax.Array, object]:
         def loss(parameters: dict[str, jax.Array]) -> jax.Array:
-            few = Llama(model.config, parameters)
             weights = jnp.ones((len(tokens), 12))
             nothing = jnp.zeros_like(tokens)
             row = Row(tokens, weights, nothing, positions[: len(tokens)])
-            return weighted_loss(few, row)
+            return next_token_loss(model.config, parameters, row)
 
         return jax.value_and_grad(loss)(parameters)
 

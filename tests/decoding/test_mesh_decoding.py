@@ -110,7 +110,8 @@ def test_collectives_carry_activations_and_evidence_only() -> None:
     """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
     engine = engine_on("2x4", "fly")
     models, state, inputs = engine._programs, engine._slots(), engine._inputs()
-    given = (models._shapes, ROWS, models._parameters, models._drafter, state, inputs)
+    both = (models._parameters, models._drafter)
+    given = (models._shapes, models.static, ROWS, *both, state, inputs)
     hlo = programs._run.lower(*given).compile().as_text()
     sent = collectives(hlo)
     assert any(name == "all-reduce" for name, _ in sent), "the program has no collectives"

@@ -240,7 +240,10 @@ def test_an_interrupted_run_says_how_to_go_on(
             ["--teacher={}", "--prompts_file=x", "--head=medusa"],
             "--head=medusa: value should be one of",
         ),
-        (["--teacher={}", "--prompts_file={}", "--num_layers=3"], "the teacher has 2 layers"),
+        (
+            ["--teacher={}", "--prompts_file={}", "--head=pard", "--num_layers=3"],
+            "the teacher has 2 layers",
+        ),
         (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
         (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
         (["--prompts_file=x"], "--teacher"),

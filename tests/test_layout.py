@@ -27,8 +27,8 @@ _PACKAGE = _ROOT / "fly_jax"
 # From the bottom up: a room imports only from rooms before it. "api" is fly_jax/__init__.py and
 # whatever else lies beside the rooms; `errors` is below all.
 _LAYERS = (
-    "errors", "parameters", "sharding", "verification", "models", "decoding", "engine", "planning",
-    "training", "evaluation", "serving", "integrations", "api", "launch",
+    "errors", "shapes", "parameters", "sharding", "verification", "models", "decoding", "engine",
+    "planning", "training", "evaluation", "serving", "integrations", "api", "launch",
 )  # fmt: skip
 _LINKS = ("models", "sharding", "launch")
 _MAX_LINES = 700

@@ -10,11 +10,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int8, Int32
+from jaxtyping import Array, Int, Int8, Int32
 
 from fly_jax.decoding.depth import AcceptanceStats, expected_tokens, strict_rate
 from fly_jax.decoding.reports import Reports, no_reports
 from fly_jax.errors import FlyJaxError
+from fly_jax.shapes import DraftFlags, RowFlags, RowFloats, RowInts, Text
 from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, Verdict, Why
 from fly_jax.verification.sampling import Sampling
@@ -44,10 +45,10 @@ class OpenWindow:
     remaining: Int32[Array, " rows"]
     why: Int8[Array, "rows provisional"]
     reports: Reports | None
-    regret: Float32[Array, " rows"]
+    regret: RowFloats
 
     @property
-    def is_open(self) -> Bool[Array, " rows"]:
+    def is_open(self) -> RowFlags:
         """The row has a provisional end."""
         return self.remaining > 0
 
@@ -88,18 +89,18 @@ def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> 
 class Deferral:
     """Windows that a round opens at `index` of the block, and what they need of later blocks."""
 
-    is_new: Bool[Array, " rows"]
+    is_new: RowFlags
     index: Int32[Array, " rows"]
     remaining: Int32[Array, " rows"]
-    regret: Float32[Array, " rows"]
+    regret: RowFloats
 
 
 def defer(
     verdict: Verdict,
     seen: TargetEvidence,
     stats: AcceptanceStats,
-    room: Int[Array, " rows"],
-    num_drafted: Int[Array, " rows"],
+    room: RowInts,
+    num_drafted: RowInts,
     window_size: int,
 ) -> tuple[Verdict, Deferral]:
     """Keeps blocks whole whose first refused mismatch is worth a provisional rescue: see `pays`.
@@ -135,12 +136,7 @@ def defer(
     return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)
 
 
-def pays(
-    stats: AcceptanceStats,
-    num_draft: int,
-    saved: Int[Array, " rows"],
-    remaining: Int[Array, " rows"],
-) -> Bool[Array, " rows"]:
+def pays(stats: AcceptanceStats, num_draft: int, saved: RowInts, remaining: RowInts) -> RowFlags:
     """Whether more tokens are expected from deferring each row's mismatch than from refusing it.
 
     Refusing it settles j tokens, its position in the block counted from 1, and the next round E
@@ -165,9 +161,9 @@ class Emitted:
 
     tokens: Int[Array, "rows width"]
     why: Int[Array, "rows width"]
-    count: Int[Array, " rows"]
+    count: RowInts
     reports: Reports | None
-    rolled_back: Bool[Array, " rows"] | None = None
+    rolled_back: RowFlags | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,24 +178,24 @@ class Settlement:
       refund: what goes back to the risk budget.
     """
 
-    text: Int[Array, "rows capacity"]
+    text: Text
     length: Int32[Array, " rows"]
     emitted: Emitted
     window: OpenWindow
     charged: Int32[Array, " rows"]
-    refund: Float32[Array, " rows"]
+    refund: RowFloats
 
 
 def close(
     window: OpenWindow,
     new: Deferral,
-    replacement: Int[Array, " rows"],
-    text: Int[Array, "rows capacity"],
-    length: Int[Array, " rows"],
+    replacement: RowInts,
+    text: Text,
+    length: RowInts,
     block: Emitted,
-    num_drafted: Int[Array, " rows"],
-    accepted: Bool[Array, "rows draft"],
-    ended: Bool[Array, " rows"],
+    num_drafted: RowInts,
+    accepted: DraftFlags,
+    ended: RowFlags,
 ) -> Settlement:
     """Settles what is certain, keeps the rest open, and rolls back what has failed.
 
@@ -271,7 +267,7 @@ def _taken(values: Array, at: Int[Array, "rows wanted"]) -> Array:
     return jnp.take_along_axis(values, at.reshape(*at.shape, *(1,) * (values.ndim - 2)), axis=1)
 
 
-def _joined(pending: Array, block: Array, before: Int[Array, " rows"]) -> Array:
+def _joined(pending: Array, block: Array, before: RowInts) -> Array:
     """The first `before` pending values of each row, and then the block's."""
     steps = jnp.arange(pending.shape[1] + block.shape[1])
     from_block = _taken(block, jnp.maximum(steps - before[:, None], 0))

@@ -6,8 +6,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Float32, Int, Int32
 
+from fly_jax.shapes import DraftFlags, RowFlags, RowFloats
 from fly_jax.verification.data import Count, column
 from fly_jax.verification.rules import Verdict, Why
 
@@ -34,10 +35,10 @@ class AcceptanceStats:
       seconds: [depths], what a round of each depth takes; empty where K is fixed.
     """
 
-    matched: Float32[Array, " rows"]
-    rescued: Float32[Array, " rows"]
-    refused: Float32[Array, " rows"]
-    cut: Float32[Array, " rows"]
+    matched: RowFloats
+    rescued: RowFloats
+    refused: RowFloats
+    cut: RowFloats
     seconds: Float32[Array, " depths"]
 
 
@@ -69,14 +70,12 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
     return dataclasses.replace(stats, **values)
 
 
-def observe(
-    stats: AcceptanceStats, verdict: Verdict, live: Bool[Array, " rows"]
-) -> AcceptanceStats:
+def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> AcceptanceStats:
     """Counts what became of a round's draft; a row without one, or not live, stays as it is."""
     why = verdict.why
     live &= why[:, 0] != Why.DROPPED
 
-    def count(kept: Bool[Array, "rows draft"], before: Float32[Array, " rows"]) -> Array:
+    def count(kept: DraftFlags, before: RowFloats) -> Array:
         faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)
         return jnp.where(live, faded, before)
 
@@ -92,14 +91,12 @@ def observe(
     )
 
 
-def strict_rate(stats: AcceptanceStats) -> Float32[Array, " rows"]:
+def strict_rate(stats: AcceptanceStats) -> RowFloats:
     """Share of the draft tokens that the lossless rule takes."""
     return stats.matched / (stats.matched + stats.rescued + stats.refused + stats.cut)
 
 
-def expected_tokens(
-    stats: AcceptanceStats, depth: int, strict_tail: Count
-) -> Float32[Array, " rows"]:
+def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
     """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
@@ -118,7 +115,7 @@ def expected_tokens(
 
 
 def choose_depth(
-    stats: AcceptanceStats, live: Bool[Array, " rows"], depths: tuple[int, ...], strict_tail: Count
+    stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
     """Index of the depth that promises most tokens a second, and the tokens of each row there."""
     expected = [expected_tokens(stats, k, strict_tail) for k in depths]

@@ -7,7 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import Emitted, close, defer
@@ -18,6 +18,7 @@ from fly_jax.decoding.reports import report
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.llama import Llama
+from fly_jax.shapes import DraftTokens, Index, RowFlags, RowInts, RowKeys, Text
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
@@ -127,8 +128,8 @@ class RoundProgram:
         return state, jax.tree.map(lambda leaf: leaf[None], output)
 
     def _depth(
-        self, state: DecodeState, live: Bool[Array, " rows"]
-    ) -> tuple[Int[Array, ""], Float[Array, ""]] | tuple[None, None]:
+        self, state: DecodeState, live: RowFlags
+    ) -> tuple[Index, Float[Array, ""]] | tuple[None, None]:
         """K of this round, where it is chosen, and the tokens that are expected of it."""
         static = self.static
         if not static.depths or state.stats is None:
@@ -141,7 +142,7 @@ class RoundProgram:
         return jnp.asarray(static.depths, jnp.int32)[chosen], expected[chosen]
 
     def _propose(
-        self, state: DecodeState, keys: Key[Array, " rows"] | None, depth: Int[Array, ""] | None
+        self, state: DecodeState, keys: RowKeys | None, depth: Index | None
     ) -> tuple[Draft, object]:
         drafter, k = self.drafter, self.static.num_speculative_tokens
         if drafter is None:
@@ -156,7 +157,7 @@ class RoundProgram:
             wanted=wanted, sampling=self.inputs.sampling, keys=keys,
         )  # fmt: skip
 
-    def _verify(self, state: DecodeState, draft: Draft, keys: Key[Array, " rows"] | None) -> _Seen:
+    def _verify(self, state: DecodeState, draft: Draft, keys: RowKeys | None) -> _Seen:
         """The target's pass, as wide as the longest draft of a live row."""
         target, drafter, inputs = self.target, self.drafter, self.inputs
         cache = state.target.with_length(state.length - 1)
@@ -254,7 +255,7 @@ class RoundProgram:
         return state, left.emitted
 
     def _append(
-        self, state: DecodeState, draft_tokens: Int[Array, "rows draft"], verdict: Verdict
+        self, state: DecodeState, draft_tokens: DraftTokens, verdict: Verdict
     ) -> tuple[DecodeState, Emitted]:
         """Appends what was accepted, up to an end of text or the row's limit."""
         drafted = draft_tokens.shape[1]
@@ -287,11 +288,7 @@ class RoundProgram:
 
 
 def verify_step(
-    model: Llama,
-    cache: KVCache,
-    text: Int[Array, "rows capacity"],
-    length: Int[Array, " rows"],
-    draft_tokens: Int[Array, "rows draft"],
+    model: Llama, cache: KVCache, text: Text, length: RowInts, draft_tokens: DraftTokens
 ) -> tuple[Float[Array, "rows block vocab"], KVCache]:
     """The target's pass over each row's last token and its K draft tokens.
 
@@ -306,16 +303,12 @@ def verify_step(
     return model.logits(hidden), cache.written(new, model.layout)
 
 
-def _block(
-    text: Int[Array, "rows capacity"], length: Int[Array, " rows"], draft: Int[Array, "rows draft"]
-) -> Int[Array, "rows block"]:
+def _block(text: Text, length: RowInts, draft: DraftTokens) -> Int[Array, "rows block"]:
     """Each row's last token and its draft tokens."""
     return jnp.concatenate((slice_rows(text, length - 1, 1), draft), axis=1)
 
 
-def _split(
-    sampling: Sampling | None, keys: Key[Array, " rows"]
-) -> tuple[Array, Array | None, Array | None]:
+def _split(sampling: Sampling | None, keys: RowKeys) -> tuple[Array, Array | None, Array | None]:
     """The rows' next keys, those of the draft and those of the verification."""
     if sampling is None:
         return keys, None, None

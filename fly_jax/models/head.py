@@ -9,13 +9,14 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from fly_jax.models.architectures import scale_name
 from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Added, Llama, Matmul, projected, run_layer, zero_after
+from fly_jax.shapes import Features, Hidden, Index, Logits, RowInts, Tokens
 
 
 class Head(Llama):
@@ -38,9 +39,7 @@ class Head(Llama):
         config = dataclasses.replace(head.config, head=whole, tied_embeddings=is_tied)
         return cls(config, given, head.layout)
 
-    def fused(
-        self, features: Float[Array, "batch time features"], matmul: Matmul | None = None
-    ) -> Float[Array, "batch time embed"]:
+    def fused(self, features: Features, matmul: Matmul | None = None) -> Hidden:
         """The target's features of each position as one, as wide as the head."""
         features = features.astype(self.dtype)
         product = self._products(self._outer_weights(), matmul)
@@ -50,9 +49,7 @@ class Head(Llama):
 class Eagle3Head(Head):
     """EAGLE-3: slot i has the feature of position i and token i + 1, and predicts token i + 2."""
 
-    def fused(
-        self, features: Float[Array, "batch time features"], matmul: Matmul | None = None
-    ) -> Float[Array, "batch time embed"]:
+    def fused(self, features: Features, matmul: Matmul | None = None) -> Hidden:
         """The target's features of each position as one; the head may normalise them before."""
         head, outer = self._own, self._outer_weights()
         if head.feature_norms == "each":
@@ -63,12 +60,7 @@ class Eagle3Head(Head):
             features = self._norm(features.astype(self.dtype), outer["features_norm"])
         return super().fused(features, matmul)
 
-    def run(
-        self,
-        tokens: Int[Array, "batch time"],
-        fed: Float[Array, "batch time embed"],
-        cache: KVCache,
-    ) -> tuple[Float[Array, "batch time embed"], Float[Array, "batch time embed"], NewEntries]:
+    def run(self, tokens: Tokens, fed: Hidden, cache: KVCache) -> tuple[Hidden, Hidden, NewEntries]:
         """Runs slots from each row's length on.
 
         Args:
@@ -88,12 +80,12 @@ class Eagle3Head(Head):
 
     def run_with(
         self,
-        tokens: Int[Array, "batch time"],
-        fed: Float[Array, "batch time embed"],
-        positions: Int[Array, "batch time"],
-        attend: Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, Added]],
+        tokens: Tokens,
+        fed: Hidden,
+        positions: Tokens,
+        attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
         matmul: Matmul | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], Float[Array, "batch time embed"], Added]:
+    ) -> tuple[Hidden, Hidden, Added]:
         """`run` with an attention of any kind, and what that adds."""
         weights = {name: arrays[0] for name, arrays in self._layer_weights().items()}
         normed = self._norm(fed, weights["hidden_norm"])
@@ -125,9 +117,7 @@ class BlockHead(Head):
     state, and no layer changes them. The places of a pass (`hidden`) see each other.
     """
 
-    def injected(
-        self, features: Float[Array, "batch time features"], start: Int[Array, " batch"]
-    ) -> NewEntries:
+    def injected(self, features: Features, start: RowInts) -> NewEntries:
         """Keys and values of every layer of the positions from each row's `start` on."""
         config, outer = self.config, self._outer_weights()
         fused = self._norm(self.fused(features), outer["fused_norm"])
@@ -154,19 +144,17 @@ class BlockHead(Head):
         ]
         return jax.tree.map(lambda *layers: jnp.stack(layers), *each)
 
-    def bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time vocab"]:
+    def bias(self, tokens: Tokens) -> Logits:
         """DSpark's bias on the logits behind each token."""
         return self._of_all_tokens(self.row_bias(tokens))
 
-    def row_bias(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time known"]:
+    def row_bias(self, tokens: Tokens) -> Float[Array, "rows time known"]:
         """The bias on the unembedding's rows."""
         product = self._products(self._outer_weights(), dtype=jnp.float32)
         rows = self._rows("markov_rows", tokens).astype(self.dtype)
         return product("btr,rv->btv", rows, "markov_bias")
 
-    def probable(
-        self, hidden: Float[Array, "batch time embed"], before: Int[Array, "batch time"]
-    ) -> Float[Array, "batch time"]:
+    def probable(self, hidden: Hidden, before: Tokens) -> Float[Array, "rows time"]:
         """How probable each token is to be accepted, from the block and the token before it."""
         outer = self._outer_weights()
         if self._own.confidence_reads_markov:
@@ -175,7 +163,7 @@ class BlockHead(Head):
         score = self._products(outer, dtype=jnp.float32)("btd,do->bto", hidden, "confidence")
         return jax.nn.sigmoid(score + outer["confidence_bias"])[..., 0]
 
-    def _ahead(self, layer: Int[Array, ""], time: int) -> Ahead:
+    def _ahead(self, layer: Index, time: int) -> Ahead:
         windowed = self.config.windowed_layers
         if not (self._own.causal_windows and windowed):
             return time

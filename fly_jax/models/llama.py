@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int, Int8
+from jaxtyping import Array, Bool, Float, Float32, Int8
 
 from fly_jax.models.architectures import (
     INT8,
@@ -33,6 +33,7 @@ from fly_jax.models.attention import (
     rotation,
 )
 from fly_jax.models.cache import KVCache, NewEntries
+from fly_jax.shapes import Hidden, Index, Inputs, Logits, Tokens
 from fly_jax.sharding.rules import Layout
 
 try:
@@ -105,11 +106,11 @@ def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = N
 
 
 def of_integers(
-    x: Float[Array, "batch time *in"],
+    x: Float[Array, "rows time *in"],
     matrix: Int8[Array, "*out_in"],
     scale: Float32[Array, "*out"],
     dtype: DTypeLike | None = None,
-) -> Float[Array, "batch time *out"]:
+) -> Float[Array, "rows time *out"]:
     """Activations, rounded to int8 with a scale for each token, times a matrix [*out, *in] of int8.
 
     The sums are integers, and so they are exact: what a token gets does not depend on how many
@@ -179,9 +180,7 @@ class Llama(nnx.Module):
         """Type of the activations, and of every parameter that has no type of its own."""
         return self.final_norm.get_value().dtype
 
-    def hidden(
-        self, tokens: Int[Array, "batch time"], cache: KVCache
-    ) -> tuple[Float[Array, "batch time embed"], NewEntries]:
+    def hidden(self, tokens: Tokens, cache: KVCache) -> tuple[Hidden, NewEntries]:
         """Feeds tokens at each row's length: final hidden states, and what they add to the cache.
 
         The cache is only read (`KVCache.written` writes what is added), so a pass may stand in a
@@ -190,8 +189,8 @@ class Llama(nnx.Module):
         return self.hidden_and_inputs(tokens, cache)[:2]
 
     def hidden_and_inputs(
-        self, tokens: Int[Array, "batch time"], cache: KVCache, layers: Sequence[int] = ()
-    ) -> tuple[Float[Array, "batch time embed"], NewEntries, Float[Array, "batch time inputs"]]:
+        self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = ()
+    ) -> tuple[Hidden, NewEntries, Inputs]:
         """`hidden`, and what goes into some of the layers.
 
         Returns:
@@ -207,11 +206,11 @@ class Llama(nnx.Module):
 
     def _attending(
         self, cache: KVCache
-    ) -> Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, NewEntries]]:
+    ) -> Callable[[Index, Array, Array, Array], tuple[Array, NewEntries]]:
         """Attention of a layer to the cache and to the pass's own tokens, and what it adds."""
 
         def attend(
-            layer: Int[Array, ""], query: Array, key: Array, value: Array
+            layer: Index, query: Array, key: Array, value: Array
         ) -> tuple[Array, NewEntries]:
             ahead = self._ahead(layer, query.shape[1])
             key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
@@ -224,13 +223,11 @@ class Llama(nnx.Module):
 
         return attend
 
-    def _ahead(self, layer: Int[Array, ""], time: int) -> Ahead:
+    def _ahead(self, layer: Index, time: int) -> Ahead:
         """Of a pass over so many tokens, how many behind its own one a query sees."""
         return 0
 
-    def extend(
-        self, tokens: Int[Array, "batch time"], cache: KVCache
-    ) -> tuple[Float[Array, "batch time embed"], KVCache]:
+    def extend(self, tokens: Tokens, cache: KVCache) -> tuple[Hidden, KVCache]:
         """`hidden`, and the cache with what was added, outside of any branch.
 
         The lengths stay: how many of the fed tokens become valid is the caller's decision
@@ -241,11 +238,11 @@ class Llama(nnx.Module):
 
     def hidden_uncached(
         self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "batch time"],
-        visible: Bool[Array, "batch time time"],
+        tokens: Tokens,
+        positions: Tokens,
+        visible: Bool[Array, "rows time time"],
         matmul: Matmul | None = None,
-    ) -> Float[Array, "batch time embed"]:
+    ) -> Hidden:
         """Final hidden states of whole sequences, without a cache: training and golden logits.
 
         Args:
@@ -256,19 +253,17 @@ class Llama(nnx.Module):
 
     def uncached_and_inputs(
         self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "batch time"],
-        visible: Bool[Array, "batch time time"],
+        tokens: Tokens,
+        positions: Tokens,
+        visible: Bool[Array, "rows time time"],
         matmul: Matmul | None = None,
         layers: Sequence[int] = (),
-    ) -> tuple[Float[Array, "batch time embed"], Float[Array, "batch time inputs"]]:
+    ) -> tuple[Hidden, Inputs]:
         """`hidden_uncached`, and what goes into some of the layers, side by side."""
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
 
-        def attend(
-            layer: Int[Array, ""], query: Array, key: Array, value: Array
-        ) -> tuple[Array, None]:
+        def attend(layer: Index, query: Array, key: Array, value: Array) -> tuple[Array, None]:
             grouped = query.reshape(*query.shape[:2], kv_heads, group, query.shape[3])
             window = self._window(layer)
             seen = visible if window is None else visible & (distance < window)
@@ -278,15 +273,13 @@ class Llama(nnx.Module):
         hidden, _, inputs = self.run_layers(tokens, positions, attend, matmul, layers)
         return hidden, inputs
 
-    def logits(
-        self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
-    ) -> Float[Array, "batch time vocab"]:
+    def logits(self, hidden: Hidden, matmul: Matmul | None = None) -> Logits:
         """Scores of every token of the vocabulary, in float32; -inf of those without a row."""
         return self._of_all_tokens(self.row_logits(hidden, matmul))
 
     def row_logits(
-        self, hidden: Float[Array, "batch time embed"], matmul: Matmul | None = None
-    ) -> Float[Array, "batch time known"]:
+        self, hidden: Hidden, matmul: Matmul | None = None
+    ) -> Float[Array, "rows time known"]:
         """Scores of the unembedding's rows, in float32."""
         # A product rounded to bfloat16 would make ties of close logits, and wrong gaps.
         product = self._products(self._outer_weights(), matmul, jnp.float32)
@@ -295,9 +288,7 @@ class Llama(nnx.Module):
             name, equation = "embedding", "btd,vd->btv"
         return product(equation, hidden, name).astype(jnp.float32)
 
-    def _of_all_tokens(
-        self, scores: Float[Array, "batch time rows"]
-    ) -> Float[Array, "batch time vocab"]:
+    def _of_all_tokens(self, scores: Float[Array, "rows time rows"]) -> Logits:
         """The scores of every token, where only some have rows."""
         scores = scores.astype(jnp.float32)
         if self.config.draft_vocab_size is not None:
@@ -412,12 +403,12 @@ class Llama(nnx.Module):
 
     def run_layers(
         self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "batch time"],
-        attend: Callable[[Int[Array, ""], Array, Array, Array], tuple[Array, Added]],
+        tokens: Tokens,
+        positions: Tokens,
+        attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
         multiply: Matmul | None = None,
         layers: Sequence[int] = (),
-    ) -> tuple[Float[Array, "batch time embed"], Added, Float[Array, "batch time inputs"]]:
+    ) -> tuple[Hidden, Added, Inputs]:
         """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs.
 
         Args:
@@ -425,9 +416,7 @@ class Llama(nnx.Module):
         """
         rope, norm = rotation(self.config, positions), self._norm
 
-        def layer(
-            x: Array, index: Int[Array, ""], weights: dict[str, Array]
-        ) -> tuple[Array, Added]:
+        def layer(x: Array, index: Index, weights: dict[str, Array]) -> tuple[Array, Added]:
             here, product = functools.partial(attend, index), self._products(weights, multiply)
             normed, turn = norm(x, weights["attention_norm"]), self._layer_rope(rope, index)
             x, added = run_layer(self.config, x, normed, weights, turn, here, product, norm)
@@ -462,14 +451,14 @@ class Llama(nnx.Module):
         return hidden, added, jnp.concatenate(kept, axis=-1) if layers else hidden
 
     def _norm(
-        self, x: Float[Array, "batch time *size"], scale: Float[Array, " embed"]
-    ) -> Float[Array, "batch time *size"]:
+        self, x: Float[Array, "rows time *size"], scale: Float[Array, " embed"]
+    ) -> Float[Array, "rows time *size"]:
         of_some = functools.partial(_rms_norm, scale=scale, epsilon=self.config.norm_epsilon)
         if not self._computes_alone:
             return of_some(x)
         return each_alone(of_some, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
-    def _window(self, layer: Int[Array, ""]) -> Int[Array, ""] | None:
+    def _window(self, layer: Index) -> Index | None:
         """How many tokens a layer sees, the newest among them; None if all layers see all."""
         window, windowed = self.config.sliding_window, self.config.windowed_layers
         if window is None:
@@ -478,7 +467,7 @@ class Llama(nnx.Module):
         sizes = [window if one in windowed else everything for one in range(self.config.num_layers)]
         return jnp.asarray(sizes, jnp.int32)[layer]
 
-    def _layer_rope(self, rope: tuple[Array, Array], layer: Int[Array, ""]) -> tuple[Array, Array]:
+    def _layer_rope(self, rope: tuple[Array, Array], layer: Index) -> tuple[Array, Array]:
         """A layer's cosines and sines: those of position 0 where it knows nothing of positions."""
         if not self.config.unrotated_layers:
             return rope
@@ -490,12 +479,12 @@ class Llama(nnx.Module):
     def _constrain(self, x: Array, axes: tuple[str | None, ...] = ("rows", None, "embed")) -> Array:
         return x if self.layout is None else self.layout.constrain(x, axes)
 
-    def _embedded(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
+    def _embedded(self, tokens: Tokens) -> Hidden:
         if self.config.draft_vocab_size is not None and self.config.head is None:
             tokens = self.token_rows[...][tokens]
         return self._rows("embedding", tokens)
 
-    def _rows(self, table: str, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time row"]:
+    def _rows(self, table: str, tokens: Tokens) -> Float[Array, "rows time row"]:
         """The rows that tokens have in a table."""
         weights = self._outer_weights()
         rows, scale = weights[table][tokens], weights.get(scale_name(table))
@@ -525,7 +514,7 @@ def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
 
 
 def _kept(
-    layers: Sequence[int], index: int | Int[Array, ""], x: Array, kept: tuple[Array, ...]
+    layers: Sequence[int], index: int | Index, x: Array, kept: tuple[Array, ...]
 ) -> tuple[Array, ...]:
     """The inputs of the layers that are asked for, with `x`, which goes into one."""
     pairs = zip(layers, kept, strict=True)
@@ -534,7 +523,7 @@ def _kept(
     return tuple(jnp.where(index == layer, x, old) for layer, old in pairs)
 
 
-def zero_after(x: Float[Array, "batch time embed"]) -> Array:
+def zero_after(x: Hidden) -> Array:
     """A zero that is known once `x` is.
 
     What a pass adds to the cache does not depend on how its last layer attends to it: without this
@@ -565,14 +554,14 @@ def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dic
 
 def run_layer(
     config: LlamaConfig,
-    x: Float[Array, "batch time embed"],
-    normed: Float[Array, "batch time read"],
+    x: Hidden,
+    normed: Float[Array, "rows time read"],
     weights: dict[str, Array],
     rope: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], tuple[Array, Added]],
     product: Product,
     norm: Callable[[Array, Array], Array],
-) -> tuple[Float[Array, "batch time embed"], Added]:
+) -> tuple[Hidden, Added]:
     """A layer's output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
     query, key, value = (
         projected(config, normed, weights, name, rope, product, norm)
@@ -588,13 +577,13 @@ def run_layer(
 
 def projected(
     config: LlamaConfig,
-    normed: Float[Array, "batch time read"],
+    normed: Float[Array, "rows time read"],
     weights: dict[str, Array],
     name: str,
     rope: tuple[Array, Array],
     product: Product,
     norm: Callable[[Array, Array], Array],
-) -> Float[Array, "batch time heads head"]:
+) -> Float[Array, "rows time heads head"]:
     """A layer's queries, keys or values, by name; the first two normalised, if so, and rotated."""
     found = product("btd,dhk->bthk", normed, name)
     if config.attention_biases:

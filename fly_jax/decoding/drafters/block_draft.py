@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.head_draft import HeadDrafter
@@ -14,6 +14,7 @@ from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block
+from fly_jax.shapes import Features, Index, RowFlags, RowInts, RowKeys, Text, Tokens
 from fly_jax.verification.rules import Verdict
 from fly_jax.verification.sampling import Sampling, sample_at
 
@@ -64,11 +65,7 @@ class BlockDraft(HeadDrafter):
         return empty_cache(self.config, rows, capacity, dtype, self.layout)
 
     def prefill(
-        self,
-        state: KVCache,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time features"] | None,
+        self, state: KVCache, tokens: Tokens, start: Index, hidden: Features | None
     ) -> KVCache:
         """Keeps what the features of the piece give."""
         return self._kept(state.with_length(jnp.broadcast_to(start, tokens.shape[:1])), hidden)
@@ -76,13 +73,13 @@ class BlockDraft(HeadDrafter):
     def propose(
         self,
         state: KVCache,
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, KVCache]:
         """Drafts in one pass, or in none where no token is wanted of any row."""
         cache, width = state.with_length(length - 1), self._width
@@ -132,21 +129,16 @@ class BlockDraft(HeadDrafter):
         hidden: Float[Array, "rows block features"] | None,
         *,
         draft: Draft,
-        live: Bool[Array, " rows"],
+        live: RowFlags,
     ) -> KVCache:
         """Keeps what the block's features give; what was not accepted is written over later."""
         return self._kept(state, hidden)
 
-    def keep(
-        self,
-        state: KVCache,
-        start: Int[Array, " rows"],
-        hidden: Float[Array, "rows time features"] | None,
-    ) -> KVCache:
+    def keep(self, state: KVCache, start: RowInts, hidden: Features | None) -> KVCache:
         """Keeps what the features of a pass of the draft model above give."""
         return self._kept(state.with_length(start), hidden)
 
-    def _kept(self, cache: KVCache, hidden: Float[Array, "rows time features"] | None) -> KVCache:
+    def _kept(self, cache: KVCache, hidden: Features | None) -> KVCache:
         """With the keys and values of the positions from each row's length on."""
         assert hidden is not None
         return cache.written(self._head.injected(hidden, cache.length), self.layout)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
+from fly_jax.shapes import DraftTokens, Hidden, Index, RowFlags, RowInts, RowKeys, Text, Tokens
 from fly_jax.verification.rules import Verdict
 from fly_jax.verification.sampling import Sampling
 
@@ -27,9 +28,9 @@ class Draft:
         [0] from a drafter without models.
     """
 
-    tokens: Int[Array, "rows draft"]
+    tokens: DraftTokens
     logits: Float[Array, "rows draft vocab"] | None
-    num_drafted: Int[Array, " rows"]
+    num_drafted: RowInts
     num_passes: Int[Array, " models"]
 
 
@@ -79,13 +80,7 @@ class Drafter(abc.ABC):
         """The state of rows of which nothing has been seen."""
         return ()
 
-    def prefill(
-        self,
-        state: Any,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time embed"] | None,
-    ) -> Any:
+    def prefill(self, state: Any, tokens: Tokens, start: Index, hidden: Hidden | None) -> Any:
         """Takes in a piece of the prompts, which begins at position `start` of every row."""
         return state
 
@@ -93,13 +88,13 @@ class Drafter(abc.ABC):
     def propose(
         self,
         state: Any,
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, Any]:
         """Proposes tokens after each row's text.
 
@@ -121,7 +116,7 @@ class Drafter(abc.ABC):
         hidden: Float[Array, "rows block embed"] | None,
         *,
         draft: Draft,
-        live: Bool[Array, " rows"],
+        live: RowFlags,
     ) -> Any:
         """Learns what became of the draft.
 
@@ -133,9 +128,7 @@ class Drafter(abc.ABC):
         """
         return state
 
-    def keep(
-        self, state: Any, start: Int[Array, " rows"], hidden: Float[Array, "rows time embed"] | None
-    ) -> Any:
+    def keep(self, state: Any, start: RowInts, hidden: Hidden | None) -> Any:
         """Takes in hidden states of a pass of the draft model above, from each row's start on."""
         return state
 

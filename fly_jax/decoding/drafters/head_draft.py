@@ -7,7 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.decoding.drafters.model import caught_up, slice_rows
@@ -15,6 +15,7 @@ from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
 from fly_jax.models.llama import Parameters
+from fly_jax.shapes import Features, Index, RowFlags, RowInts, RowKeys, Text, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
 from fly_jax.verification.sampling import Sampling, sample_at
@@ -110,11 +111,7 @@ class HeadDraft(HeadDrafter):
         )
 
     def prefill(
-        self,
-        state: HeadState,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time features"] | None,
+        self, state: HeadState, tokens: Tokens, start: Index, hidden: Features | None
     ) -> HeadState:
         """Fills the slot before the piece, and those of the piece whose next token is known."""
         assert hidden is not None
@@ -134,19 +131,19 @@ class HeadDraft(HeadDrafter):
     def propose(
         self,
         state: HeadState,
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, HeadState]:
         """Drafts one token from the features, and each further one from the head's own state."""
         head, width, rows = self._head, self._width, len(length)
         start = jnp.maximum(length - 1 - width, 0)
 
-        def fill(cache: KVCache, start: Int[Array, " rows"]) -> tuple[KVCache, Array, Array]:
+        def fill(cache: KVCache, start: RowInts) -> tuple[KVCache, Array, Array]:
             """The cache with the slots from `start` on, and what `Head.run` gives of them."""
             # Of a text of one token there is no feature: what stands there is always the same.
             is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
@@ -170,7 +167,7 @@ class HeadDraft(HeadDrafter):
             scores = jnp.zeros((rows, num_tokens, self.config.vocab_size), jnp.float32)
 
         def choose(
-            at: int | Int[Array, ""], hidden: Array, drafted: Array, scores: Array | None
+            at: int | Index, hidden: Array, drafted: Array, scores: Array | None
         ) -> tuple[Array, Array, Array | None]:
             """The token of each row, and what was drafted and scored, with it."""
             logits = head.logits(hidden)
@@ -180,7 +177,7 @@ class HeadDraft(HeadDrafter):
                 scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
             return token, drafted, scores
 
-        def draft_one(index: Int[Array, ""], carry: _Carry) -> _Carry:
+        def draft_one(index: Index, carry: _Carry) -> _Carry:
             (token, drafted, scores), fed, cache = carry
             cache = cache.with_length(length - 2 + index)
             hidden, fed, new = head.run(token, fed, cache)
@@ -205,28 +202,18 @@ class HeadDraft(HeadDrafter):
         hidden: Float[Array, "rows block features"] | None,
         *,
         draft: Draft,
-        live: Bool[Array, " rows"],
+        live: RowFlags,
     ) -> HeadState:
         """Keeps the features of the block; what was not accepted is written over later."""
         return self.keep(state, state.features.length, hidden)
 
-    def keep(
-        self,
-        state: HeadState,
-        start: Int[Array, " rows"],
-        hidden: Float[Array, "rows time features"] | None,
-    ) -> HeadState:
+    def keep(self, state: HeadState, start: RowInts, hidden: Features | None) -> HeadState:
         """Keeps the features of a pass, which may begin with another token than before."""
         assert hidden is not None
         true = jnp.minimum(state.cache.length, jnp.maximum(start - 1, 0))
         return HeadState(state.cache.with_length(true), self._kept(state.features, start, hidden))
 
-    def _kept(
-        self,
-        features: KVCache,
-        start: Int[Array, " rows"],
-        hidden: Float[Array, "rows time features"],
-    ) -> KVCache:
+    def _kept(self, features: KVCache, start: RowInts, hidden: Features) -> KVCache:
         """With the fused features of the positions from `start` on."""
         fused = self._head.fused(hidden)
         _, _, heads, _, size = features.keys.shape
@@ -235,9 +222,7 @@ class HeadDraft(HeadDrafter):
         return features.with_length(start).written(new, self.layout)
 
 
-def _read(
-    features: KVCache, start: Int[Array, " rows"], width: int
-) -> Float[Array, "rows width embed"]:
+def _read(features: KVCache, start: RowInts, width: int) -> Float[Array, "rows width embed"]:
     """The features of some positions of the rows that are fed, which are the first ones."""
     rows = jnp.arange(len(start))[:, None]
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)

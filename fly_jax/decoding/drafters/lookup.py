@@ -7,11 +7,12 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
+from fly_jax.shapes import RowInts, RowKeys, Text
 from fly_jax.verification.sampling import Sampling
 
 Match = Literal["earliest", "latest"]
@@ -60,13 +61,13 @@ class Lookup(Drafter):
     def propose(
         self,
         state: tuple[()],
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, tuple[()]]:
         """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
         tokens, found = look_up(self, text, length, num_tokens)
@@ -75,8 +76,8 @@ class Lookup(Drafter):
 
 
 def look_up(
-    lookup: Lookup, text: Int[Array, "rows capacity"], length: Int[Array, " rows"], num_tokens: int
-) -> tuple[Int[Array, "rows num_tokens"], Int[Array, " rows"]]:
+    lookup: Lookup, text: Text, length: RowInts, num_tokens: int
+) -> tuple[Int[Array, "rows num_tokens"], RowInts]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's

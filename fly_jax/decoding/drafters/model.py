@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from fly_jax.decoding.drafters.drafter import Draft, Drafter
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
+from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, RowKeys, Text, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.sampling import Sampling, sample_at
 
@@ -54,22 +55,22 @@ class DraftModelState:
 class _Progress:
     """The draft so far; passes are also those of the models below."""
 
-    text: Int[Array, "rows capacity"]
-    count: Int[Array, " rows"]
+    text: Text
+    count: RowInts
     logits: Float[Array, "rows room vocab"] | None
     cache: KVCache
     below: Any
-    num_passes: Int[Array, ""]
+    num_passes: Index
     num_passes_below: Int[Array, " models"]
 
 
 class _Passed(NamedTuple):
     """The results of one pass, padded to the widest one."""
 
-    chosen: Int[Array, "rows time"]
-    logits: Float[Array, "rows time vocab"] | None
+    chosen: Tokens
+    logits: Logits | None
     new: NewEntries
-    read: Float[Array, "rows time inputs"] | None
+    read: Inputs | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,22 +98,14 @@ class ModelDrafter(Drafter):
         return DraftModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
 
     def prefill(
-        self,
-        state: DraftModelState,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time embed"] | None,
+        self, state: DraftModelState, tokens: Tokens, start: Index, hidden: Hidden | None
     ) -> DraftModelState:
         """Runs the piece, which begins at `start` of every row, through the model."""
         return self._prefilled(state, tokens, start)[0]
 
     def _prefilled(
-        self,
-        state: DraftModelState,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        layers: tuple[int, ...] = (),
-    ) -> tuple[DraftModelState, Float[Array, "rows time inputs"]]:
+        self, state: DraftModelState, tokens: Tokens, start: Index, layers: tuple[int, ...] = ()
+    ) -> tuple[DraftModelState, Inputs]:
         """The state after a piece, and the inputs of these layers."""
         at = jnp.broadcast_to(start, tokens.shape[:1])
         cache = state.cache.with_length(at)
@@ -172,11 +165,7 @@ class DraftModel(ModelDrafter):
         return dataclasses.replace(super().init(rows, capacity, dtype), below=below)
 
     def prefill(
-        self,
-        state: DraftModelState,
-        tokens: Int[Array, "rows time"],
-        start: Int[Array, ""],
-        hidden: Float[Array, "rows time embed"] | None,
+        self, state: DraftModelState, tokens: Tokens, start: Index, hidden: Hidden | None
     ) -> DraftModelState:
         """Runs the piece through all models."""
         below = self.below
@@ -196,13 +185,13 @@ class DraftModel(ModelDrafter):
     def propose(
         self,
         state: DraftModelState,
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, DraftModelState]:
         """Drafts token by token, or by what lies below as far as this model agrees."""
         all_wanted = jnp.full_like(length, num_tokens) if wanted is None else wanted
@@ -250,10 +239,10 @@ class _Run:
 
     drafter: DraftModel
     model: Llama
-    length: Int[Array, " rows"]
-    wanted: Int[Array, " rows"]
+    length: RowInts
+    wanted: RowInts
     sampling: Sampling | None
-    keys: Key[Array, " rows"] | None
+    keys: RowKeys | None
 
     def first_token(self, progress: _Progress) -> _Progress:
         """Feeds what the model has not seen yet, and drafts one token."""
@@ -308,9 +297,7 @@ class _Run:
         passed = self._chosen(self.model.logits(last), self.length, 1)
         return self._appended(progress, *passed, None)
 
-    def _fed(
-        self, progress: _Progress, start: Int[Array, " rows"], width: int
-    ) -> tuple[_Progress, Float[Array, "rows time embed"]]:
+    def _fed(self, progress: _Progress, start: RowInts, width: int) -> tuple[_Progress, Hidden]:
         """The progress after a pass over so many tokens of the text, and their hidden states."""
         cache, tokens = progress.cache.with_length(start), slice_rows(progress.text, start, width)
         hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)
@@ -327,11 +314,7 @@ class _Run:
         return () if self._reader is None else self._reader.hidden_layers
 
     def _kept(
-        self,
-        progress: _Progress,
-        start: Int[Array, " rows"],
-        new: NewEntries,
-        read: Float[Array, "rows time inputs"] | None,
+        self, progress: _Progress, start: RowInts, new: NewEntries, read: Inputs | None
     ) -> _Progress:
         """The progress with what a pass from `start` on adds to the cache, and gives below."""
         cache = progress.cache.with_length(start).written(new, self.model.layout)
@@ -345,7 +328,7 @@ class _Run:
         self,
         tokens: Int[Array, "rows fed"],
         cache: KVCache,
-        end: Int[Array, " rows"],
+        end: RowInts,
         width: int,
         proposal: Draft | None = None,
     ) -> _Passed:
@@ -362,9 +345,7 @@ class _Run:
         read = jnp.pad(read, ((0, 0), (0, width - read.shape[1]), (0, 0)))
         return _Passed(chosen, kept, new.padded(width), read)
 
-    def _takes(
-        self, logits: Float[Array, "rows time vocab"], proposal: Draft
-    ) -> Bool[Array, "rows time"]:
+    def _takes(self, logits: Logits, proposal: Draft) -> Bool[Array, "rows time"]:
         """Tokens of a proposal that the model drafts, or nearly; a drawn row's only as its own."""
         is_it = jnp.arange(logits.shape[-1]) == proposal.tokens[..., None]
         own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
@@ -376,7 +357,7 @@ class _Run:
         return near & is_greedy[:, None]
 
     def _chosen(
-        self, logits: Float[Array, "rows fed vocab"], start: Int[Array, " rows"], width: int
+        self, logits: Float[Array, "rows fed vocab"], start: RowInts, width: int
     ) -> tuple[Array, Array | None]:
         """The model's own tokens from `start` on, and what they were drawn from."""
         steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -399,11 +380,7 @@ class _Run:
         return dataclasses.replace(after, count=jnp.where(waits, progress.count, after.count))
 
     def _appended(
-        self,
-        progress: _Progress,
-        chosen: Int[Array, "rows time"],
-        logits: Float[Array, "rows time vocab"] | None,
-        proposal: Draft | None,
+        self, progress: _Progress, chosen: Tokens, logits: Logits | None, proposal: Draft | None
     ) -> _Progress:
         """Appends the model's own choices, as far as they confirm the proposal, and one more."""
         end = self.length + progress.count
@@ -432,13 +409,13 @@ class _Run:
 
 
 def caught_up(
-    feed: Callable[[_Carry, Int[Array, " rows"]], _Carry],
+    feed: Callable[[_Carry, RowInts], _Carry],
     carry: _Carry,
-    length: Int[Array, " rows"],
-    needed: Int[Array, " rows"],
+    length: RowInts,
+    needed: RowInts,
     width: int,
-    latest: Int[Array, " rows"] | None = None,
-) -> tuple[_Carry, Int[Array, " rows"], Int[Array, ""]]:
+    latest: RowInts | None = None,
+) -> tuple[_Carry, RowInts, Index]:
     """Feeds rows the text that a cache lacks, so many tokens a pass.
 
     Args:
@@ -463,9 +440,7 @@ def caught_up(
     )
 
 
-def slice_rows(
-    text: Int[Array, "rows capacity"], start: Int[Array, " rows"], width: int
-) -> Int[Array, "rows width"]:
+def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:
     """Each row's tokens from its own start on."""
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     return jnp.take_along_axis(text, at, axis=1)

@@ -6,10 +6,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
 
 from fly_jax.decoding.drafters.drafter import Draft
 from fly_jax.decoding.drafters.model import DraftModelState, ModelDrafter, caught_up, slice_rows
+from fly_jax.shapes import RowInts, RowKeys, Text
 from fly_jax.verification.sampling import Sampling, sample_at
 
 
@@ -51,13 +51,13 @@ class ParallelDraft(ModelDrafter):
     def propose(
         self,
         state: DraftModelState,
-        text: Int[Array, "rows capacity"],
-        length: Int[Array, " rows"],
+        text: Text,
+        length: RowInts,
         num_tokens: int,
         *,
-        wanted: Int[Array, " rows"] | None = None,
+        wanted: RowInts | None = None,
         sampling: Sampling | None = None,
-        keys: Key[Array, " rows"] | None = None,
+        keys: RowKeys | None = None,
     ) -> tuple[Draft, DraftModelState]:
         """Drafts all tokens in one pass, each drawn as if those before it were not known."""
         model, width = self._model, self._width

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.drafters.chain import register_drafter as register_drafter
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
+    from fly_jax.decoding.drafters.drafter import Terms as Terms
     from fly_jax.decoding.drafters.lookup import Lookup as Lookup
     from fly_jax.decoding.drafters.model import DraftModel as DraftModel
     from fly_jax.decoding.pair import OpenPair as OpenPair

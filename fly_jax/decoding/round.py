@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import Emitted, close, defer
 from fly_jax.decoding.depth import choose_depth, observe
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.drafter import Draft, Drafter, Terms
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.decoding.reports import report
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
@@ -152,10 +152,8 @@ class RoundProgram:
         if drafter.adapts:  # for a finished row nobody is to wait
             all_wanted = k if wanted is None else wanted
             wanted = jnp.where(state.finished, jnp.minimum(all_wanted, 1), all_wanted)
-        return drafter.propose(
-            state.drafter, state.tokens, state.length, k,
-            wanted=wanted, sampling=self.inputs.sampling, keys=keys,
-        )  # fmt: skip
+        terms = Terms(wanted, self.inputs.sampling, keys)
+        return drafter.propose(state.drafter, state.tokens, state.length, k, terms)
 
     def _verify(self, state: DecodeState, draft: Draft, keys: RowKeys | None) -> _Seen:
         """The target's pass, as wide as the longest draft of a live row."""

@@ -15,7 +15,7 @@ from jax import Array
 from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig, Depth, Drafting
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
@@ -262,12 +262,11 @@ class _LastToken(Drafter):
     resumes = True
 
     def propose(
-        self, state: Any, text: Array, length: Array, num_tokens: int, **given: Any
+        self, state: Any, text: Array, length: Array, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, Any]:
         """See `Drafter`; nothing is drawn."""
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
-        wanted = given.get("wanted")
-        drafted = jnp.full_like(length, num_tokens) if wanted is None else wanted
+        drafted = terms.of_each(length, num_tokens)
         tokens = jnp.broadcast_to(last, (len(length), num_tokens))
         return Draft(tokens, None, drafted, jnp.zeros(0, jnp.int32)), state
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 import fly_jax
-from fly_jax import Draft, Drafter, DraftModel, FlyJaxError, Generation, Lookup, Sampling, Verdict
+from fly_jax import (
+    Draft,
+    Drafter,
+    DraftModel,
+    FlyJaxError,
+    Generation,
+    Lookup,
+    Sampling,
+    Terms,
+    Verdict,
+)
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import look_up
 from fly_jax.decoding.state import DecodeState
@@ -88,7 +98,7 @@ def drafted(
 ) -> tuple[Draft, fly_jax.KVCache]:
     # Nothing of the future, so that what a pass writes can be seen.
     state = pairs.state_after(drafter, text, [length - 1], beyond=0.0)
-    draft, state = drafter.propose(state, text, length, K, sampling=sampling, keys=keys)
+    draft, state = drafter.propose(state, text, length, K, Terms(None, sampling, keys))
     return draft, state.cache
 
 
@@ -219,17 +229,15 @@ class Table(Drafter):
         return Memory(jnp.tile(self.table, (rows, 1)), jnp.zeros(rows, jnp.int32))
 
     def propose(
-        self, state: Memory, text: Array, length: Array, num_tokens: int, *,
-        wanted: Array | None = None, sampling: Sampling | None = None, keys: Array | None = None,
-    ) -> tuple[Draft, Memory]:  # fmt: skip
+        self, state: Memory, text: Array, length: Array, num_tokens: int, terms: Terms
+    ) -> tuple[Draft, Memory]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)[:, 0]
         tokens = [last]
         for _ in range(num_tokens):
             known = jnp.take_along_axis(state.table, jnp.maximum(tokens[-1], 0)[:, None], axis=1)
             tokens.append(jnp.where(tokens[-1] < 0, -1, known[:, 0]))
         drafted = jnp.stack(tokens[1:], axis=1)
-        count = jnp.sum(drafted >= 0, axis=1)
-        count = count if wanted is None else jnp.minimum(count, wanted)
+        count = jnp.minimum(jnp.sum(drafted >= 0, axis=1), terms.of_each(length, num_tokens))
         draft = Draft(jnp.maximum(drafted, 0), None, count, jnp.zeros(0, jnp.int32))
         return draft, Memory(state.table, last)
 
@@ -299,7 +307,7 @@ class Echo(Drafter):
         return state._replace(prompt=state.prompt + jnp.sum(hidden, axis=1))
 
     def propose(
-        self, state: Pieces, text: Array, length: Array, num_tokens: int, **how: Any
+        self, state: Pieces, text: Array, length: Array, num_tokens: int, terms: Terms
     ) -> tuple[Draft, Pieces]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
         drafted = jnp.broadcast_to(last, (len(length), num_tokens))

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from fly_jax import Generation, KVCache, Lookup, empty_cache, evidence, verify_step
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.model import DraftModel, DraftModelState
+from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Exact, Fly, accept
 
@@ -31,7 +31,7 @@ accept_alone = jax.jit(accept)
 
 
 @jax.jit
-def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache, DraftModelState]:
+def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache, ModelState]:
     cache = target.extend(text, empty_cache(target.config, *text.shape, jnp.float32))[1]
     state = drafter.init(*text.shape, jnp.float32)
     return cache, drafter.prefill(state, text, jnp.int32(0), None)

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import checked_drafter
-from fly_jax.decoding.drafters.drafter import Draft
+from fly_jax.decoding.drafters.drafter import Draft, Terms
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
@@ -191,7 +191,7 @@ def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
         )
     )
     propose = jax.jit(
-        lambda state, text, length, wanted: drafter.propose(state, text, length, k, wanted=wanted)
+        lambda state, text, length, wanted: drafter.propose(state, text, length, k, Terms(wanted))
     )
     state = read(text)
     wanted_before = k
@@ -229,7 +229,7 @@ def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
 class ReadingAnew(HeadDraft):
     """A head that remembers nothing, and reads the whole text before each draft."""
 
-    def propose(self, state: Any, text: Array, *given: Any, **named: Any) -> tuple[Draft, Any]:
+    def propose(self, state: Any, text: Array, *given: Any) -> tuple[Draft, Any]:
         """The same after a prefill."""
         cache = empty_cache(pairs.CONFIG, *text.shape, jnp.dtype("float32"))
         read = pairs.random_target(PAIR).hidden_and_inputs(text, cache, self.hidden_layers)[2]
@@ -241,7 +241,7 @@ class ReadingAnew(HeadDraft):
                 (filled.cache, state.cache), (filled.features, state.features),
             )
         ]  # fmt: skip
-        return super().propose(HeadState(*anew), text, *given, **named)
+        return super().propose(HeadState(*anew), text, *given)
 
 
 def test_a_rollback_restores_what_it_knows() -> None:

@@ -31,6 +31,7 @@ from fly_jax import (
 )
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.chain import drafter_of
+from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.decoding.pair import open_pair
 from fly_jax.models.checkpoints.load import load_llama
@@ -120,7 +121,7 @@ def drafted(
     text, length = jnp.asarray(PADDED), jnp.asarray(LENGTH)
     state = pairs.state_after(drafter, text, [length, *[valid] * len(sizes)], beyond=7.0)
     keys = pairs.keys_from(3, len(LENGTH))
-    return drafter.propose(state, text, length, COUNT, sampling=sampling, keys=keys)[0]
+    return drafter.propose(state, text, length, COUNT, Terms(None, sampling, keys))[0]
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=20)])

@@ -84,10 +84,10 @@ class Toy(fly_jax.Drafter):
     num_tokens: int = 1
 
     def propose(
-        self, state: Any, text: Any, length: Any, num_tokens: int, *, wanted: Any = None, **_: Any
+        self, state: Any, text: Any, length: Any, num_tokens: int, terms: fly_jax.Terms
     ) -> tuple[fly_jax.Draft, Any]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
-        count = jnp.full(length.shape, num_tokens) if wanted is None else wanted
+        count = terms.of_each(length, num_tokens)
         tokens = jnp.tile(last, (1, num_tokens))
         return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
 

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import DraftModelState
+from fly_jax.decoding.drafters.model import ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
@@ -239,7 +239,7 @@ def state_after(
 
 
 def _cut(state: Any, known: list[Int[Array, " rows"]], beyond: float) -> Any:
-    if not isinstance(state, DraftModelState):
+    if not isinstance(state, ModelState):
         return state
     cache, (length, *below) = state.cache, known
     seen = jnp.arange(cache.capacity)[:, None] < length[:, None, None, None]

@@ -6,17 +6,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from fly_jax.decoding.drafters.drafter import Draft
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.head_draft import HeadDrafter
 from fly_jax.decoding.drafters.model import slice_rows
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block
-from fly_jax.shapes import Features, Index, RowFlags, RowInts, RowKeys, Text, Tokens
-from fly_jax.verification.rules import Verdict
-from fly_jax.verification.sampling import Sampling, sample_at
+from fly_jax.shapes import Features, Index, RowInts, Text, Tokens
 
 
 @jax.tree_util.register_dataclass
@@ -68,18 +66,10 @@ class BlockDraft(HeadDrafter):
         self, state: KVCache, tokens: Tokens, start: Index, hidden: Features | None
     ) -> KVCache:
         """Keeps what the features of the piece give."""
-        return self._kept(state.with_length(jnp.broadcast_to(start, tokens.shape[:1])), hidden)
+        return self.keep(state, jnp.broadcast_to(start, tokens.shape[:1]), hidden)
 
     def propose(
-        self,
-        state: KVCache,
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
+        self, state: KVCache, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, KVCache]:
         """Drafts in one pass, or in none where no token is wanted of any row."""
         cache, width = state.with_length(length - 1), self._width
@@ -95,7 +85,7 @@ class BlockDraft(HeadDrafter):
             def choose(before: Array, at: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
                 """The next token of each row, by the bias of the one before it."""
                 scores, position = at[0][:, None] + head.bias(before), at[1][:, None]
-                token = sample_at(scores, sampling, keys, position, self.layout)
+                token = terms.choose(scores, position, self.layout)
                 return token, (token[:, 0], scores[:, 0])
 
             if own.markov_rank:
@@ -103,42 +93,27 @@ class BlockDraft(HeadDrafter):
                 _, found = jax.lax.scan(choose, last, steps)
                 tokens, logits = (one.swapaxes(0, 1) for one in found)
             else:
-                tokens = sample_at(logits, sampling, keys, positions, self.layout)
+                tokens = terms.choose(logits, positions, self.layout)
             count = jnp.full_like(length, width)
             if self._confides:
                 before = jnp.concatenate((last, tokens[:, :-1]), axis=1)
                 is_sure = head.probable(hidden, before) >= self.least_confidence
                 count = jnp.sum(jnp.cumprod(is_sure, axis=1, dtype=jnp.int32), axis=1)
             rest = ((0, 0), (0, num_tokens - width))
-            scores = None if sampling is None else jnp.pad(logits, (*rest, (0, 0)))
+            scores = None if terms.sampling is None else jnp.pad(logits, (*rest, (0, 0)))
             return Draft(jnp.pad(tokens, rest), scores, count, jnp.ones(1, jnp.int32))
 
-        if wanted is None:
+        if terms.wanted is None:
             return draft(), cache
         nothing = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(draft)
         )
-        found = jax.lax.cond(jnp.any(wanted > 0), draft, lambda: nothing)
-        count = jnp.minimum(found.num_drafted, wanted)
+        found = jax.lax.cond(jnp.any(terms.wanted > 0), draft, lambda: nothing)
+        count = jnp.minimum(found.num_drafted, terms.wanted)
         return dataclasses.replace(found, num_drafted=count), cache
 
-    def observe(
-        self,
-        state: KVCache,
-        verdict: Verdict,
-        hidden: Float[Array, "rows block features"] | None,
-        *,
-        draft: Draft,
-        live: RowFlags,
-    ) -> KVCache:
-        """Keeps what the block's features give; what was not accepted is written over later."""
-        return self._kept(state, hidden)
-
     def keep(self, state: KVCache, start: RowInts, hidden: Features | None) -> KVCache:
-        """Keeps what the features of a pass of the draft model above give."""
-        return self._kept(state.with_length(start), hidden)
-
-    def _kept(self, cache: KVCache, hidden: Features | None) -> KVCache:
-        """With the keys and values of the positions from each row's length on."""
+        """Keeps what the features of a pass give, of the positions from each row's start on."""
         assert hidden is not None
-        return cache.written(self._head.injected(hidden, cache.length), self.layout)
+        cache = state.with_length(start)
+        return cache.written(self._head.injected(hidden, start), self.layout)

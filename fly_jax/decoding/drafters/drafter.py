@@ -10,9 +10,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fly_jax.shapes import DraftTokens, Hidden, Index, RowFlags, RowInts, RowKeys, Text, Tokens
+from fly_jax.shapes import (
+    DraftTokens,
+    Hidden,
+    Index,
+    Logits,
+    RowFlags,
+    RowInts,
+    RowKeys,
+    Text,
+    Tokens,
+)
+from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
-from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.sampling import Sampling, sample_at
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +43,38 @@ class Draft:
     logits: Float[Array, "rows draft vocab"] | None
     num_drafted: RowInts
     num_passes: Int[Array, " models"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What is wanted of a draft, and how its tokens are drawn.
+
+    Attributes:
+      wanted: tokens wanted of each row, at most K; None for K of every row.
+      sampling: how they are drawn; None where they are not.
+      keys: of each row, for the draws: the token at position p of a row is drawn with the noise of
+        `fold_in(key, p)`, so that drafters that agree draw the same token.
+    """
+
+    wanted: RowInts | None = None
+    sampling: Sampling | None = None
+    keys: RowKeys | None = None
+
+    def of_each(self, length: RowInts, num_tokens: int) -> RowInts:
+        """Tokens wanted of each row, in a draft of K."""
+        return jnp.full_like(length, num_tokens) if self.wanted is None else self.wanted
+
+    def most(self, num_tokens: int) -> int | Index:
+        """Tokens wanted of any row: K as a number that the compiler knows, where it is K of all."""
+        return num_tokens if self.wanted is None else jnp.max(self.wanted)
+
+    def choose(self, logits: Logits, positions: Tokens, layout: Layout | None) -> Tokens:
+        """The tokens of these positions: the most probable ones, or drawn by `sample_at`."""
+        return sample_at(logits, self.sampling, self.keys, positions, layout)
+
+
+PLAIN = Terms()  # K of every row, nothing drawn
 
 
 class Drafter(abc.ABC):
@@ -86,15 +129,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(
-        self,
-        state: Any,
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
+        self, state: Any, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, Any]:
         """Proposes tokens after each row's text.
 
@@ -104,19 +139,10 @@ class Drafter(abc.ABC):
           text: the rows' tokens, with room for `room(num_tokens)` more.
           length: tokens of each row, at least 1.
           num_tokens: K, the width of the draft.
-          wanted: tokens wanted of each row, at most K; None for K of every row.
-          keys: of each row, for the draws: the token at position p of a row is drawn with the noise
-            of `fold_in(key, p)`, so that drafters that agree draw the same token.
         """
 
     def observe(
-        self,
-        state: Any,
-        verdict: Verdict,
-        hidden: Float[Array, "rows block embed"] | None,
-        *,
-        draft: Draft,
-        live: RowFlags,
+        self, state: Any, verdict: Verdict, hidden: Hidden | None, *, draft: Draft, live: RowFlags
     ) -> Any:
         """Learns what became of the draft.
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.decoding.drafters.model import caught_up, slice_rows
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
 from fly_jax.models.llama import Parameters
-from fly_jax.shapes import Features, Index, RowFlags, RowInts, RowKeys, Text, Tokens
+from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
-from fly_jax.verification.sampling import Sampling, sample_at
 
 # The last token, all of the draft and its logits; what is fed next; the slots.
 _Carry = tuple[tuple[Array, Array, Array | None], Array, KVCache]
@@ -37,6 +37,11 @@ class HeadState:
 
     cache: KVCache
     features: KVCache
+
+    @property
+    def length(self) -> RowInts:
+        """Positions with features of each row."""
+        return self.features.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +71,12 @@ class HeadDrafter(Drafter):
         assert self.config.head is not None
         assert self.config.head.layers is not None
         return self.config.head.layers
+
+    def observe(
+        self, state: Any, verdict: Verdict, hidden: Hidden | None, *, draft: Draft, live: RowFlags
+    ) -> Any:
+        """Keeps the features of the block; what was not accepted is written over later."""
+        return self.keep(state, state.length, hidden)
 
 
 @jax.tree_util.register_dataclass
@@ -129,15 +140,7 @@ class HeadDraft(HeadDrafter):
         return HeadState(cache.written(new, self.layout).with_length(length), features)
 
     def propose(
-        self,
-        state: HeadState,
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
+        self, state: HeadState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, HeadState]:
         """Drafts one token from the features, and each further one from the head's own state."""
         head, width, rows = self._head, self._width, len(length)
@@ -163,7 +166,7 @@ class HeadDraft(HeadDrafter):
         hidden, fed = (jnp.take_along_axis(one, last, axis=1) for one in (hidden, fed))
         drafted = jnp.zeros((rows, num_tokens), jnp.int32)
         scores = None
-        if sampling is not None:
+        if terms.sampling is not None:
             scores = jnp.zeros((rows, num_tokens, self.config.vocab_size), jnp.float32)
 
         def choose(
@@ -171,7 +174,7 @@ class HeadDraft(HeadDrafter):
         ) -> tuple[Array, Array, Array | None]:
             """The token of each row, and what was drafted and scored, with it."""
             logits = head.logits(hidden)
-            token = sample_at(logits, sampling, keys, length[:, None] + at, self.layout)
+            token = terms.choose(logits, length[:, None] + at, self.layout)
             drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
             if scores is not None:
                 scores = jax.lax.dynamic_update_slice_in_dim(scores, logits, at, 1)
@@ -183,29 +186,17 @@ class HeadDraft(HeadDrafter):
             hidden, fed, new = head.run(token, fed, cache)
             return choose(index, hidden, drafted, scores), fed, cache.written(new, self.layout)
 
-        most = num_tokens if wanted is None else jnp.max(wanted)
+        most = terms.most(num_tokens)
         carry: _Carry = (choose(0, hidden, drafted, scores), fed, cache)
         (_, drafted, scores), _, cache = jax.lax.fori_loop(1, most, draft_one, carry)
         draft = Draft(
             tokens=drafted,
             logits=scores,
-            num_drafted=jnp.full_like(length, num_tokens) if wanted is None else wanted,
+            num_drafted=terms.of_each(length, num_tokens),
             num_passes=(num_passes + jnp.maximum(most, 1)).astype(jnp.int32)[None],
         )
         known = length - 1
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
-
-    def observe(
-        self,
-        state: HeadState,
-        verdict: Verdict,
-        hidden: Float[Array, "rows block features"] | None,
-        *,
-        draft: Draft,
-        live: RowFlags,
-    ) -> HeadState:
-        """Keeps the features of the block; what was not accepted is written over later."""
-        return self.keep(state, state.features.length, hidden)
 
     def keep(self, state: HeadState, start: RowInts, hidden: Features | None) -> HeadState:
         """Keeps the features of a pass, which may begin with another token than before."""

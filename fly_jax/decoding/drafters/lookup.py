@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import MOST_TOKENS, check_parameters, parameter
-from fly_jax.shapes import RowInts, RowKeys, Text
-from fly_jax.verification.sampling import Sampling
+from fly_jax.shapes import RowInts, Text
 
 Match = Literal["earliest", "latest"]
 
@@ -59,19 +58,11 @@ class Lookup(Drafter):
     of_proposing = ("max_ngram", "min_ngram", "num_tokens", "match")
 
     def propose(
-        self,
-        state: tuple[()],
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
+        self, state: tuple[()], text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, tuple[()]]:
         """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
         tokens, found = look_up(self, text, length, num_tokens)
-        found = found if wanted is None else jnp.minimum(found, wanted)
+        found = jnp.minimum(found, terms.of_each(found, num_tokens))
         return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state
 
 

@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fly_jax.decoding.drafters.drafter import Draft, Drafter
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
-from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, RowKeys, Text, Tokens
+from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.sampling import Sampling, sample_at
 
 # A pass that follows a fully accepted block must also feed the token before the last, whose keys
 # the draft model has not computed yet; the width is static, so it always feeds two.
@@ -39,7 +38,7 @@ _Carry = TypeVar("_Carry")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DraftModelState:
+class ModelState:
     """The state of a draft model between rounds.
 
     Attributes:
@@ -93,19 +92,19 @@ class ModelDrafter(Drafter):
     def _model(self) -> Llama:
         return Llama(self.config, self.parameters, self.layout)
 
-    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> ModelState:
         """An empty cache."""
-        return DraftModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
+        return ModelState(empty_cache(self.config, rows, capacity, dtype, self.layout), None)
 
     def prefill(
-        self, state: DraftModelState, tokens: Tokens, start: Index, hidden: Hidden | None
-    ) -> DraftModelState:
+        self, state: ModelState, tokens: Tokens, start: Index, hidden: Hidden | None
+    ) -> ModelState:
         """Runs the piece, which begins at `start` of every row, through the model."""
         return self._prefilled(state, tokens, start)[0]
 
     def _prefilled(
-        self, state: DraftModelState, tokens: Tokens, start: Index, layers: tuple[int, ...] = ()
-    ) -> tuple[DraftModelState, Inputs]:
+        self, state: ModelState, tokens: Tokens, start: Index, layers: tuple[int, ...] = ()
+    ) -> tuple[ModelState, Inputs]:
         """The state after a piece, and the inputs of these layers."""
         at = jnp.broadcast_to(start, tokens.shape[:1])
         cache = state.cache.with_length(at)
@@ -159,21 +158,21 @@ class DraftModel(ModelDrafter):
         below = None if self.below is None else self.below.at_rest()
         return dataclasses.replace(super().at_rest(), below=below)
 
-    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> DraftModelState:
+    def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> ModelState:
         """Empty caches."""
         below = None if self.below is None else self.below.init(rows, capacity, dtype)
         return dataclasses.replace(super().init(rows, capacity, dtype), below=below)
 
     def prefill(
-        self, state: DraftModelState, tokens: Tokens, start: Index, hidden: Hidden | None
-    ) -> DraftModelState:
+        self, state: ModelState, tokens: Tokens, start: Index, hidden: Hidden | None
+    ) -> ModelState:
         """Runs the piece through all models."""
         below = self.below
         if below is None:
             return super().prefill(state, tokens, start, hidden)
         state, read = self._prefilled(state, tokens, start, below.hidden_layers)
         seen = read if below.needs_hidden else None
-        return DraftModelState(state.cache, below.prefill(state.below, tokens, start, seen))
+        return ModelState(state.cache, below.prefill(state.below, tokens, start, seen))
 
     def room(self, num_tokens: int) -> int:
         """Adds room for the level below: it writes and proposes beyond this model's draft."""
@@ -183,21 +182,13 @@ class DraftModel(ModelDrafter):
         return num_tokens + held
 
     def propose(
-        self,
-        state: DraftModelState,
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
-    ) -> tuple[Draft, DraftModelState]:
+        self, state: ModelState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
+    ) -> tuple[Draft, ModelState]:
         """Drafts token by token, or by what lies below as far as this model agrees."""
-        all_wanted = jnp.full_like(length, num_tokens) if wanted is None else wanted
-        run = _Run(self, self._model, length, all_wanted, sampling, keys)
+        wanted = terms.of_each(length, num_tokens)
+        run = _Run(self, self._model, length, wanted, terms)
         logits = None
-        if sampling is not None:
+        if terms.sampling is not None:
             # A row that has its tokens while others go on writes its logits after those of the K.
             room = num_tokens + 1 + (0 if self.below is None else self.below.num_tokens)
             logits = jnp.zeros((text.shape[0], room, self.config.vocab_size), jnp.float32)
@@ -213,11 +204,11 @@ class DraftModel(ModelDrafter):
         progress = run.first_token(progress)
         if self.adapts:
             progress = jax.lax.while_loop(
-                lambda progress: jnp.any(progress.count < all_wanted), run.advance, progress
+                lambda progress: jnp.any(progress.count < wanted), run.advance, progress
             )
         else:
             # Known to the compiler where nothing else is wanted of any row.
-            most = num_tokens if wanted is None else jnp.max(wanted)
+            most = terms.most(num_tokens)
             progress = jax.lax.fori_loop(1, most, lambda _, one: run.advance(one), progress)
         # The last token drafted has not been fed; of a model that was not asked, nothing has.
         fed = length + progress.count - 1
@@ -227,10 +218,10 @@ class DraftModel(ModelDrafter):
         draft = Draft(
             tokens=slice_rows(progress.text, length, num_tokens),
             logits=None if progress.logits is None else progress.logits[:, :num_tokens],
-            num_drafted=all_wanted,
+            num_drafted=wanted,
             num_passes=jnp.concatenate((progress.num_passes[None], progress.num_passes_below)),
         )
-        return draft, DraftModelState(cache, progress.below)
+        return draft, ModelState(cache, progress.below)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +232,7 @@ class _Run:
     model: Llama
     length: RowInts
     wanted: RowInts
-    sampling: Sampling | None
-    keys: RowKeys | None
+    terms: Terms
 
     def first_token(self, progress: _Progress) -> _Progress:
         """Feeds what the model has not seen yet, and drafts one token."""
@@ -273,10 +263,8 @@ class _Run:
             return self._extended(progress, passed, None)
         # One token comes from the pass itself, so of the last one there is no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
-        proposal, state = below.propose(
-            progress.below, progress.text, end, below.num_tokens,
-            wanted=jnp.minimum(useful, below.num_tokens), sampling=self.sampling, keys=self.keys,
-        )  # fmt: skip
+        terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, below.num_tokens))
+        proposal, state = below.propose(progress.below, progress.text, end, below.num_tokens, terms)
         tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
         width = tokens.shape[1]
         # Where no row has a proposal the pass is one token wide.
@@ -351,9 +339,10 @@ class _Run:
         own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
         near = own >= jnp.max(logits, axis=-1) - self.drafter.margin
         near &= jnp.arange(near.shape[1]) < proposal.num_drafted[:, None]
-        if self.sampling is None:
+        sampling = self.terms.sampling
+        if sampling is None:
             return near
-        is_greedy = jnp.broadcast_to(self.sampling.temperature, self.length.shape) == 0
+        is_greedy = jnp.broadcast_to(sampling.temperature, self.length.shape) == 0
         return near & is_greedy[:, None]
 
     def _chosen(
@@ -361,13 +350,11 @@ class _Run:
     ) -> tuple[Array, Array | None]:
         """The model's own tokens from `start` on, and what they were drawn from."""
         steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
-        chosen = sample_at(
-            logits, self.sampling, self.keys, start[:, None] + steps, self.model.layout
-        )
+        chosen = self.terms.choose(logits, start[:, None] + steps, self.model.layout)
         pad = ((0, 0), (0, width - logits.shape[1]))
         return (
             jnp.pad(chosen, pad),
-            None if self.sampling is None else jnp.pad(logits, (*pad, (0, 0))),
+            None if self.terms.sampling is None else jnp.pad(logits, (*pad, (0, 0))),
         )
 
     def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:

@@ -7,10 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fly_jax.decoding.drafters.drafter import Draft
-from fly_jax.decoding.drafters.model import DraftModelState, ModelDrafter, caught_up, slice_rows
-from fly_jax.shapes import RowInts, RowKeys, Text
-from fly_jax.verification.sampling import Sampling, sample_at
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
+from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, slice_rows
+from fly_jax.shapes import RowInts, Text
 
 
 @jax.tree_util.register_dataclass
@@ -49,16 +48,8 @@ class ParallelDraft(ModelDrafter):
         return self.num_tokens + 1
 
     def propose(
-        self,
-        state: DraftModelState,
-        text: Text,
-        length: RowInts,
-        num_tokens: int,
-        *,
-        wanted: RowInts | None = None,
-        sampling: Sampling | None = None,
-        keys: RowKeys | None = None,
-    ) -> tuple[Draft, DraftModelState]:
+        self, state: ModelState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
+    ) -> tuple[Draft, ModelState]:
         """Drafts all tokens in one pass, each drawn as if those before it were not known."""
         model, width = self._model, self._width
         cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
@@ -78,9 +69,9 @@ class ParallelDraft(ModelDrafter):
         logits = model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1))
         positions = length[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
         draft = Draft(
-            tokens=sample_at(logits, sampling, keys, positions, self.layout),
-            logits=None if sampling is None else logits,
-            num_drafted=jnp.full_like(length, num_tokens) if wanted is None else wanted,
+            tokens=terms.choose(logits, positions, self.layout),
+            logits=None if terms.sampling is None else logits,
+            num_drafted=terms.of_each(length, num_tokens),
             num_passes=num_passes[None],
         )
-        return draft, DraftModelState(cache.with_length(length), None)
+        return draft, ModelState(cache.with_length(length), None)

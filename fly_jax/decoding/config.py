@@ -168,7 +168,6 @@ class DecodingConfig:
         self._check(names)
 
     def _check(self, names: tuple[str, ...]) -> None:
-        """Raises FlyJaxError for values that do not go together."""
         check_patterns(self.limits.protect)
         temperature, top_k, top_p = dataclasses.astuple(self.sampling)
         if self.rule == "exact" and temperature > 0:
@@ -532,11 +531,8 @@ class RoundStatic:
         other settings of the rule can be judged.
       deferred_window: the rule's window, where one that does not fit into its block may be
         completed in the next rounds; 0 where it is refused, as published.
-      level_speculative_tokens: tokens that each draft model but the first proposes at a time for
-        the one before it, at most.
-      level_margin: most nats that such a token may be less probable to the model above than its
-        own choice, and yet be drafted.
-      draft_confidence: least probability of being accepted that a head drafts a token with.
+      level_speculative_tokens: as in `Drafting`, of each draft model but the first; so are
+        level_margin and draft_confidence.
     """
 
     num_speculative_tokens: int

@@ -28,7 +28,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.layouts import Workload, choose_layouts
+from fly_jax.models.layouts import Layouts, Workload, choose_layouts
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer
@@ -302,10 +302,8 @@ def load_pair(
         type for the rest; those of a folder converted to int8 are int8 with any of them.
       workload: what will be decoded, or None for one row of some thousand tokens; it decides how
         both models lie on the mesh, not what can be decoded afterwards.
-      weights_cache: folder that keeps what was converted for one device, to be mapped when it is
-        loaded again; "off" for none. None takes the environment variable FLY_JAX_WEIGHTS_CACHE,
-        else a folder of the user's own.
-      say: gets a sentence where such a file is damaged, or cannot be kept.
+      weights_cache: folder that keeps what was converted for one device, and "off" for none; it
+        and `say` are those of `load_llama`.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, two vocabularies, or a mesh that does
@@ -333,8 +331,7 @@ def load_pair(
         check_self_draft(own, int8=int8 or stored_int8)
     width = jnp.dtype(opened.default_dtype if int8 else dtype)
     vocab_size = opened.vocab_size
-    target_layout: Layout | None = None
-    draft_layout: Layout | None = None
+    layouts: Layouts | None = None
     replicated: tuple[str, ...] = ()
     if devices.size > 1:
         config = opened.target.config.with_vocabulary(vocab_size)
@@ -345,8 +342,7 @@ def load_pair(
         matrices = INT8 if int8 or stored_int8 else None
         wanted = dataclasses.replace(workload or Workload(), matrices=matrices)
         layouts = choose_layouts(devices, config, draft_config, wanted, chip, own)
-        target_layout, draft_layout = layouts.target, layouts.draft
-        replicated = tuple(target_layout.fallbacks(parameter_specs(config)))
+        replicated = tuple(layouts.target.fallbacks(parameter_specs(config)))
 
     def load(one: Checkpoint, layout: Layout | None) -> Llama:
         separates = separates_layers(one.config, layout, has_integers=int8 or one.source.int8)
@@ -356,8 +352,8 @@ def load_pair(
             weights_cache=weights_cache, say=say,
         )  # fmt: skip
 
-    loaded = load(opened.target, target_layout)
-    drafts = [load(one, draft_layout) for one in opened.drafts]
+    loaded = load(opened.target, layouts and layouts.target)
+    drafts = [load(one, layouts and layouts.draft) for one in opened.drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):

@@ -195,7 +195,6 @@ class RoundProgram:
 
     @property
     def _may_be_short(self) -> bool:
-        """Rows may have fewer than K draft tokens."""
         drafter = self.drafter
         some_fall_short = drafter is not None and drafter.may_fall_short
         return some_fall_short or len(self.static.widths(drafter)) > 1
@@ -203,7 +202,6 @@ class RoundProgram:
     def _settle_all(
         self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
     ) -> tuple[DecodeState, Emitted]:
-        """Appends what was accepted."""
         if state.stats is not None:
             stats = observe(state.stats, verdict, ~state.finished)
             state = dataclasses.replace(state, stats=stats)
@@ -278,7 +276,6 @@ class RoundProgram:
         return state, Emitted(tokens, why, count, None)
 
     def _is_end(self, tokens: Int[Array, rows * block]) -> Bool[Array, rows * block]:
-        """Tokens that end the text of their row."""
         none, eos = jnp.zeros(tokens.shape, bool), self.static.eos_token_ids
         found = functools.reduce(jnp.logical_or, (tokens == one for one in eos), none)
         ends = self.inputs.ends
@@ -302,7 +299,6 @@ def verify_step(
 
 
 def _block(text: Text, length: RowInts, draft: DraftTokens) -> Int[Array, "rows block"]:
-    """Each row's last token and its draft tokens."""
     return jnp.concatenate((slice_rows(text, length - 1, 1), draft), axis=1)
 
 

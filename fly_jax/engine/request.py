@@ -136,7 +136,6 @@ class RequestState:
     """
 
     def __init__(self, request: Request, rule: Rule, tokenizer: Tokenizer | None = None) -> None:
-        """Waits."""
         self.request, self.rule = request, rule
         self.budget = None if rule.budget is None else float(rule.budget)
         self._stop_checker = None if tokenizer is None else StopChecker(tokenizer, request.stop)
@@ -313,7 +312,6 @@ class StopChecker:
     """The text of a request; a token is held back while a stop string may have begun in it."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        """Begins behind a prompt."""
         self._stream = TextStream(tokenizer, continues=True)
         self._stops = tuple(stops)
         self._held: list[_Token] = []

@@ -251,7 +251,6 @@ class RowInputs:
         return self._protected
 
     def _keys_of(self, memory: CorrectionMemory) -> Int32[Array, "pairs 2"]:
-        """The memory's keys as they are now; see `CorrectionMemory.keys`."""
         known = (memory, memory.version)
         if self._keys is None or known != self._known:
             self._keys, self._known = self._programs.put(memory.keys()), known

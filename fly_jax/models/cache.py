@@ -128,7 +128,6 @@ def _write_shard(
     more_rows: MeshAxes,
     lengths: MeshAxes,
 ) -> Entries:
-    """`_write` of one device's rows and positions."""
     count = entries.shape[1]
     new, start = rows_here(new, 1, count, more_rows), rows_here(start, 0, count, more_rows)
     if not lengths:

@@ -368,7 +368,6 @@ class JsonVocabulary:
             return list(batch[0].ids)
 
     def _token_bytes(self, token_id: int, first: bool) -> bytes:
-        """UTF-8 of one token, as it stands at the start of a text or within it."""
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return b""

@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int, Num, Shaped
 from fly_jax.sharding.rules import Layout
 
 AxisNames = tuple[str, ...]
+Local = Float[Array, "*lead local"]
+Found = Float[Array, "*lead"]
 Top = tuple[Float[Array, "*lead count"], Int[Array, "*lead count"]]
 
 # Beyond so many largest values, finding them one after the other costs a TPU more than a sort.
@@ -36,17 +38,13 @@ def vocab_sum(values: Num[Array, "*lead local"], axis_names: AxisNames = ()) -> 
     return jax.lax.psum(local, axis_names) if axis_names else local
 
 
-def vocab_max(
-    values: Float[Array, "*lead local"], axis_names: AxisNames = ()
-) -> Float[Array, "*lead"]:
+def vocab_max(values: Local, axis_names: AxisNames = ()) -> Found:
     """Largest value in the whole vocabulary."""
     local = jnp.max(values, axis=-1)
     return jax.lax.pmax(local, axis_names) if axis_names else local
 
 
-def vocab_argmax(
-    values: Float[Array, "*lead local"], axis_names: AxisNames = ()
-) -> Int[Array, "*lead"]:
+def vocab_argmax(values: Local, axis_names: AxisNames = ()) -> Int[Array, "*lead"]:
     """Token of the largest value; of equal ones the lowest id, as `jnp.argmax` has it."""
     here = jnp.argmax(values, axis=-1).astype(jnp.int32)
     if not axis_names:
@@ -58,7 +56,7 @@ def vocab_argmax(
     return jax.lax.pmin(jnp.where(holds_best, here, jnp.iinfo(jnp.int32).max), axis_names)
 
 
-def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisNames = ()) -> Top:
+def vocab_top(values: Local, count: int, axis_names: AxisNames = ()) -> Top:
     """The `count` largest values (or all), descending, and their tokens, of equals the lowest."""
     best, tokens = _largest(values, min(count, values.shape[-1]))
     if not axis_names:
@@ -72,10 +70,10 @@ def vocab_top(values: Float[Array, "*lead local"], count: int, axis_names: AxisN
     return best, jnp.take_along_axis(gathered(tokens), at, axis=-1)
 
 
-def _largest(values: Float[Array, "*lead local"], count: int) -> Top:
+def _largest(values: Local, count: int) -> Top:
     """The largest values of a shard, and where they are in it."""
 
-    def picked(values: Float[Array, "*lead local"]) -> Top:
+    def picked(values: Local) -> Top:
         best, at = jax.lax.top_k(values, count)
         return best, at
 
@@ -86,7 +84,7 @@ def _largest(values: Float[Array, "*lead local"], count: int) -> Top:
     return cast(Top, jax.lax.platform_dependent(values, tpu=by_passes, default=picked))
 
 
-def one_by_one(values: Float[Array, "*lead local"], count: int) -> Top:
+def one_by_one(values: Local, count: int) -> Top:
     """The largest values, in descending order, by a pass over all of them for each."""
     found, where = [], []
     for _ in range(count):
@@ -98,11 +96,8 @@ def one_by_one(values: Float[Array, "*lead local"], count: int) -> Top:
 
 
 def vocab_pick(
-    values: Float[Array, "*lead local"],
-    tokens: Int[Array, "*lead"],
-    missing: float,
-    axis_names: AxisNames = (),
-) -> Float[Array, "*lead"]:
+    values: Local, tokens: Int[Array, "*lead"], missing: float, axis_names: AxisNames = ()
+) -> Found:
     """The value of one token per position; `missing`, a lower bound, for an id not in it."""
     local_size = values.shape[-1]
     index = tokens - token_ids(local_size, axis_names)[0]

@@ -21,10 +21,13 @@ from fly_jax.parameters import MOST_INT, check_parameters, parameter
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification import reductions
 from fly_jax.verification.data import Count, Number, data_tree
-from fly_jax.verification.reductions import AxisNames, finite_or_zero, vocab_sum
+from fly_jax.verification.reductions import AxisNames, Local, finite_or_zero, vocab_sum
 
+_Shard = Float32[Array, "*lead local"]
+_Each = Float32[Array, "*#lead"]
+_Found = Float32[Array, "*lead"]
 _Bounds = tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
-_Kept = tuple[Float32[Array, "*lead"], Float32[Array, "*lead"] | None, Float32[Array, "*lead"]]
+_Kept = tuple[_Found, _Found | None, _Found]
 
 
 @data_tree
@@ -89,9 +92,7 @@ def is_greedy(sampling: Sampling, num_lead: int) -> Bool[Array, "*#lead"]:
     return _lead(sampling.temperature, num_lead) == 0
 
 
-def processed_log_probs(
-    logits: Float[Array, "*lead local"], sampling: Sampling, axis_names: AxisNames = ()
-) -> Float32[Array, "*lead local"]:
+def processed_log_probs(logits: Local, sampling: Sampling, axis_names: AxisNames = ()) -> _Shard:
     """Log-probabilities, in nats, of the distribution sampled from; -inf for what is not kept.
 
     The raw logits are of rows first; inside `jax.shard_map`, this device's shard of them.
@@ -205,9 +206,9 @@ def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "
 
 
 def gumbel_argmax(
-    log_weights: Float[Array, "*lead local"],
-    noise: Float[Array, "*lead local"],
-    logits: Float[Array, "*lead local"],
+    log_weights: Local,
+    noise: Local,
+    logits: Local,
     is_greedy: Bool[Array, "*#lead"],
     axis_names: AxisNames = (),
 ) -> Int32[Array, "*lead"]:
@@ -218,11 +219,7 @@ def gumbel_argmax(
 
 
 def _drawn(
-    logits: Float[Array, "*lead local"],
-    noise: Float32[Array, "*lead local"] | None,
-    sampling: Sampling | None,
-    *,
-    axis_names: AxisNames,
+    logits: Local, noise: _Shard | None, sampling: Sampling | None, *, axis_names: AxisNames
 ) -> Int32[Array, "*lead"]:
     if sampling is None or noise is None:
         return reductions.vocab_argmax(logits, axis_names)
@@ -231,9 +228,7 @@ def _drawn(
     return gumbel_argmax(weights, noise, logits, greedy, axis_names)
 
 
-def _processed(
-    logits: Float[Array, "*lead local"], sampling: Sampling, axis_names: AxisNames
-) -> tuple[Float32[Array, "*lead local"], Float32[Array, "*lead"]]:
+def _processed(logits: Local, sampling: Sampling, axis_names: AxisNames) -> tuple[_Shard, _Found]:
     """Logits less the largest, over the temperature, -inf where not kept; their log-sum-exp."""
     logits, num_lead = logits.astype(jnp.float32), logits.ndim - 1
     temperature = _lead(sampling.temperature, num_lead)
@@ -256,10 +251,10 @@ def _lead(number: Number | Count, num_lead: int) -> Array:
 
 
 def _truncate(
-    logits: Float32[Array, "*lead local"],
-    temperature: Float32[Array, "*#lead"],
+    logits: _Shard,
+    temperature: _Each,
     top_k: Int[Array, "*#lead"] | None,
-    top_p: Float32[Array, "*#lead"] | None,
+    top_p: _Each | None,
     axis_names: AxisNames,
 ) -> _Kept:
     """Finds what top-k (0 for all) and then top-p (1 for all) keep; None is no such step.
@@ -283,23 +278,19 @@ def _truncate(
     return largest, last, vocab_sum(mass, axis_names)
 
 
-def _count_limit(top_k: Int[Array, "*#lead"]) -> Float32[Array, "*#lead"]:
+def _count_limit(top_k: Int[Array, "*#lead"]) -> _Each:
     return jnp.where(top_k == 0, jnp.inf, top_k.astype(jnp.float32))
 
 
-def _mass_limit(
-    top_p: Float32[Array, "*#lead"], mass: Float32[Array, "*lead"]
-) -> Float32[Array, "*lead"]:
+def _mass_limit(top_p: _Each, mass: _Found) -> _Found:
     # Never 0, so that the most probable token is kept whatever p.
     limit = jnp.maximum(top_p * mass, jnp.finfo(jnp.float32).tiny)
     return jnp.where(top_p >= 1, jnp.inf, limit)
 
 
 def _last_kept(
-    logits: Float32[Array, "*#lead vocab"],
-    weights: Float32[Array, "*#lead vocab"],
-    limit: Float32[Array, "*#lead"],
-) -> Float32[Array, "*lead"]:
+    logits: Float32[Array, "*#lead vocab"], weights: Float32[Array, "*#lead vocab"], limit: _Each
+) -> _Found:
     """The least t such that all logits above t weigh less than `limit`.
 
     No sort: a float32 has 32 bits, so 32 halvings find t exactly; rounded sums of fewer
@@ -333,10 +324,10 @@ def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _truncate_sharded(
-    logits: Float32[Array, "*lead local"],
-    temperature: Float32[Array, "*#lead"],
+    logits: _Shard,
+    temperature: _Each,
     top_k: Int[Array, "*#lead"] | None,
-    top_p: Float32[Array, "*#lead"] | None,
+    top_p: _Each | None,
     axis_names: AxisNames,
 ) -> _Kept:
     """Splits all logits by a few of them, weighs the parts, and looks into the one that matters."""
@@ -365,8 +356,8 @@ def _truncate_sharded(
     )
 
     def last_between(
-        above: Float32[Array, "*lead splitters"], limit: Float32[Array, "*#lead"], *, by_mass: bool
-    ) -> tuple[Float32[Array, "*lead"], Float32[Array, "*lead"]]:
+        above: Float32[Array, "*lead splitters"], limit: _Each, *, by_mass: bool
+    ) -> tuple[_Found, _Found]:
         """The last logit kept, and the mass of all kept, by the weight `above` each splitter."""
         limit = jnp.broadcast_to(limit, above.shape[:-1])[..., None]
         is_kept = above < limit
@@ -422,9 +413,7 @@ def _best_step(local: int, devices: int) -> int:
 
 
 def _weight_above(
-    values: Float32[Array, "*lead some"],
-    logits: Float32[Array, "*lead local"],
-    weights: Float32[Array, "*lead local"],
+    values: Float32[Array, "*lead some"], logits: _Shard, weights: _Shard
 ) -> Float32[Array, "*lead some"]:
     """The weight of the logits strictly above each value."""
     is_above = logits[..., None, :] > values[..., None]
@@ -432,7 +421,7 @@ def _weight_above(
 
 
 def _compacted(
-    values: Float32[Array, "*lead local"], which: Bool[Array, "*lead local"], size: int
+    values: _Shard, which: Bool[Array, "*lead local"], size: int
 ) -> Float32[Array, "*lead {size}"]:
     """Those values, of which there are at most `size`, and then -inf."""
     place = jnp.cumsum(which, axis=-1, dtype=jnp.int32) - 1

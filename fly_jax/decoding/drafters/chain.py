@@ -111,29 +111,23 @@ def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
 def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
     """The drafter that rounds ask for: a chain of draft models above the lookup, or less."""
     drafter: Drafter | None = static.lookup
+    kind: Callable[..., Drafter]
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
     for level in reversed(range(len(models))):
-        model = for_backend(models[level])
-        parameters, config, layout = model.parameters(), model.config, model.layout
-        size, rests = sizes[level], level == 0 and 0 in static.depths
-        if config.head is not None:
-            given: Any = {"layout": layout, "num_tokens": size, "lags": level > 0}
-            if isinstance(config.head, Block):
-                given["least_confidence"] = static.draft_confidence
-            kind = BlockDraft if isinstance(config.head, Block) else HeadDraft
-            drafter = kind(parameters, config=config, **given)
-            continue
-        if config.pard_token is not None:
+        model, kind = for_backend(models[level]), DraftModel
+        config, lags, rests = model.config, level > 0, level == 0 and 0 in static.depths
+        given: dict[str, Any] = {"lags": lags}
+        if isinstance(config.head, Block):
+            kind, given["least_confidence"] = BlockDraft, static.draft_confidence
+        elif config.head is not None:
+            kind = HeadDraft
+        elif config.pard_token is not None:
             check_nothing_below(config, drafter)
-            may_lag = level > 0 or rests
-            drafter = ParallelDraft(
-                parameters, config=config, layout=layout, num_tokens=size, may_lag=may_lag
-            )
-            continue
-        drafter = DraftModel(
-            parameters, drafter, config=config, layout=layout, num_tokens=size,
-            margin=static.level_margin, lags=level > 0, rests=rests,
-        )  # fmt: skip
+            kind, given = ParallelDraft, {"may_lag": lags or rests}
+        else:
+            given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
+        given |= {"config": config, "layout": model.layout, "num_tokens": sizes[level]}
+        drafter = kind(model.parameters(), **given)
     return drafter
 
 

@@ -208,20 +208,19 @@ class DraftModel(ModelDrafter):
             )
         else:
             # Known to the compiler where nothing else is wanted of any row.
-            most = terms.most(num_tokens)
-            progress = jax.lax.fori_loop(1, most, lambda _, one: run.advance(one), progress)
+            progress = jax.lax.fori_loop(
+                1, terms.most(num_tokens), lambda _, one: run.advance(one), progress
+            )
         # The last token drafted has not been fed; of a model that was not asked, nothing has.
         fed = length + progress.count - 1
-        cache = progress.cache.with_length(
-            jnp.where(progress.count > 0, fed, progress.cache.length)
-        )
+        held = jnp.where(progress.count > 0, fed, progress.cache.length)
         draft = Draft(
             tokens=slice_rows(progress.text, length, num_tokens),
             logits=None if progress.logits is None else progress.logits[:, :num_tokens],
             num_drafted=wanted,
             num_passes=jnp.concatenate((progress.num_passes[None], progress.num_passes_below)),
         )
-        return draft, ModelState(cache, progress.below)
+        return draft, ModelState(progress.cache.with_length(held), progress.below)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,10 +338,9 @@ class _Run:
         own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
         near = own >= jnp.max(logits, axis=-1) - self.drafter.margin
         near &= jnp.arange(near.shape[1]) < proposal.num_drafted[:, None]
-        sampling = self.terms.sampling
-        if sampling is None:
+        if self.terms.sampling is None:
             return near
-        is_greedy = jnp.broadcast_to(sampling.temperature, self.length.shape) == 0
+        is_greedy = jnp.broadcast_to(self.terms.sampling.temperature, self.length.shape) == 0
         return near & is_greedy[:, None]
 
     def _chosen(
@@ -352,10 +350,8 @@ class _Run:
         steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
         chosen = self.terms.choose(logits, start[:, None] + steps, self.model.layout)
         pad = ((0, 0), (0, width - logits.shape[1]))
-        return (
-            jnp.pad(chosen, pad),
-            None if self.terms.sampling is None else jnp.pad(logits, (*pad, (0, 0))),
-        )
+        scores = None if self.terms.sampling is None else jnp.pad(logits, (*pad, (0, 0)))
+        return jnp.pad(chosen, pad), scores
 
     def _extended(self, progress: _Progress, passed: _Passed, proposal: Draft | None) -> _Progress:
         """The progress after a pass over the last token and a proposal behind it."""

@@ -259,7 +259,6 @@ class HuggingFaceSource:
         return rows
 
     def _name(self, group: Group, name: str) -> str:
-        """The tensor that holds a parameter of a group."""
         found = tensor_name(group, name, of_head=self.config.head is not None)
         return found.replace("layers.0.", "midlayer.") if _HEAD_SAYS in self._stored else found
 

@@ -210,7 +210,6 @@ def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
 
 
 def _check_rows(rows: Int[Array, " vocab"], config: LlamaConfig, where: str) -> None:
-    """Raises FlyJaxError for tokens whose row is none of the embedding's."""
     if not bool(jnp.all((rows >= 0) & (rows <= config.unknown_row))):
         raise FlyJaxError(
             f"{where} names rows that the embedding does not have; each must be from 0 to "
@@ -287,7 +286,6 @@ def _arranged(
 def _empty_stacks(
     config: LlamaConfig, parts: dict[str, Array], layout: Layout | None
 ) -> dict[str, Array]:
-    """Zeros for the parts of all layers."""
     specs = parameter_specs(config, INT8)  # also names those of a model that is not int8
     shardings = {name: parameter_sharding(layout, specs[name]) for name in parts}
     sizes = {name: (specs[name].shape, part.dtype) for name, part in parts.items()}
@@ -301,7 +299,6 @@ def _empty_stacks(
 def _insert(
     stacks: dict[str, Array], parts: dict[str, Array], layer: Int[Array, ""]
 ) -> dict[str, Array]:
-    """Writes a layer's parts into the stacks, in place."""
     return {
         name: jax.lax.dynamic_update_index_in_dim(stacks[name], part, layer, axis=0)
         for name, part in parts.items()
@@ -324,7 +321,6 @@ def large_arrays_given_back() -> Iterator[None]:
 
 
 def _set_malloc(option: int, value: int) -> None:
-    """An option of the C library's memory."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc
         ctypes.CDLL(None).mallopt(option, value)
 

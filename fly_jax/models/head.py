@@ -15,7 +15,7 @@ from fly_jax.models.architectures import scale_name
 from fly_jax.models.attention import Ahead, rotation
 from fly_jax.models.cache import KVCache, NewEntries
 from fly_jax.models.head_config import Block, Eagle3
-from fly_jax.models.llama import Added, Llama, Matmul, projected, run_layer, zero_after
+from fly_jax.models.llama import Added, Llama, Matmul, zero_after
 from fly_jax.shapes import Features, Hidden, Index, Logits, RowInts, Tokens
 
 
@@ -90,16 +90,10 @@ class Eagle3Head(Head):
         weights = {name: arrays[0] for name, arrays in self._layer_weights().items()}
         normed = self._norm(fed, weights["hidden_norm"])
         beside = self._norm(self._embedded(tokens), weights["attention_norm"])
-        x, added = run_layer(
-            self.config,
-            normed if self._own.residual_is_normed else fed,
-            jnp.concatenate((beside, normed), axis=-1),
-            weights,
-            rotation(self.config, positions),
-            lambda *given: attend(jnp.int32(0), *given),
-            self._products(weights, matmul),
-            self._norm,
-        )
+        own = self._layer(weights, rotation(self.config, positions), matmul)
+        both = jnp.concatenate((beside, normed), axis=-1)
+        residual = normed if self._own.residual_is_normed else fed
+        x, added = own.run(residual, both, functools.partial(attend, jnp.int32(0)))
         x = self._constrain(x)
         hidden = self._norm(x, self.final_norm[...])
         return hidden, hidden if self._own.feeds_normed else x, added
@@ -130,11 +124,9 @@ class BlockHead(Head):
         }
 
         def of_layer(weights: dict[str, Array]) -> NewEntries:
-            make = functools.partial(
-                projected, config, fused, weights, rope=rope, product=self._products(weights),
-                norm=self._norm,
-            )  # fmt: skip
-            return NewEntries(*(make(name).swapaxes(1, 2) for name in ("key", "value")))
+            own = self._layer(weights, rope)
+            made = (own.projected(fused, name) for name in ("key", "value"))
+            return NewEntries(*(one.swapaxes(1, 2) for one in made))
 
         if not self.is_unstacked:
             return jax.lax.map(of_layer, read)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,41 @@ def of_integers(
 Product = Callable[[str, Array, str], Array]
 # Arrays by name; those of the layers stacked, or tuples of one array per layer.
 Parameters = dict[str, Any]
+Read = Float[Array, "rows time read"]  # of attention: an EAGLE-3 head's is twice as wide
 Added = TypeVar("Added")
+
+
+class Layer(NamedTuple):
+    """A layer to run: how its products and norms are taken, and the angles of its positions."""
+
+    config: LlamaConfig
+    weights: Parameters
+    rope: tuple[Array, Array]
+    product: Product
+    norm: Callable[[Array, Array], Array]
+
+    def run(
+        self, x: Hidden, normed: Read, attend: Callable[[Array, Array, Array], tuple[Array, Added]]
+    ) -> tuple[Hidden, Added]:
+        """Its output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
+        query, key, value = (self.projected(normed, name) for name in ("query", "key", "value"))
+        mixed, added = attend(query, key, value)
+        x = x + self.product("bthk,hkd->btd", mixed, "output")
+        normed = self.norm(x, self.weights["mlp_norm"])
+        gated = jax.nn.silu(self.product("btd,df->btf", normed, "gate"))
+        gated = gated * self.product("btd,df->btf", normed, "up")
+        return x + self.product("btf,fd->btd", gated, "down"), added
+
+    def projected(self, normed: Read, name: str) -> Float[Array, "rows time heads head"]:
+        """Its queries, keys or values, by name; the first two normalised, if so, and rotated."""
+        found = self.product("btd,dhk->bthk", normed, name)
+        if self.config.attention_biases:
+            found = found + self.weights[f"{name}_bias"]
+        if name == "value":
+            return found
+        if self.config.head_norms:
+            found = self.norm(found, self.weights[f"{name}_norm"])
+        return rotate(found, *self.rope)
 
 
 class Llama(nnx.Module):
@@ -401,6 +435,11 @@ class Llama(nnx.Module):
 
         return of
 
+    def _layer(
+        self, weights: Parameters, rope: tuple[Array, Array], multiply: Matmul | None = None
+    ) -> Layer:
+        return Layer(self.config, weights, rope, self._products(weights, multiply), self._norm)
+
     def run_layers(
         self,
         tokens: Tokens,
@@ -414,12 +453,12 @@ class Llama(nnx.Module):
         Args:
           attend: attention of a layer, by its index, its queries, keys and values.
         """
-        rope, norm = rotation(self.config, positions), self._norm
+        rope = rotation(self.config, positions)
 
         def layer(x: Array, index: Index, weights: dict[str, Array]) -> tuple[Array, Added]:
-            here, product = functools.partial(attend, index), self._products(weights, multiply)
-            normed, turn = norm(x, weights["attention_norm"]), self._layer_rope(rope, index)
-            x, added = run_layer(self.config, x, normed, weights, turn, here, product, norm)
+            own = self._layer(weights, self._layer_rope(rope, index), multiply)
+            normed = self._norm(x, weights["attention_norm"])
+            x, added = own.run(x, normed, functools.partial(attend, index))
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
@@ -447,7 +486,7 @@ class Llama(nnx.Module):
                 return (x, kept), added
 
             (x, kept), added = jax.lax.scan(step, (x, kept), (indices, weights))
-        hidden = norm(x, self.final_norm[...])
+        hidden = self._norm(x, self.final_norm[...])
         return hidden, added, jnp.concatenate(kept, axis=-1) if layers else hidden
 
     def _norm(
@@ -550,49 +589,6 @@ def _random_parameters(config: LlamaConfig, key: Array, dtype: jnp.dtype) -> dic
         noise = jax.random.normal(jax.random.fold_in(key, index), spec.shape, jnp.float32)
         parameters[name] = (noise * inputs**-0.5).astype(dtype)
     return parameters
-
-
-def run_layer(
-    config: LlamaConfig,
-    x: Hidden,
-    normed: Float[Array, "rows time read"],
-    weights: dict[str, Array],
-    rope: tuple[Array, Array],
-    attend: Callable[[Array, Array, Array], tuple[Array, Added]],
-    product: Product,
-    norm: Callable[[Array, Array], Array],
-) -> tuple[Hidden, Added]:
-    """A layer's output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
-    query, key, value = (
-        projected(config, normed, weights, name, rope, product, norm)
-        for name in ("query", "key", "value")
-    )
-    mixed, added = attend(query, key, value)
-    x = x + product("bthk,hkd->btd", mixed, "output")
-    normed = norm(x, weights["mlp_norm"])
-    gated = jax.nn.silu(product("btd,df->btf", normed, "gate"))
-    gated = gated * product("btd,df->btf", normed, "up")
-    return x + product("btf,fd->btd", gated, "down"), added
-
-
-def projected(
-    config: LlamaConfig,
-    normed: Float[Array, "rows time read"],
-    weights: dict[str, Array],
-    name: str,
-    rope: tuple[Array, Array],
-    product: Product,
-    norm: Callable[[Array, Array], Array],
-) -> Float[Array, "rows time heads head"]:
-    """A layer's queries, keys or values, by name; the first two normalised, if so, and rotated."""
-    found = product("btd,dhk->bthk", normed, name)
-    if config.attention_biases:
-        found = found + weights[f"{name}_bias"]
-    if name == "value":
-        return found
-    if config.head_norms:
-        found = norm(found, weights[f"{name}_norm"])
-    return rotate(found, *rope)
 
 
 def _rms_norm(

@@ -25,6 +25,7 @@ from fly_jax.verification.reductions import AxisNames, Local, finite_or_zero, vo
 
 _Shard = Float32[Array, "*lead local"]
 _Each = Float32[Array, "*#lead"]
+_TopK, _TopP = Int[Array, "*#lead"] | None, _Each | None
 _Found = Float32[Array, "*lead"]
 _Bounds = tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
 _Kept = tuple[_Found, _Found | None, _Found]
@@ -251,11 +252,7 @@ def _lead(number: Number | Count, num_lead: int) -> Array:
 
 
 def _truncate(
-    logits: _Shard,
-    temperature: _Each,
-    top_k: Int[Array, "*#lead"] | None,
-    top_p: _Each | None,
-    axis_names: AxisNames,
+    logits: _Shard, temperature: _Each, top_k: _TopK, top_p: _TopP, axis_names: AxisNames
 ) -> _Kept:
     """Finds what top-k (0 for all) and then top-p (1 for all) keep; None is no such step.
 
@@ -324,11 +321,7 @@ def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _truncate_sharded(
-    logits: _Shard,
-    temperature: _Each,
-    top_k: Int[Array, "*#lead"] | None,
-    top_p: _Each | None,
-    axis_names: AxisNames,
+    logits: _Shard, temperature: _Each, top_k: _TopK, top_p: _TopP, axis_names: AxisNames
 ) -> _Kept:
     """Splits all logits by a few of them, weighs the parts, and looks into the one that matters."""
     # 1) Gather the splitters, in no order: the TPU compiler takes seconds for each sort. Of each

@@ -239,16 +239,11 @@ def close(
     whys = jnp.where(is_replaced, Why.CORRECTED.value, whys).astype(jnp.int8)
     keep = settled[:, None] + jnp.arange(window.why.shape[1])
     left_whys, left_reports = jax.tree.map(lambda leaf: _taken(leaf, keep), (whys, reports))
+    tokens = _taken(text, begin[:, None] + steps)
     return Settlement(
         text=text,
         length=end.astype(jnp.int32),
-        emitted=Emitted(
-            tokens=_taken(text, begin[:, None] + steps),
-            why=whys,
-            count=settled.astype(jnp.int32),
-            reports=reports,
-            rolled_back=failed,
-        ),
+        emitted=Emitted(tokens, whys, settled.astype(jnp.int32), reports, failed),
         window=OpenWindow(
             start=start,
             replacement=replacement,

@@ -82,13 +82,9 @@ def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> Accepta
     matched, rescued = why == Why.MATCHED, why == Why.RESCUED
     cut = why == Why.REFUSED_BOUNDARY
     refused = ~matched & ~rescued & ~cut & (why != Why.DROPPED)
-    return dataclasses.replace(
-        stats,
-        matched=count(matched, stats.matched),
-        rescued=count(rescued, stats.rescued),
-        refused=count(refused, stats.refused),
-        cut=count(cut, stats.cut),
-    )
+    kinds = {"matched": matched, "rescued": rescued, "refused": refused, "cut": cut}
+    counts = {name: count(kept, getattr(stats, name)) for name, kept in kinds.items()}
+    return dataclasses.replace(stats, **counts)
 
 
 def strict_rate(stats: AcceptanceStats) -> RowFloats:

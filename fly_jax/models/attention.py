@@ -327,13 +327,9 @@ def _mixed(
         largest = jax.lax.pmax(largest, lengths)
     weights = [jnp.exp(one - largest) for one in scores]
     product = functools.partial(jnp.einsum, "bkqs,bksh->bkqh", preferred_element_type=jnp.float32)
-    mixed = functools.reduce(
-        operator.add,
-        (
-            product(one.astype(part.values.dtype), part.values)
-            for one, part in zip(weights, parts, strict=True)
-        ),
-    )
+    pairs = zip(weights, parts, strict=True)
+    products = (product(one.astype(part.values.dtype), part.values) for one, part in pairs)
+    mixed = functools.reduce(operator.add, products)
     mass = functools.reduce(operator.add, (one.sum(axis=-1, keepdims=True) for one in weights))
     both = jnp.concatenate((mixed, mass), axis=-1)
     return both.reshape(rows, kv_heads * group, time, head + 1)
@@ -493,12 +489,8 @@ def _scores(
     """
     rows, time, kv_heads, group, head = query.shape
     stacked = query.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * time, head)
-    scores = jnp.einsum(
-        "bkqh,bksh->bkqs",
-        stacked * head**-0.5,
-        part.keys.astype(query.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("bkqh,bksh->bkqs", stacked * head**-0.5, part.keys.astype(query.dtype))
     length = part.keys.shape[2]
     apart = scores.reshape(rows, kv_heads, group, time, length)
     hidden = jnp.finfo(jnp.float32).min

@@ -117,11 +117,8 @@ class BlockHead(Head):
         fused = self._norm(self.fused(features), outer["fused_norm"])
         steps = jnp.arange(fused.shape[1], dtype=jnp.int32)
         rope = rotation(config, start[:, None] + steps)
-        read = {
-            name: weights
-            for name, weights in self._layer_weights().items()
-            if name.startswith(("key", "value"))
-        }
+        layers = self._layer_weights().items()
+        read = {name: weights for name, weights in layers if name.startswith(("key", "value"))}
 
         def of_layer(weights: dict[str, Array]) -> NewEntries:
             own = self._layer(weights, rope)

@@ -81,11 +81,8 @@ def sampling_per_row(samplings: Sequence[Sampling | None]) -> Sampling:
             return None
         return np.array([off if number is None else number for number in numbers], dtype)
 
-    return Sampling(
-        np.array([one.temperature for one in of_rows], np.float32),
-        stacked("top_k", 0, np.int32),
-        stacked("top_p", 1.0, np.float32),
-    )
+    temperature = np.array([one.temperature for one in of_rows], np.float32)
+    return Sampling(temperature, stacked("top_k", 0, np.int32), stacked("top_p", 1.0, np.float32))
 
 
 def is_greedy(sampling: Sampling, num_lead: int) -> Bool[Array, "*#lead"]:

@@ -382,12 +382,9 @@ class _Run:
         text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))(
             progress.text, chosen, end
         )
+        count, num_passes = progress.count + advance, progress.num_passes + 1
         return dataclasses.replace(
-            progress,
-            text=text,
-            count=progress.count + advance,
-            logits=kept,
-            num_passes=progress.num_passes + 1,
+            progress, text=text, count=count, logits=kept, num_passes=num_passes
         )
 
 

@@ -294,11 +294,8 @@ class Clause:
     def __and__(self, other: Clause) -> Clause:
         """All that either of two demands, in the rows that have both."""
         both = [one.enabled for one in (self, other) if one.enabled is not None]
-        return Clause(
-            self.conditions + other.conditions,
-            self.windows + other.windows,
-            functools.reduce(operator.and_, both) if both else None,
-        )
+        enabled = functools.reduce(operator.and_, both) if both else None
+        return Clause(self.conditions + other.conditions, self.windows + other.windows, enabled)
 
     @property
     def window_size(self) -> Count:

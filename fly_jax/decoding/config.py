@@ -517,7 +517,6 @@ class RoundStatic:
       num_speculative_tokens: K, or the largest one; 0 decodes one token at a time.
       lookup: what proposes to the last draft model, or to the target where there is none; None
         for nothing.
-      eos_token_ids: tokens that end a row.
       rounds_per_dispatch: rounds that run before their tokens leave the device.
       depths: what K is chosen from, round by round, in ascending order and ending with
         `num_speculative_tokens`; with 0, rounds without a draft. Empty for the same K in all

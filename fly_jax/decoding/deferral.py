@@ -143,12 +143,8 @@ def pays(stats: AcceptanceStats, num_draft: int, saved: RowInts, remaining: RowI
     more. Deferring it settles K + 1 and E more if the window is completed, which has probability
     p, and j after two rounds if it is not. So it pays iff p (K + 1 - j + E) > E, with
     p = min(m^r, `MOST_COMPLETED`) for the r tokens that are missing, the row's own rate m of
-    accepted draft tokens, and E expected from the row's rates.
-
-    Args:
-      num_draft: K.
-      saved: K + 1 - j of each row.
-      remaining: r of each row.
+    accepted draft tokens, and E expected from the row's rates. `num_draft` is K, `saved` K + 1 - j
+    and `remaining` r.
     """
     next_round = expected_tokens(stats, num_draft, 0)
     completed = jnp.minimum(strict_rate(stats) ** remaining, MOST_COMPLETED)

@@ -73,7 +73,6 @@ class Pair:
     """A target with its drafts and tokenizer: all that decoding needs.
 
     Attributes:
-      target: the model whose text is wanted.
       drafts: the models that propose, the first to the target and each other one to the one before
         it; none to decode with the target alone.
       replicated: one line for each kind of axis of the target that the mesh could not divide.

@@ -35,7 +35,6 @@ class DecodeState:
       length: [rows], tokens, provisional ones included; the caches are valid up to `length - 1`.
       limit: [rows], length at which a row is done.
       finished: [rows], the row has reached its limit or an end of text.
-      target: the target's cache.
       drafter: the drafter's state; None without one.
       keys: [rows], random state of each row, so that no row's draws depend on another.
       rule: what the rule knows of each row.

@@ -28,7 +28,6 @@ OFFLINE_PREFILL_TOKENS = 2048
 # Where few programs matter (`Programs.has_few_shapes`): a CPU gains nothing by more in a pass.
 FEW_SHAPES_PREFILL_TOKENS = 64
 
-
 _Prompts = Sequence[Sequence[int]]
 
 
@@ -146,7 +145,6 @@ class Prefill:
     """The prompts that are being run, in rows of their own.
 
     Attributes:
-      plan: the chunks.
       group: whose prompts these are, with what a slot held of each; empty for nobody's.
       begun: when they began to be dispatched, by `time.perf_counter`.
     """

@@ -22,7 +22,6 @@ from fly_jax.verification.sampling import Sampling, sampling_per_row
 # fewer takes longer than running them, and prompts that share a block begin at one position.
 SHARED_BLOCK = 16
 
-
 _Who = Sequence[RequestState | None]
 
 

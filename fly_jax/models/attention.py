@@ -101,11 +101,7 @@ Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
 
 class Part(NamedTuple):
-    """Some of the positions that queries look at.
-
-    Attributes:
-      visible: which of them each query may look at.
-    """
+    """Some of the positions that queries look at; `visible` says which of them each may."""
 
     keys: Float[Array, "rows kv_heads length head"]
     values: Float[Array, "rows kv_heads length head"]
@@ -342,15 +338,9 @@ def _normalised(
 
 
 class _Heads(NamedTuple):
-    """Which heads a device has.
+    """Which heads a device has: the mesh axes that split them, of queries and of keys and values."""
 
-    Attributes:
-      group: query heads that share a key/value head.
-      split: mesh axes that split the query heads.
-      kv_split: mesh axes that split the key/value heads.
-    """
-
-    group: int
+    group: int  # query heads that share a key/value head
     split: MeshAxes = ()
     kv_split: MeshAxes = ()
 

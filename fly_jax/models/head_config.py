@@ -34,7 +34,6 @@ class TargetHead:
     """The part of `LlamaConfig` that heads of all kinds have.
 
     Attributes:
-      target_embed_size: width of the target.
       layers: of the target, whose inputs are the features; None for the third one, the middle one
         and the last but two.
       has_embedding: an embedding of its own, not the target's.
@@ -76,7 +75,6 @@ class Block(TargetHead):
     """A head that drafts a block in one pass: the text's last token, and masks behind it.
 
     Attributes:
-      block_size: tokens of a block.
       mask_token: stands for those that are wanted.
       target_num_layers: of the target; None where the files do not say.
       anchor_predicts: the place of the last token predicts the next one (DSpark), and each mask the

@@ -105,7 +105,6 @@ class TopTokens:
 
     Attributes:
       ids: the most probable first; of equal ones the lowest id.
-      log_probs: theirs.
       replacement_log_prob: of `TargetEvidence.replacement`, whether it is among them or not.
     """
 
@@ -138,7 +137,6 @@ class TargetEvidence:
       scaled_uniform: when sampling, u q(x): the lossless rule took the draft token iff its
         probability is above this. It is -1 in rows that are decoded greedily, and None where all
         are.
-      top: the most probable tokens.
     """
 
     argmax: Int32[Array, "rows positions"]

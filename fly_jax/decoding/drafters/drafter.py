@@ -32,7 +32,6 @@ class Draft:
     """The proposal of a drafter.
 
     Attributes:
-      tokens: [rows, K].
       logits: [rows, K, vocab], which the tokens were drawn from; None where they were not drawn.
       num_drafted: [rows], tokens of each row, the rest of the K being of no meaning.
       num_passes: [models], passes of each draft model that it took, the first drafter's own first;

@@ -39,11 +39,7 @@ _Carry = TypeVar("_Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The state of a draft model between rounds.
-
-    Attributes:
-      cache: valid up to its length, as far as the text has not changed since.
-    """
+    """The state of a draft model; its cache is valid as far as the text has not changed since."""
 
     cache: KVCache
     below: Any
@@ -74,11 +70,7 @@ class _Passed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(Drafter):
-    """A drafter that is a Llama.
-
-    Attributes:
-      parameters: as `Llama.parameters` gives them.
-    """
+    """A drafter that is a Llama, of what `Llama.parameters` gives."""
 
     parameters: Parameters
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})

@@ -332,8 +332,7 @@ class StoredTensor:
     Attributes:
       shape: as stored; matrices are [out, in].
       dtype: as the header spells it, such as "BF16".
-      begin: place of the first byte, from the end of the header on.
-      end: place of the byte after it.
+      begin, end: places of its first byte and of the one after it, from the header's end on.
     """
 
     file: Path

@@ -27,13 +27,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclasses.dataclass(frozen=True)
 class StoredPart:
-    """One tensor of a matrix.
-
-    Attributes:
-      shapes: that it may have.
-      dtypes: as safetensors spells them.
-      is_optional: it may be absent.
-    """
+    """One tensor of a matrix, if it is there: shapes and types that it may have."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]

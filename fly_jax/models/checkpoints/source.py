@@ -17,7 +17,6 @@ from fly_jax.sharding.rules import Layout
 # What a reader may hold beyond the arrays that it fills.
 READ_BUFFER_BYTES = 256 * 2**20
 
-
 # A parameter as it is stored: an array, or the parts of a quantised matrix by their names.
 Stored = Array | dict[str, Array]
 Arranging = Callable[[str, Any, ParameterSpec], Array]

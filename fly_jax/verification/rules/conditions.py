@@ -120,12 +120,7 @@ def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """The inputs of conditions, at the draft positions only.
-
-    Attributes:
-      evidence: without the position after the last draft token.
-      memory: `CorrectionMemory.keys`, if there is one.
-    """
+    """The inputs of conditions, at the draft positions only; `CorrectionMemory.keys`, if any."""
 
     evidence: TargetEvidence
     draft_tokens: Int[Array, "rows draft"]

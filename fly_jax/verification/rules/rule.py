@@ -157,8 +157,7 @@ class Combination(Loose):
 
     Attributes:
       operator: "&" rescues what both would, "|" what either would.
-      left: a loosened rule.
-      right: another, with the same entropy if both have one.
+      left, right: loosened rules, with the same entropy if both have one.
 
     Raises:
       FlyJaxError: a rule that cannot be combined, too many of them, or different entropies.

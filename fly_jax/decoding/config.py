@@ -281,11 +281,7 @@ class DecodingConfig:
         return dataclasses.replace(self.sampling, top_k=self.sampling.top_k or None, top_p=top_p)
 
     def to_lookup(self) -> Lookup | None:
-        """The lookup that proposes to the last draft model, or to the target; None without one.
-
-        Raises:
-          FlyJaxError: sizes that do not go together.
-        """
+        """The lookup that proposes to the last draft model, or to the target; None without one."""
         values = self.to_dict()
         if values["prompt_lookup_max"] == 0 or self.rule == "autoregressive":
             return None
@@ -418,8 +414,7 @@ def decoding_parameters() -> dict[str, Parameter]:
 def load_config(path: str | Path) -> DecodingConfig:
     """Reads a config: TOML with the keywords of `DecodingConfig`, or the reference code's JSON.
 
-    Raises:
-      FlyJaxError: a file that cannot be read, an unknown key (named), or a value of no use.
+    FlyJaxError for a file that cannot be read, an unknown key (named), or a value of no use.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
@@ -450,10 +445,7 @@ def from_reference_json(values: Any) -> DecodingConfig:
 
     With temperature 0 the tokens are the reference's. With a temperature they are not: the
     reference then draws the target's tokens twice and drafts greedily, and FLy here rescues what
-    rejection sampling refused.
-
-    Args:
-      values: a parsed JSON file; the keys that name models or logging are ignored.
+    rejection sampling refused. Keys that name models or logging are ignored.
 
     Raises:
       FlyJaxError: no JSON object, an unknown key, a key that is missing, or a value of no use.
@@ -626,11 +618,7 @@ class RoundSpec:
         rounds_per_dispatch: int = 1,
         audits: bool = False,
     ) -> RoundSpec:
-        """The rounds that a config describes.
-
-        Raises:
-          FlyJaxError: values of which no round can be made.
-        """
+        """The rounds that a config describes; FlyJaxError where none can be made of its values."""
         k, depths = config.num_speculative_tokens, tuple[int, ...]()
         if k == "auto":
             k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS

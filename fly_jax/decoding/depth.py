@@ -97,10 +97,7 @@ def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> R
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
     equation 1), with one rate where a mismatch may be rescued and a lower one in the block's last
-    positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
-
-    Args:
-      strict_tail: last positions of a block in which no mismatch is kept, of all rows or of each.
+    `strict_tail` positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
     """
     kept = stats.matched + stats.rescued
     loose = kept / (kept + stats.refused)

@@ -155,8 +155,7 @@ class Pair:
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
         """Tokens that are never rescued: control tokens, and those in which a pattern is found.
 
-        Raises:
-          FlyJaxError: a pattern that is no regular expression.
+        FlyJaxError for a pattern that is no regular expression.
         """
         check_patterns(protect)
         return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
@@ -226,8 +225,7 @@ def open_pair(
 ) -> OpenPair:
     """Finds the models that `load_pair` is given; checks all that can be without reading a weight.
 
-    Args:
-      draft_parallel: the last draft model drafts in one pass, with this as its `pard_token`.
+    With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
 
     Raises:
       FlyJaxError: a checkpoint that is missing or broken, or two vocabularies.

@@ -197,15 +197,10 @@ class Programs:
     def insert(
         self, state: DecodeState, some: DecodeState, slots: Sequence[int]
     ) -> tuple[DecodeState, Array]:
-        """The state, donated, with a few rows in places of its own.
+        """The state, donated, with a few rows in `slots`, and an array that is there with it.
 
-        Where their caches have fewer positions, the others keep what they hold.
-
-        Args:
-          slots: where each of them goes; of several with one slot the first of them stays there.
-
-        Returns:
-          The state, and an array that is there when the program has run.
+        Where their caches have fewer positions, the others keep what they hold. Of several rows
+        with one slot the first stays there.
         """
         where = self.put(np.asarray(slots, np.int32))
         return self._call(_insert, self._shapes, self._resting, state, some, where)

@@ -287,11 +287,8 @@ def verify_step(
 ) -> tuple[Float[Array, "rows block vocab"], KVCache]:
     """The target's pass over each row's last token and its K draft tokens.
 
-    Args:
-      cache: its cache, valid up to `length - 1`.
-
-    Returns:
-      Logits of the K + 1 tokens that may follow, and the cache with the block's keys.
+    The cache is valid up to `length - 1`. What comes back are the logits of the K + 1 tokens that
+    may follow, and the cache with the block's keys.
     """
     cache = cache.with_length(length - 1)
     hidden, new = model.hidden(_block(text, length, draft_tokens), cache)

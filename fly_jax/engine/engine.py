@@ -234,13 +234,9 @@ class Engine:
     def requests(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
     ) -> list[Request]:
-        """Requests of prompts that are decoded as `spec` says.
+        """Requests of prompts that are decoded as `spec` says, each with a seed of one more.
 
-        Args:
-          seed: of the draws of the first prompt, each other one's being one more.
-
-        Raises:
-          FlyJaxError: a prompt that the target cannot continue.
+        FlyJaxError for a prompt that the target cannot continue.
         """
         config = self._programs.config
         sampling, requests = self.spec.sampling, list[Request]()
@@ -344,11 +340,8 @@ class Engine:
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program: nothing that is asked for later has to.
 
-        Args:
-          on_progress: gets how many of how many are there, after each.
-
-        Raises:
-          FlyJaxError: requests wait or are being decoded.
+        `on_progress` gets how many of how many are there, after each. FlyJaxError while requests
+        wait or are being decoded.
         """
         drawn = {self.spec.sampling is not None} if self._offline else {False, True}
         chunks, steps = self._prefill.plan.all(), self._buckets.steps

@@ -140,13 +140,9 @@ _MOST_PADDING = 0.01
 
 
 def shared_vocabulary(target: LlamaConfig, draft: LlamaConfig, named: int = 0) -> int:
-    """Tokens that both models number, without what pads the larger of them.
+    """Tokens that both models number, without padding; FlyJaxError if they differ by more.
 
-    Args:
-      named: tokens that their tokenizer has, if that is known: no padding.
-
-    Raises:
-      FlyJaxError: they differ by more than padding.
+    None of the `named` tokens that their tokenizer has, if that is known, is padding.
     """
     fewest, most = sorted((target.vocab_size, draft.vocab_size))
     if most - fewest > _MOST_PADDING * most or fewest < min(named, most):
@@ -315,8 +311,7 @@ GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.ggu
 def read_config(folder: Path) -> LlamaConfig:
     """Reads `config.json`, and the end-of-text ids that `generation_config.json` adds.
 
-    Raises:
-      FlyJaxError: no such file, not JSON, or no model that is known.
+    FlyJaxError for no such file, no JSON, or no model that is known.
     """
     config = config_of(read_json(folder / "config.json"), str(folder / "config.json"))
     generation = folder / "generation_config.json"

@@ -338,7 +338,7 @@ def _normalised(
 
 
 class _Heads(NamedTuple):
-    """Which heads a device has: the mesh axes that split them, of queries and of keys and values."""
+    """Which heads a device has: mesh axes that split those of queries, and of keys and values."""
 
     group: int  # query heads that share a key/value head
     split: MeshAxes = ()

@@ -224,8 +224,7 @@ def written_head(
 ) -> dict[str, Any]:
     """The `config.json` that speculators and vLLM read: the inverse of `read_head`.
 
-    Args:
-      layer: the fields of the head's layers and of its target, as those of a Llama.
+    `layer` has the fields of the head's layers and of its target, as those of a Llama.
     """
     own: dict[str, Any]
     if isinstance(head, Eagle3):

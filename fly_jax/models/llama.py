@@ -225,11 +225,7 @@ class Llama(nnx.Module):
     def hidden_and_inputs(
         self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = ()
     ) -> tuple[Hidden, NewEntries, Inputs]:
-        """`hidden`, and what goes into some of the layers.
-
-        Returns:
-          As `hidden`, and the inputs of these layers side by side; of none, the hidden states.
-        """
+        """`hidden`, and the inputs of some layers side by side; of none, the hidden states."""
         # Said for every input: otherwise the compiler carries the rows of another model's cache
         # over to this one, and gathers whole caches to undo it.
         tokens = self._constrain(tokens, ("rows", None))
@@ -377,8 +373,7 @@ class Llama(nnx.Module):
     def unstack(self, owner: Llama | None = None) -> None:
         """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice.
 
-        Args:
-          owner: an unstacked model whose unembedding this one shares, and shares afterwards.
+        With an `owner`, an unstacked model, it shares its unembedding, before and afterwards.
         """
         if self.is_unstacked:
             return
@@ -450,8 +445,7 @@ class Llama(nnx.Module):
     ) -> tuple[Hidden, Added, Inputs]:
         """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs.
 
-        Args:
-          attend: attention of a layer, by its index, its queries, keys and values.
+        `attend` is attention of a layer, by its index, its queries, keys and values.
         """
         rope = rotation(self.config, positions)
 

@@ -180,8 +180,7 @@ class CorrectionMemory:
 def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> CorrectionMemory:
     """Reads what `CorrectionMemory.save` wrote, for a vocabulary of this digest.
 
-    Raises:
-      FlyJaxError: a file that cannot be read, is damaged or no memory, or of another vocabulary.
+    FlyJaxError for a file that cannot be read, is damaged or no memory, or of another vocabulary.
     """
     try:
         data = path.read_bytes()

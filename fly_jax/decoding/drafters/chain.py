@@ -159,11 +159,7 @@ def runs_unstacked(model: Llama) -> bool:
 
 
 def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
-    """Whether programs take one array per layer of such a model on a CPU.
-
-    Args:
-      has_integers: its matrices are integers, which a CPU multiplies only so.
-    """
+    """Whether programs take one array per layer of such a model on a CPU, as integers ask for."""
     return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
 
 
@@ -177,15 +173,12 @@ def lies_on_cpu(model: Llama) -> bool:
 
 
 def register_drafter(name: str, build: Build) -> None:
-    """Makes a drafter known by a name, which can then be given wherever a draft model can.
+    """Makes a drafter known by a name that no other has, given wherever a draft model can be.
 
     Args:
       name: stands before a folder or hub id that is called so.
       build: makes it for a target and the rounds that it is to draft for. A target that lies
         on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
-
-    Raises:
-      FlyJaxError: another drafter has the name.
     """
     if name in _BUILDS and _BUILDS[name] is not build:
         raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")

@@ -74,9 +74,6 @@ def look_up(
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
     multi-level acceleration.
 
-    Args:
-      text: tokens; those at and beyond `length` are ignored.
-
     Returns:
       The proposed tokens, and how many of them are real (0 where nothing matches).
     """

@@ -222,8 +222,7 @@ def _whole(size: int, of: int, name: str) -> int:
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:
     """How the matrices of a checkpoint, whose file is the source, are stored.
 
-    Raises:
-      FlyJaxError: in a way that fly_jax does not read, or one that is not described.
+    FlyJaxError for a way that fly_jax does not read, or that is not described.
     """
     ways: dict[str, Callable[[Mapping[str, Any]], Packing | None]] = {
         "fp8": _fp8,

@@ -82,10 +82,7 @@ class Csd(Loose):
 
     Attributes:
       consistency: tau; 0 demands nothing, and None leaves this half out of the program.
-      memory: False leaves the other half out.
-
-    Raises:
-      FlyJaxError: both halves left out.
+      memory: False leaves the other half out; FlyJaxError for both left out.
     """
 
     consistency: Number | None = parameter(

@@ -42,9 +42,7 @@ class Rule:
 
     A rule is a frozen dataclass under `data_tree`: its numbers are data under `jit`, scalars or one
     for each row, and only what kind of conditions it has, and how they are joined, is static.
-
-    Raises:
-      FlyJaxError: a number outside the range that its parameter declares.
+    FlyJaxError for a number outside the range that its parameter declares.
     """
 
     def __post_init__(self) -> None:
@@ -212,9 +210,6 @@ class Budget(Loose):
       - the request's budget is not spent, and the regrets of this request's rescues up to and
         including this one do not exceed it.
     With a budget of 0, and once the budget is spent, decoding is lossless.
-
-    Attributes:
-      total: the budget of each request, in nats; None for no limit.
 
     Raises:
       FlyJaxError: a negative budget, or a budget around a budget.

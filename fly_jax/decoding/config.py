@@ -545,14 +545,13 @@ class RoundStatic:
         ascends = depths == tuple(sorted(set(depths)))
         if depths and not (ascends and depths[0] >= 0 and depths[-1] == k):
             raise FlyJaxError(
-                f"The depths to choose from are {self.depths}; they must be at least 0, ascend and "
-                f"end with num_speculative_tokens={self.num_speculative_tokens}: correct them."
+                f"The depths to choose from are {depths}; they must be at least 0, ascend and end "
+                f"with num_speculative_tokens={k}: correct them."
             )
-        if self.num_speculative_tokens < 0 or self.rounds_per_dispatch < 1:
+        if k < 0 or self.rounds_per_dispatch < 1:
             raise FlyJaxError(
-                f"A round was asked for with num_speculative_tokens={self.num_speculative_tokens} "
-                f"and rounds_per_dispatch={self.rounds_per_dispatch}; they must be at least 0 and "
-                "1: correct them."
+                f"A round was asked for with num_speculative_tokens={k} and rounds_per_dispatch="
+                f"{self.rounds_per_dispatch}; they must be at least 0 and 1: correct them."
             )
         if any(size < 1 for size in self.level_speculative_tokens):
             raise FlyJaxError(

@@ -85,14 +85,12 @@ class TokenReport:
     """One settled token, and what draft, target and rule said at its position.
 
     Attributes:
-      draft_id: what was drafted there; None at a bonus token.
+      draft_id: what was drafted there; None at a bonus token, as all that is said of it.
       choice_id: the target's most probable token.
-      draft_probability: in the target's plain softmax, whatever the temperature; None without a
-        draft token.
-      choice_probability: the same of the target's choice.
+      draft_probability, choice_probability: in its plain softmax, whatever the temperature.
       entropy: of the target there, in the measure of `RoundSpec.needs`.
       regret: how much more probable the target finds its choice than the draft token, as a
-        difference of logarithms, in nats; None without a draft token.
+        difference of logarithms, in nats.
       verdict: what the rule decided of the draft token; `Why.BONUS` where there is none. A token
         that was deferred has `Why.REFUSED_BOUNDARY`.
       deferred: its window was left open at the end of its block. It then held if the token is

@@ -173,7 +173,7 @@ def lies_on_cpu(model: Llama) -> bool:
 
 
 def register_drafter(name: str, build: Build) -> None:
-    """Makes a drafter known by a name that no other has, given wherever a draft model can be.
+    """Makes a drafter known by a name, to give as a draft; FlyJaxError where another has it.
 
     Args:
       name: stands before a folder or hub id that is called so.

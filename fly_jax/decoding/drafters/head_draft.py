@@ -10,14 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
-from fly_jax.decoding.drafters.model import caught_up, slice_rows
-from fly_jax.models.architectures import LlamaConfig
+from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
+from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
-from fly_jax.models.llama import Parameters
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
-from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Verdict
 
 # The last token, all of the draft and its logits; what is fed next; the slots.
@@ -45,22 +42,15 @@ class HeadState:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadDrafter(Drafter):
-    """A drafter that is a head of the model that it proposes to, the target or a draft model.
+class HeadDrafter(LlamaDrafter):
+    """A drafter that is a head on (`Head.on`) the model that it proposes to: target or draft model.
 
     Attributes:
-      parameters: of a `Head.on` the model.
-      num_tokens: K, the most that it drafts at a time.
       lags: it lies below a draft model, and so is asked only now and then.
     """
 
-    parameters: Parameters
-    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
-    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
-    num_models = 1
     resumes = True
     needs_hidden = True
     of_proposing = ("num_tokens", "lags", "least_confidence")

@@ -69,7 +69,7 @@ class _Passed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter(Drafter):
+class LlamaDrafter(Drafter):
     """A drafter that is a Llama, of what `Llama.parameters` gives."""
 
     parameters: Parameters
@@ -78,6 +78,12 @@ class ModelDrafter(Drafter):
     num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
 
     num_models = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(LlamaDrafter):
+    """One that reads the text, and nothing of the target."""
+
     of_proposing = ("num_tokens", "margin", "lags", "rests", "may_lag")
 
     @property

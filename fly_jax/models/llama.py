@@ -266,21 +266,6 @@ class Llama(nnx.Module):
         hidden, new = self.hidden(tokens, cache)
         return hidden, cache.written(new, self.layout)
 
-    def hidden_uncached(
-        self,
-        tokens: Tokens,
-        positions: Tokens,
-        visible: Bool[Array, "rows time time"],
-        matmul: Matmul | None = None,
-    ) -> Hidden:
-        """Final hidden states of whole sequences, without a cache: training and golden logits.
-
-        Args:
-          visible: query t may look at key s.
-          matmul: replaces the product of activations and weights (training runs it in bfloat16).
-        """
-        return self.uncached_and_inputs(tokens, positions, visible, matmul)[0]
-
     def uncached_and_inputs(
         self,
         tokens: Tokens,
@@ -289,7 +274,12 @@ class Llama(nnx.Module):
         matmul: Matmul | None = None,
         layers: Sequence[int] = (),
     ) -> tuple[Hidden, Inputs]:
-        """`hidden_uncached`, and what goes into some of the layers, side by side."""
+        """`hidden_and_inputs` of whole sequences, without a cache: training and golden logits.
+
+        Args:
+          visible: query t may look at key s.
+          matmul: replaces the product of activations and weights (training runs it in bfloat16).
+        """
         kv_heads, group = self.config.num_kv_heads, self.config.queries_per_kv_head
         distance = positions[:, :, None] - positions[:, None, :]
 

@@ -44,7 +44,7 @@ def next_token_loss(
     """Cross entropy of what comes next, in nats, averaged by weight, within a token's segment."""
     model, tokens = Llama(config, parameters), jnp.asarray(row.tokens)
     given = tokens[:, :-1], jnp.asarray(row.positions)[:, :-1], seen_within(row)
-    logits = model.logits(model.hidden_uncached(*given, bfloat16_matmul), bfloat16_matmul)
+    logits = model.logits(model.uncached_and_inputs(*given, bfloat16_matmul)[0], bfloat16_matmul)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return jnp.sum(losses * row.weights) / jnp.sum(row.weights)
 

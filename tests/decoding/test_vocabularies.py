@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_known_tokens() -> None:
     narrow = narrowed(whole)
     tokens = jnp.asarray([[0, 3, 8, 5]])
     positions, visible = jnp.arange(4)[None], jnp.tril(jnp.ones((1, 4, 4), bool))
-    hidden = narrow.hidden_uncached(tokens, positions, visible)
+    hidden = narrow.uncached_and_inputs(tokens, positions, visible)[0]
     logits = np.asarray(narrow.logits(hidden))
     assert logits.shape == (1, 4, VOCAB_SIZE)
     unknown = np.setdiff1d(np.arange(VOCAB_SIZE), KNOWN)
@@ -80,7 +80,7 @@ def test_logits_are_those_of_the_known_tokens() -> None:
         logits[..., KNOWN], np.asarray(whole.logits(hidden))[..., KNOWN], rtol=1e-5, atol=1e-6
     )
     # Tokens that it does not know are all the same to it.
-    other = narrow.hidden_uncached(jnp.asarray([[0, 7, 8, 1]]), positions, visible)
+    other = narrow.uncached_and_inputs(jnp.asarray([[0, 7, 8, 1]]), positions, visible)[0]
     np.testing.assert_array_equal(hidden, other)
 
 

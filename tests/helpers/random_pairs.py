@@ -142,7 +142,7 @@ def _logits(
     time = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), tokens.shape)
     visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), (tokens.shape[0], time, time))
-    return model.logits(model.hidden_uncached(tokens, positions, visible))
+    return model.logits(model.uncached_and_inputs(tokens, positions, visible)[0])
 
 
 def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:

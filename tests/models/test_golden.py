@@ -68,7 +68,7 @@ def uncached(model: Llama, tokens: np.ndarray) -> np.ndarray:
     @jax.jit
     def run(parameters: dict[str, jax.Array]) -> jax.Array:
         model = Llama(config, parameters, layout)
-        return model.logits(model.hidden_uncached(tokens, positions, visible))
+        return model.logits(model.uncached_and_inputs(tokens, positions, visible)[0])
 
     return np.asarray(run(model.parameters()))
 

@@ -189,7 +189,9 @@ def test_the_device_keeps_int8() -> None:
     def run(parameters: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
         positions = jnp.zeros((1, 1), jnp.int32)
         model = Llama(config, parameters)
-        return model.logits(model.hidden_uncached(tokens, positions, jnp.ones((1, 1, 1), bool)))
+        return model.logits(
+            model.uncached_and_inputs(tokens, positions, jnp.ones((1, 1, 1), bool))[0]
+        )
 
     compiled = jax.jit(run).lower(shapes, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
     memory = compiled.memory_analysis()

@@ -113,7 +113,7 @@ def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:
     seen = (jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
 
     def step(parameters: dict) -> jax.Array:
-        return Llama(model.config, parameters).hidden_uncached(tokens, *seen)
+        return Llama(model.config, parameters).uncached_and_inputs(tokens, *seen)[0]
 
     text = jax.jit(step).lower(parameters).compile().as_text()
     width = model.config.ffw_size

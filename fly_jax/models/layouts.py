@@ -72,7 +72,12 @@ def choose_layouts(
     drafting = dataclasses.replace(workload, matrices=draft_matrices or workload.matrices)
     shares = draft_matrices is not None and not draft_matrices.outer
     if chip is None:
-        return _by_memory(mesh, target, draft, workload, shares=shares)
+        groups = mesh.shape.get("data", 1) * mesh.shape.get("y", 1)
+        wide = "tensor" if workload.rows % groups == 0 else "tensor_long"
+        found = _named(mesh, wide, "replicated")
+        most = parameter_bytes(found.target, target)
+        is_small = draft is None or parameter_bytes(found.draft, draft) <= most
+        return found if is_small and not shares else _named(mesh, wide, wide)
     drafts = _DRAFTS if draft is not None else ("replicated",)
     ranked: list[tuple[bool, float, tuple[str, str]]] = []
     for names in itertools.product(_TARGETS, drafts):
@@ -145,22 +150,6 @@ def cache_exchanges(layout: Layout, config: LlamaConfig, workload: Workload) -> 
     if "y" in axes_in(rows):
         return ("all-to-all", "all-to-all") if is_split else ("all-gather",)
     return ()
-
-
-def _by_memory(
-    mesh: Mesh | AbstractMesh,
-    target: LlamaConfig,
-    draft: LlamaConfig | None,
-    workload: Workload,
-    *,
-    shares: bool,
-) -> Layouts:
-    groups = mesh.shape.get("data", 1) * mesh.shape.get("y", 1)
-    wide = "tensor" if workload.rows % groups == 0 else "tensor_long"
-    layouts = _named(mesh, wide, "replicated")
-    most = parameter_bytes(layouts.target, target)
-    is_small = draft is None or parameter_bytes(layouts.draft, draft) <= most
-    return layouts if is_small and not shares else _named(mesh, wide, wide)
 
 
 def _named(mesh: Mesh | AbstractMesh, target: str, draft: str) -> Layouts:

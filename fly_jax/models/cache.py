@@ -16,12 +16,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from fly_jax.models.architectures import LlamaConfig
+from fly_jax.shapes import RowInts
 from fly_jax.sharding.rules import Layout, MeshAxes, axes_in
 
 CACHE_AXES = ("layers", "cache_batch", "kv_heads", "cache_length", "head")
 NEW_AXES = ("layers", "rows", "kv_heads", None, "head")
 
 Entries = Float[Array, "layers rows kv_heads capacity head"]
+_New = Float[Array, "layers rows kv_heads time head"]
+# Of more rows than a device has in its cache.
+_Given = Float[Array, "layers given_rows kv_heads time head"]
+_Starts = Int[Array, " given_rows"]
 
 
 @jax.tree_util.register_dataclass
@@ -29,8 +34,8 @@ Entries = Float[Array, "layers rows kv_heads capacity head"]
 class NewEntries:
     """Keys and values that a pass adds: of every layer, row and token that it was fed."""
 
-    keys: Float[Array, "layers rows kv_heads time head"]
-    values: Float[Array, "layers rows kv_heads time head"]
+    keys: _New
+    values: _New
 
     def padded(self, time: int) -> NewEntries:
         """With zeros for further tokens: what branches of different widths return alike."""
@@ -56,7 +61,7 @@ class KVCache:
 
     keys: Entries
     values: Entries
-    length: Int[Array, " rows"]
+    length: RowInts
     attended: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -64,7 +69,7 @@ class KVCache:
         """Positions that fit into a row."""
         return self.keys.shape[3]
 
-    def with_length(self, length: Int[Array, " rows"]) -> KVCache:
+    def with_length(self, length: RowInts) -> KVCache:
         """The same entries, valid up to `length`: advances or rolls back without a copy."""
         return dataclasses.replace(self, length=length)
 
@@ -121,12 +126,7 @@ def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Arra
 
 
 def _write_shard(
-    entries: Entries,
-    new: Float[Array, "layers given_rows kv_heads time head"],
-    start: Int[Array, " given_rows"],
-    *,
-    more_rows: MeshAxes,
-    lengths: MeshAxes,
+    entries: Entries, new: _Given, start: _Starts, *, more_rows: MeshAxes, lengths: MeshAxes
 ) -> Entries:
     count = entries.shape[1]
     new, start = rows_here(new, 1, count, more_rows), rows_here(start, 0, count, more_rows)
@@ -135,11 +135,7 @@ def _write_shard(
     return _write_part(entries, new, start - jax.lax.axis_index(lengths) * entries.shape[3])
 
 
-def _write(
-    entries: Entries,
-    new: Float[Array, "layers given_rows kv_heads time head"],
-    start: Int[Array, " given_rows"],
-) -> Entries:
+def _write(entries: Entries, new: _Given, start: _Starts) -> Entries:
     new, capacity = new.astype(entries.dtype), entries.shape[3]
     start = jnp.where(start < 0, start + capacity, start)
     for row in range(new.shape[1]):  # in few operations, since a program has as many of each
@@ -149,11 +145,7 @@ def _write(
     return entries
 
 
-def _write_part(
-    entries: Entries,
-    new: Float[Array, "layers rows kv_heads time head"],
-    start: Int[Array, " rows"],
-) -> Entries:
+def _write_part(entries: Entries, new: _New, start: RowInts) -> Entries:
     """`_write` of a part of a row's positions; `start` is counted from here; it may be negative."""
     new = new.astype(entries.dtype)
     layers, rows, kv_heads, capacity, head = entries.shape

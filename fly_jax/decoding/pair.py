@@ -349,8 +349,9 @@ def load_pair(
             weights_cache=weights_cache, say=say,
         )  # fmt: skip
 
-    loaded = load(opened.target, layouts and layouts.target)
-    drafts = [load(one, layouts and layouts.draft) for one in opened.drafts]
+    loaded = load(opened.target, None if layouts is None else layouts.target)
+    draft_layout = None if layouts is None else layouts.draft
+    drafts = [load(one, draft_layout) for one in opened.drafts]
     if own is not None:
         drafts = [self_draft(loaded, own, held=INT8 if lies_on_cpu(loaded) else None)]
         for one in filter(runs_unstacked, drafts):

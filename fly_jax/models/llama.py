@@ -308,7 +308,7 @@ class Llama(nnx.Module):
             name, equation = "embedding", "btd,vd->btv"
         return product(equation, hidden, name).astype(jnp.float32)
 
-    def _of_all_tokens(self, scores: Float[Array, "rows time rows"]) -> Logits:
+    def _of_all_tokens(self, scores: Float[Array, "rows time known"]) -> Logits:
         """The scores of every token, where only some have rows."""
         scores = scores.astype(jnp.float32)
         if self.config.draft_vocab_size is not None:

@@ -13,6 +13,7 @@ import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,14 +157,13 @@ class CorrectionMemory:
         """Writes a file, replacing one in one step; FlyJaxError if it cannot be written."""
         pairs = np.array(list(self._counts), np.int32).reshape(-1, 2)
         counts = np.array(list(self._counts.values()), np.int64)
-        texts = {"vocabulary": np.array(self.vocabulary), "note": np.array(self.note)}
+        arrays: dict[str, Any] = {"format": np.int64(_FORMAT), "pairs": pairs, "counts": counts}
+        arrays |= {"vocabulary": np.array(self.vocabulary), "note": np.array(self.note)}
         part = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
-                np.savez_compressed(
-                    file, format=np.int64(_FORMAT), pairs=pairs, counts=counts, **texts
-                )
+                np.savez_compressed(file, **arrays)
             os.replace(part, path)
         except OSError as error:
             raise FlyJaxError(

@@ -25,7 +25,8 @@ from fly_jax.verification.reductions import AxisNames, Local, finite_or_zero, vo
 
 _Shard = Float32[Array, "*lead local"]
 _Each = Float32[Array, "*#lead"]
-_TopK, _TopP = Int[Array, "*#lead"] | None, _Each | None
+_TopK = Int[Array, "*#lead"] | None
+_TopP = _Each | None
 _Found = Float32[Array, "*lead"]
 _Bounds = tuple[Int[Array, "*lead"], Int[Array, "*lead"]]
 _Kept = tuple[_Found, _Found | None, _Found]

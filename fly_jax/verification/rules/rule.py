@@ -360,7 +360,7 @@ def accept(
     prefix = jnp.cumprod((accepted | rescued) & present, axis=1).astype(bool)
     num_accepted = jnp.sum(prefix, axis=1, dtype=jnp.int32)
     is_end = jnp.arange(num_draft) == num_accepted[:, None]
-    kinds = [Why.MATCHED.value, Why.RESCUED.value, refusal]
+    kinds: list[Any] = [Why.MATCHED.value, Why.RESCUED.value, refusal]
     why = jnp.select([prefix & accepted, prefix, is_end & present], kinds, Why.DROPPED.value)
     next_why = jnp.where(num_accepted == end, Why.BONUS.value, Why.CORRECTED.value)
     is_rescue = prefix & rescued

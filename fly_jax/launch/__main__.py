@@ -60,7 +60,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _status(arguments: list[str]) -> int:
-    """Runs a command and says what went wrong for the user."""
     try:
         _run_command(arguments)
         sys.stdout.flush()

@@ -47,9 +47,7 @@ _PICTURE_INCHES = (8.0, 0.4)  # width, and height of a bar
 
 
 @flag_group("Bench")
-class BenchFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
-    """Those of the command."""
-
+class _BenchFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
     decode: tuple[str, ...] = parameter(
         (),
         "a rule, with its K behind a colon, or several of them, and its own parameters: "
@@ -77,12 +75,12 @@ def main(arguments: Sequence[str]) -> None:
 
         bench_serve.main(arguments[1:])
         return
-    values = Flags("bench", BenchFlags).parse(arguments, _HELP)
+    values = Flags("bench", _BenchFlags).parse(arguments, _HELP)
     with distributed_session(values):
         _run(values)
 
 
-def _run(values: BenchFlags) -> None:
+def _run(values: _BenchFlags) -> None:
     if values.picture is not None:
         check_picture(Path(values.picture))
     config = values.to_config(values)
@@ -197,7 +195,6 @@ def _name(config: DecodingConfig) -> str:
 
 
 def _first_of_each(categories: Sequence[str], number: int | None) -> list[int]:
-    """Indices of so many of each category."""
     seen: collections.Counter[str] = collections.Counter()
     kept = []
     for index, category in enumerate(categories):

@@ -30,9 +30,7 @@ Examples:
 
 
 @flag_group("Bench")
-class BenchServeFlags:
-    """Those of the command."""
-
+class _BenchServeFlags:
     url: str = parameter("http://localhost:8000", "address of the server")
     model: str | None = parameter(
         None, "name of the model that is asked; the server's first if not given"
@@ -57,7 +55,7 @@ class BenchServeFlags:
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    values = Flags("bench serve", BenchServeFlags).parse(arguments, _HELP)
+    values = Flags("bench serve", _BenchServeFlags).parse(arguments, _HELP)
     try:
         import httpx as httpx
     except ImportError as error:
@@ -68,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     asyncio.run(_run(values, clients, extra))
 
 
-async def _run(values: BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
+async def _run(values: _BenchServeFlags, clients: Sequence[int], extra: dict[str, Any]) -> None:
     import httpx
 
     from fly_jax.evaluation.http_load import ask, load, table

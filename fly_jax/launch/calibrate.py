@@ -117,7 +117,6 @@ def _check_flags(values: _CalibrateFlags) -> None:
 
 
 def _run(values: _CalibrateFlags, command: str) -> None:
-    """Runs in each process. Only the first one reads prompts and is heard."""
     with joint_errors():
         if values.gate is not None and process_id() == 0:
             strictness.check_new(Path(values.gate))

@@ -46,9 +46,7 @@ _USUAL_TOKENS = 4096
 
 
 @flag_group("Conversation")
-class ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
-    """Those of the command."""
-
+class _ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
     system: str | None = parameter(None, "message of the system, at the beginning")
     max_new_tokens: int = parameter(512, "most tokens of an answer", low=1)
 
@@ -56,7 +54,7 @@ class ChatFlags(ModelFlags, DecodingFlags, SeedFlags):
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
     # A conversation does not fill a memory of corrections.
-    values = Flags("chat", ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
+    values = Flags("chat", _ChatFlags, without=("memory", "csd_min_count")).parse(arguments, _HELP)
     config = proposing(values, values.to_config(values))
     models, mesh = open_models(values, config)
     if models.target.tokenizer.chat_template is None:
@@ -83,8 +81,7 @@ def main(arguments: Sequence[str]) -> None:
             conversation.take(line)
 
 
-def _beginning(values: ChatFlags) -> list[dict[str, str]]:
-    """The messages that go before the conversation."""
+def _beginning(values: _ChatFlags) -> list[dict[str, str]]:
     return [] if values.system is None else [{"role": "system", "content": values.system}]
 
 
@@ -92,9 +89,8 @@ class Conversation:
     """A conversation, and how it goes on."""
 
     def __init__(
-        self, values: ChatFlags, config: DecodingConfig, models: OpenPair, pair: Pair
+        self, values: _ChatFlags, config: DecodingConfig, models: OpenPair, pair: Pair
     ) -> None:
-        """Nothing has been said but the system's message."""
         self._values, self._models, self._pair = values, models, pair
         self._given = self._config = config
         self._engines: dict[DecodingConfig, Engine] = {}

@@ -135,5 +135,4 @@ def install(process: ProcessInfo, timeout: int) -> CrashHandler:
 
 
 def _as(stream: TextIO, descriptor: int) -> TextIO:
-    """A stream like the given one onto another file."""
     return os.fdopen(descriptor, "w", 1, encoding=stream.encoding, errors=stream.errors)

@@ -37,9 +37,7 @@ Examples:
 
 
 @flag_group("Evaluation")
-class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
-    """Those of the command."""
-
+class _EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
     tasks: str = parameter("problems", f"of {', '.join(TASKS)}, with commas")
     data: str | None = parameter(None, "folder with the files of the sets")
     decode: tuple[str, ...] = parameter(
@@ -62,7 +60,7 @@ class EvaluateFlags(ModelFlags, DecodingFlags, SeedFlags):
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    given = Flags("evaluate", EvaluateFlags, without=("memory", "csd_min_count"))
+    given = Flags("evaluate", _EvaluateFlags, without=("memory", "csd_min_count"))
     values = given.parse(arguments, _HELP)
     items = _items(values)
     config = values.to_config(values)
@@ -121,8 +119,7 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def _items(values: EvaluateFlags) -> list[Item]:
-    """All that is asked, once everything that it needs is there."""
+def _items(values: _EvaluateFlags) -> list[Item]:
     names = named_tasks(values.tasks)
     if values.output is None:
         raise FlyJaxError("evaluate needs a folder for its answers; give --output DIR.")
@@ -136,7 +133,7 @@ def _items(values: EvaluateFlags) -> list[Item]:
     return [one for name in names for one in read_items(name, folder, values.limit)]
 
 
-def _requests(values: EvaluateFlags, items: Sequence[Item], models: OpenPair) -> list[Request]:
+def _requests(values: _EvaluateFlags, items: Sequence[Item], models: OpenPair) -> list[Request]:
     """A request for each item: a user's message where the target has a chat template."""
     from fly_jax.engine.request import Request
 
@@ -151,7 +148,7 @@ def _requests(values: EvaluateFlags, items: Sequence[Item], models: OpenPair) ->
     return found
 
 
-def _setting(values: EvaluateFlags, config: DecodingConfig, models: OpenPair) -> dict[str, Any]:
+def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -> dict[str, Any]:
     """Everything that an answer depends on, but its prompt and its decoding's rule and K."""
     from fly_jax.models.checkpoints.source import identity
 

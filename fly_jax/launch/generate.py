@@ -83,7 +83,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run(values: GenerateFlags) -> None:
-    """Runs in each process. Only the first one reads prompts and is heard."""
     has_prompts = bool(values.prompt) or values.prompts_file is not None
     compares = values.compare or (not has_prompts and values.has_draft)
     config = _config(values, compares)
@@ -288,7 +287,6 @@ def _summary(number: int, total: int, generation: Generation) -> str:
 def _compare(
     values: GenerateFlags, pair: Pair, memory: CorrectionMemory | None, inputs: Inputs
 ) -> None:
-    """Ends with a table of the rules side by side."""
     from fly_jax.evaluation.compare import compare
     from fly_jax.evaluation.problems import is_correct
 

@@ -232,7 +232,6 @@ def encode_prompts(
 
 
 def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool:
-    """Whether plain texts are messages of a user."""
     has_template = models.target.tokenizer.chat_template is not None
     chats = has_template if values.chat is None else values.chat
     if chats and not has_template:

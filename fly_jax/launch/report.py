@@ -91,7 +91,6 @@ class _Runs(NamedTuple):
 
 
 def _read(folder: Path, margin: float) -> _Runs:
-    """What was measured into a folder, judged by the margin."""
     runs = _Runs({}, {}, {}, {}, {})
     for path in sorted(folder.rglob("*.json")):
         name = str(path.relative_to(folder).with_suffix(""))

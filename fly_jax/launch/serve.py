@@ -179,7 +179,6 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
 
 
 def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> None:
-    """Runs in process 0: serves until it is told to stop."""
     from fly_jax.serving.http.run import ServerFailed, run, serve
 
     if not service.limits.api_keys and not _is_loopback(listening.getsockname()[0]):
@@ -235,7 +234,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _limits(values: ServeFlags, address: str) -> ServerLimits:
-    """The limits of a server that listens at this numeric address."""
     from fly_jax.serving.http.limits import ServerLimits
 
     api_keys, allowed_hosts = _api_keys(values), values.allowed_hosts

@@ -76,7 +76,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _make_head(values: _TrainFlags) -> None:
-    """Has the teacher answer prompts, reads along, and trains the head on what it said."""
     teacher, file = _checked(values)
     prompts = read_prompts(file, skip_bad=values.skip_bad_prompts)
     mesh = parse_mesh(values.mesh)
@@ -162,7 +161,6 @@ def _make_head(values: _TrainFlags) -> None:
 
 
 def _checked(values: _TrainFlags) -> tuple[str, str]:
-    """The teacher and the file of prompts, once all that can be checked is."""
     if values.teacher is None:
         raise FlyJaxError(
             "No --teacher was given, and train makes a head for one; give the model's folder, GGUF "

@@ -42,7 +42,6 @@ class TokenStream(AsyncIterator[Settled]):
     state: RequestState
 
     def __init__(self, owner: AsyncEngine, max_unread: float = math.inf) -> None:
-        """Waits for a request; so many portions of tokens may wait for their reader."""
         self._owner, self._loop = owner, asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Settled | FlyJaxError | None] = asyncio.Queue()
         self._max_unread = max_unread
@@ -100,7 +99,6 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Takes an engine, which nobody else may use; a warm one does not compile first."""
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[RequestState, TokenStream] = {}
@@ -112,7 +110,6 @@ class AsyncEngine:
         self._end: Future[None] = Future()
 
     async def __aenter__(self) -> Self:
-        """Starts the thread; raises FlyJaxError where the engine is in use already."""
         if self._thread is not None or not self.engine.is_idle:
             raise FlyJaxError(
                 "The engine is in use already; give AsyncEngine one that decodes nothing, and enter"
@@ -125,7 +122,6 @@ class AsyncEngine:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends the thread, after the rounds that it is reading."""
         assert self._thread is not None
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -207,7 +203,6 @@ class AsyncEngine:
         return error
 
     def _run(self) -> None:
-        """The thread."""
         refusal = _STOPPED
         try:
             while self._take_commands():

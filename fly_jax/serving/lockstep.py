@@ -29,7 +29,6 @@ class LeadingEngine(Engine):
     """
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
-        """Makes an engine; see `Engine`."""
         super().__init__(*arguments, **given)
         self._messages: list[Json] = []
         self._going: list[RequestState] = []

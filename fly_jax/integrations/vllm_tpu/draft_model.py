@@ -39,7 +39,6 @@ class Texts:
     slots: Int32[Array, " requests"]
 
     def __init__(self, mesh: jax.sharding.Mesh, num_requests: int, capacity: int) -> None:
-        """Empty, for requests that may run at a time, each of so many tokens at most."""
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, SPLIT)
@@ -109,7 +108,6 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     """
 
     def __init__(self, vllm_config: Any, runner: Any, lookup: Lookup | None) -> None:
-        """As `Eagle3Proposer`, with a lookup that proposes to the model, or without."""
         super().__init__(vllm_config, runner)
         self.num_passes: Int32[Array, ""] | None = None
         self._lookup = lookup

@@ -26,7 +26,6 @@ class RequestPlaces:
     """
 
     def __init__(self, num: int) -> None:
-        """All free."""
         self.num = num
         self._of: dict[str, int] = {}
         self._free = list(range(num))[::-1]

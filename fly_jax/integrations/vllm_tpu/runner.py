@@ -53,7 +53,6 @@ class RescueCounter:
     """Counts what the sampler has rescued, one step late so that no step waits for it."""
 
     def __init__(self, model_name: str, engine: int) -> None:
-        """For one engine, by its number among those that are data parallel."""
         self._labels = model_name, str(engine)
         self._waiting: Int32[Array, ""] | None = None
         self._is_registered = False
@@ -100,7 +99,6 @@ class LoosenedSampler(RejectionSampler):
         protected: Bool[np.ndarray, " vocab"],
         memory: Int32[np.ndarray, "pairs 2"] | None,
     ) -> None:
-        """Puts on the devices what stays there; see `verify_flat`."""
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
         self.num_rescued: Int32[Array, ""] | None = None
@@ -201,7 +199,6 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
     """tpu-inference's, with fly_jax's sampler (of a loosened rule) and drafter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `TPUModelRunner`."""
         self.rescues: RescueCounter | None = None
         super().__init__(*args, **kwargs)
         if self.is_last_rank:
@@ -314,7 +311,6 @@ class _Manager(Manager):  # type: ignore[misc]
 
 
 def _padded(of_ranks: list[list[str]], length: int) -> list[str | None]:
-    """The rows of a step: those of one rank after the other, each as many."""
     return [name for names in of_ranks for name in [*names, *[None] * (length - len(names))]]
 
 

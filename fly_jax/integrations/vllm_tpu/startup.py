@@ -44,8 +44,6 @@ _prepared: list[DecodingConfig] = []
 
 @dataclasses.dataclass(frozen=True)
 class _Plugin:
-    """Settings that only the plugin knows."""
-
     any_version: bool = parameter(False, "run with versions of vLLM that were never tried")
 
 

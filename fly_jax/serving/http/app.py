@@ -56,7 +56,6 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _answers(service: Service) -> APIRouter:
-    """The routes that answer with text."""
     router = APIRouter(responses=_ERRORS)
 
     async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
@@ -87,7 +86,6 @@ def _answers(service: Service) -> APIRouter:
 
 
 def _about(service: Service) -> APIRouter:
-    """The routes that say what the server is and how it does."""
     router = APIRouter()
     engine = service.engine.engine
 
@@ -173,7 +171,6 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(self, stream: ResponseStream, client: Client, client_seconds: float) -> None:
-        """Sends nothing yet; each piece has to be taken in so many seconds."""
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._stream, self._client, self._client_seconds = stream, client, client_seconds

@@ -70,7 +70,6 @@ class Guard:
     def __init__(
         self, app: ASGIApp, limits: Callable[[], ServerLimits], on_refused: Callable[[int], None]
     ) -> None:
-        """Stands before an application; `on_refused` gets the status of every error."""
         self._app, self._limits, self._on_refused = app, limits, on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -156,7 +155,6 @@ class Client:
     """Who waits for a reply, but not for ever; the body of the request has been read."""
 
     def __init__(self, receive: Receive, seconds: float) -> None:
-        """The time begins now."""
         self._receive, self._seconds = receive, seconds
         self._end = asyncio.get_running_loop().time() + seconds
 

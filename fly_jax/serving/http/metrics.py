@@ -33,7 +33,6 @@ class ServerMetrics:
     """The metrics of one server: gauges and the engine's totals are read, the rest is counted."""
 
     def __init__(self, engine: Engine) -> None:
-        """All counts of the engine's requests are zero."""
         self._engine, self._registry = engine, CollectorRegistry()
         self._counted = collections.Counter[int]()  # rounds that `text` has been told of
         k = engine.spec.static.num_speculative_tokens

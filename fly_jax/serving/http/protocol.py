@@ -340,7 +340,6 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """See the class."""
         if len(message) > _LONGEST_ERROR:
             message = f"{message[:_LONGEST_ERROR]} …"
         super().__init__(message)

@@ -119,7 +119,6 @@ class RequestBuilder:
         return self.config.rule if request.fly.rule is None else str(request.fly.rule)
 
     def _config(self, request: GenerationRequest) -> DecodingConfig:
-        """The server's config with what a request gives."""
         own = self.config
         others = {"rule", "protect", "audit", "stream_why"}
         given = request.fly.model_dump(exclude=others, exclude_none=True)

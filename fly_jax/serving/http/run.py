@@ -159,7 +159,6 @@ async def _is_warm(
 
 
 def _check_answers(serving: asyncio.Task[None]) -> None:
-    """Raises ServerFailed where nobody answers HTTP any more."""
     if serving.done():
         error = serving.exception()
         raise ServerFailed(f"The HTTP server has failed: {error}") from error
@@ -198,7 +197,6 @@ class Connection(H11Protocol):
         on_refused: Callable[[int], None],
         **named: Any,
     ) -> None:
-        """As uvicorn makes it; `on_refused` gets the status of every refusal."""
         super().__init__(*given, **named)
         self._limits, self._on_refused = limits, on_refused
         self._deadline: asyncio.TimerHandle | None = None

@@ -45,7 +45,6 @@ class Service:
         builder: RequestBuilder,
         limits: ServerLimits,
     ) -> None:
-        """Is not ready yet; see the class."""
         self.name, self.engine, self.pair = name, engine, pair
         self.builder, self.limits = builder, limits
         self.metrics = ServerMetrics(engine.engine)
@@ -236,7 +235,6 @@ class ResponseStream:
         style: replies.Style,
         streams: Sequence[TokenStream],
     ) -> None:
-        """Begins to answer a request, of whose prompts each has n streams."""
         self._service, self._request, self._style = service, request, style
         self.answers = [_Answer(stream) for stream in streams]
         self._fields: dict[str, Any] = {
@@ -246,11 +244,9 @@ class ResponseStream:
         }
 
     async def __aenter__(self) -> ResponseStream:
-        """Nothing to be done."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancels what is still going."""
         self.cancel()
         self._service.leave(self)
         for answer in self.answers:

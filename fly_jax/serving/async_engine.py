@@ -48,12 +48,7 @@ class TokenStream(AsyncIterator[Settled]):
         self._is_done = False
 
     async def __anext__(self) -> Settled:
-        """Waits for the next tokens.
-
-        Raises:
-          StopAsyncIteration: there are no more, or the request was cancelled.
-          FlyJaxError: the engine has stopped before the last of them, or too many were unread.
-        """
+        """Raises FlyJaxError where the engine has stopped, or too many tokens were unread."""
         if self._is_done:
             raise StopAsyncIteration
         try:
@@ -130,13 +125,9 @@ class AsyncEngine:
     async def submit(self, request: Request, *, max_unread: float = math.inf) -> TokenStream:
         """Hands in a request: `async for settled in await engine.submit(request)`.
 
-        Args:
-          max_unread: portions of tokens that may wait for their reader; with one more the request
-            is cancelled, and its reader told so.
-
-        Raises:
-          FlyJaxError: as `Engine.submit`.
-          EngineStopped: it has stopped, or is being drained.
+        With more than `max_unread` portions of tokens that wait for their reader the request is
+        cancelled, and its reader told so. Raises FlyJaxError as `Engine.submit`, and EngineStopped
+        where it has stopped or is being drained.
         """
         if self._refusal is not None:
             raise self._refused()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ class LeadingEngine(Engine):
         """See `Engine`."""
         broadcast(self._messages)
         self._messages = []
-        self._going = _unfinished(self._going)
+        self._going = [one for one in self._going if not one.is_finished]
         return super().step()
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
@@ -88,16 +88,12 @@ def follow(engine: Engine) -> None:
                 engine.cancel(going[one])
             else:
                 going.append(engine.submit(decoded(one)))
-        going = _unfinished(going)
+        going = [one for one in going if not one.is_finished]
         engine.step()
 
 
 class _Ended(Exception):
     """Process 0 does not go on."""
-
-
-def _unfinished(states: Iterable[RequestState]) -> list[RequestState]:
-    return [one for one in states if not one.is_finished]
 
 
 def encoded(value: Any) -> Json:

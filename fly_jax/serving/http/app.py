@@ -86,8 +86,7 @@ def _answers(service: Service) -> APIRouter:
 
 
 def _about(service: Service) -> APIRouter:
-    router = APIRouter()
-    engine = service.engine.engine
+    router, engine = APIRouter(), service.engine.engine
 
     def model() -> dict[str, Any]:
         return {
@@ -179,9 +178,8 @@ class EventStream(Response):
         """Sends the events; whatever ends that ends the decoding."""
         with contextlib.suppress(ClientGone):
             async with self._stream:
-                await self._send(
-                    send, type="http.response.start", status=200, headers=self.raw_headers
-                )
+                begin = {"type": "http.response.start", "status": 200}
+                await self._send(send, **begin, headers=self.raw_headers)
                 try:
                     await self._client.waits_for(self._events(send))
                 except ApiError as error:

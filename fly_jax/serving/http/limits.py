@@ -115,26 +115,19 @@ class Guard:
                 "--allowed_hosts.",
                 code="host_not_allowed",
             )
-        keys = limits.api_keys
-        if keys and scope["path"].startswith("/v1"):
+        if limits.api_keys and scope["path"].startswith("/v1"):
             given = _bearer_key(headers.get("authorization", "")).encode("latin-1", "replace")
             # All are compared, so that the time does not tell which.
-            fits = [secrets.compare_digest(given, key.encode()) for key in keys]
+            fits = [secrets.compare_digest(given, key.encode()) for key in limits.api_keys]
             if not any(fits):
-                return ApiError(
-                    401,
-                    "The API key is missing or wrong; send the server's as a bearer token.",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                said = "The API key is missing or wrong; send the server's as a bearer token."
+                wanted = {"WWW-Authenticate": "Bearer"}
+                return ApiError(401, said, code="invalid_api_key", headers=wanted)
         kind = headers.get("content-type", "")
         if scope["method"] == "POST" and not re.match(_JSON, kind, re.IGNORECASE):
             # A browser lets pages of other sites send any other type, and asks nobody.
-            return ApiError(
-                415,
-                f"The Content-Type is {kind!r}; send JSON, and say so by application/json.",
-                code="unsupported_media_type",
-            )
+            said = f"The Content-Type is {kind!r}; send JSON, and say so by application/json."
+            return ApiError(415, said, code="unsupported_media_type")
         if int(headers.get("content-length", "0")) > limits.max_body:  # h11 takes digits only
             return ApiError(413, self._too_large, code="body_too_large")
         return None

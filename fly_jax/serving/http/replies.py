@@ -19,19 +19,16 @@ from fly_jax.models.tokenizer import Tokenizer
 _LEAST = -9999.0
 
 
-class CachedTokens(BaseModel):
-    """Tokens of a prompt that another request had brought into the caches."""
-
-    cached_tokens: int
-
-
 class Usage(BaseModel):
-    """Tokens of a request: of its prompts, each counted once, and of all answers."""
+    """Tokens of a request: of its prompts, each counted once, and of all answers.
+
+    Of a prompt's, those are cached that another request had brought into the caches.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
 
     @classmethod
     def of(cls, states: Sequence[RequestState], n: int) -> Usage:
@@ -43,7 +40,7 @@ class Usage(BaseModel):
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=CachedTokens(cached_tokens=sum(one.num_reused for one in firsts)),
+            prompt_tokens_details={"cached_tokens": sum(one.num_reused for one in firsts)},
         )
 
 
@@ -54,9 +51,8 @@ class SpeculativeDecoding(BaseModel):
       mean_acceptance_length: 1 + accepted draft tokens per step, as vLLM has it.
       draft_acceptance_rate: accepted over drafted tokens.
       acceptance_histogram: how many steps kept 0, 1, ... K draft tokens.
-      num_spec_steps: passes of the target over a draft.
+      num_spec_steps: passes of the target over a draft, each of K (num_spec_tokens) at most.
       num_accepted_draft_tokens: rescued ones included.
-      num_spec_tokens: K.
       mean_accepted_tokens: settled tokens per pass of the target, bonus included.
       num_rescued_tokens: mismatches kept.
       num_revoked_windows: deferred windows that failed after their block.
@@ -79,7 +75,7 @@ class SpeculativeDecoding(BaseModel):
 
     @classmethod
     def of(cls, generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
-        """Of generations with reports, whose rounds draft K tokens."""
+        """Of generations with reports."""
         # A deferred window may settle more than K tokens at once.
         kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
         accepted = sum(one.num_accepted_tokens for one in generations)
@@ -335,13 +331,11 @@ class TextStyle:
     prefix: ClassVar[str] = "cmpl"
     whole = chunk = staticmethod(functools.partial(Completion, object="text_completion"))
 
-    def answer(self, text: str, **fields: Any) -> Choice:
-        """An answer in one piece."""
+    def answer(self, text: str, is_first: bool = True, **fields: Any) -> Choice:
+        """An answer in one piece, or a piece of one, which is put in the same way."""
         return TextChoice(text=text, **fields)
 
-    def piece(self, text: str, is_first: bool, **fields: Any) -> Choice:
-        """A piece of an answer, which is put as an answer is."""
-        return TextChoice(text=text, **fields)
+    piece = answer
 
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
@@ -377,10 +371,8 @@ class ChatStyle:
 
     def piece(self, text: str, is_first: bool, **fields: Any) -> Choice:
         """A piece of an answer; the first one says who speaks."""
-        said = ChatMessage(content=text)
-        if is_first:
-            said.role = "assistant"
-        return ChatPiece(delta=said, **fields)
+        role: Any = {"role": "assistant"} if is_first else {}
+        return ChatPiece(delta=ChatMessage(content=text, **role), **fields)
 
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer

@@ -43,9 +43,8 @@ class RequestBuilder:
         given = _USUAL_RULES if rules is None else tuple(rules)
         own = (config.rule,) if config.is_loosened else ()
         found = []
-        for rule in dict.fromkeys((*own, *given)):
-            if rule in LOSSLESS_RULES:  # which can always be asked for
-                continue
+        # Lossless ones can always be asked for.
+        for rule in (one for one in dict.fromkeys((*own, *given)) if one not in LOSSLESS_RULES):
             try:
                 config.replace(rule=rule, temperature=None).to_rule()
             except FlyJaxError:
@@ -87,9 +86,7 @@ class RequestBuilder:
     ) -> list[Request]:
         """The engine's requests for a client's: n for each prompt, given as token ids.
 
-        Raises:
-          ApiError: a rule or a pattern that the server does not have.
-          FlyJaxError: values of no use.
+        Raises ApiError for a rule or pattern that the server lacks, FlyJaxError for useless values.
         """
         config = self._config(request)
         rule = config.to_rule()
@@ -122,14 +119,12 @@ class RequestBuilder:
         own = self.config
         others = {"rule", "protect", "audit", "stream_why"}
         given = request.fly.model_dump(exclude=others, exclude_none=True)
-        temperature = request.temperature
-        temperature = float(own.sampling.temperature) if temperature is None else temperature
-        if temperature < _GREEDY_BELOW:  # without draws there is nothing to keep tokens from
+        sampling = request.model_dump(include={"temperature", "top_k", "top_p"}, exclude_none=True)
+        given |= {"temperature": float(own.sampling.temperature)} | sampling
+        if given["temperature"] < _GREEDY_BELOW:  # without draws there is nothing to cut
             given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-        else:
-            given |= {"temperature": temperature}
-            given |= {} if request.top_k is None else {"top_k": max(request.top_k, 0)}
-            given |= {} if request.top_p is None else {"top_p": request.top_p}
+        elif request.top_k is not None:
+            given["top_k"] = max(request.top_k, 0)
         rule, drafts = self.rule_name(request), bool(own.num_speculative_tokens)
         if rule in LOSSLESS_RULES or not drafts:
             if rule not in (("exact", "sampled") if drafts else ("autoregressive",)):

@@ -79,20 +79,18 @@ async def serve(
 ) -> None:
     """Answers requests until `stop` is set and those that are going are done.
 
+    Raises FlyJaxError where somebody else listens there by now, and ServerFailed where the engine
+    or the HTTP server cannot go on.
+
     Args:
       grace_period: seconds for requests that are going when it is to stop.
       say: gets a line when it is ready, and when it is about to stop.
       on_progress: gets how many of how many programs are compiled.
-
-    Raises:
-      FlyJaxError: somebody else listens there by now.
-      ServerFailed: the engine or the HTTP server cannot go on.
     """
-    host, port = listening.getsockname()[:2]
     try:
         listening.listen(_BACKLOG)
     except OSError as error:
-        raise _not_bound(host, port, error) from error
+        raise _not_bound(*listening.getsockname()[:2], error) from error
     connection: Any = functools.partial(
         Connection, limits=lambda: service.limits, on_refused=service.metrics.refused
     )
@@ -116,8 +114,7 @@ async def serve(
             await asyncio.wait((stopping, ending, serving), return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 say(f"Stopping: {service.num_open} under way may go on for {grace_period:g} s.")
-                left = await service.drain(grace_period)
-                if left:
+                if left := await service.drain(grace_period):
                     say(f"{left} requests were not done in that time, and were cancelled.")
             else:
                 service.state = "draining"

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import Any, Literal
 
 from fly_jax.decoding.pair import Pair, check_prompt
-from fly_jax.engine.request import Request, RequestState, Settled
+from fly_jax.engine.request import Request, Settled
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import Run
 from fly_jax.serving.async_engine import AsyncEngine, EngineStopped, TokenStream
@@ -26,14 +26,11 @@ _MAX_UNREAD = 1024  # dispatches
 
 
 class Service:
-    """Takes requests as long as it is ready.
+    """Takes requests as long as it is ready; whoever runs it enters and leaves its engine.
 
     Attributes:
-      engine: whoever runs the service enters and leaves it.
       state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
         replies are cut off.
-      created: when it began, in seconds since 1970.
-      entropy_measure: see `Run`.
       num_open: requests that are decoded or wait.
     """
 
@@ -89,22 +86,13 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that is not served."""
         if name not in (None, self.name):
-            raise ApiError(
-                404,
-                f"There is no model {name!r}; this server has {self.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+            said = f"There is no model {name!r}; this server has {self.name!r}."
+            raise ApiError(404, said, param="model", code="model_not_found")
 
     async def answer(
         self, request: GenerationRequest, style: replies.Style, cache_salt: str = ""
     ) -> ResponseStream:
-        """Hands a request to the engine, to be answered in the style of its endpoint.
-
-        Raises:
-          ApiError: it is not taken.
-          FlyJaxError: something in it is wrong.
-        """
+        """Hands a request to the engine; ApiError or FlyJaxError where it is not taken."""
         self.check_model(request.model)
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
@@ -119,9 +107,8 @@ class Service:
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
         """Hands all in between the same two rounds, or none."""
-        submitting = [
-            asyncio.create_task(self.engine.submit(one, max_unread=_MAX_UNREAD)) for one in requests
-        ]
+        handing_in = (self.engine.submit(one, max_unread=_MAX_UNREAD) for one in requests)
+        submitting = [asyncio.create_task(one) for one in handing_in]
         try:
             return await asyncio.gather(*submitting)
         except BaseException as error:
@@ -220,10 +207,6 @@ class _Answer:
     texts: list[str] = dataclasses.field(default_factory=list)
     last: float | None = None
 
-    @property
-    def state(self) -> RequestState:
-        return self.stream.state
-
 
 class ResponseStream:
     """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
@@ -250,7 +233,7 @@ class ResponseStream:
         self.cancel()
         self._service.leave(self)
         for answer in self.answers:
-            self._service.metrics.ended(answer.state)
+            self._service.metrics.ended(answer.stream.state)
 
     def cancel(self) -> None:
         """Stops decoding; whoever waits for a reply is told so."""
@@ -265,14 +248,12 @@ class ResponseStream:
             self._style.answer(
                 "".join(answer.texts),
                 index=index,
-                finish_reason=answer.state.generation.finish_reason,
+                finish_reason=answer.stream.state.generation.finish_reason,
                 **self._extras(answer, 0, is_last=True, is_whole=True),
             )
             for index, answer in enumerate(self.answers)
         ]
-        return self._style.whole(
-            choices=choices, usage=self._usage(), metrics=self._figures(), **self._fields
-        )
+        return self._style.whole(choices=choices, **self._fields, **self._totals())
 
     async def chunks(self) -> AsyncGenerator[replies.Reply]:
         """The reply as it comes; raises ApiError where the engine has stopped."""
@@ -287,16 +268,13 @@ class ResponseStream:
             extras = self._extras(answer, begin, is_last=is_last, is_whole=False)
             if not (text or is_last or begin == 0 or extras):
                 continue
-            piece = self._style.piece(
-                text, begin == 0, index=index, finish_reason=settled.finish_reason, **extras
-            )
+            extras |= {"index": index, "finish_reason": settled.finish_reason}
+            piece = self._style.piece(text, begin == 0, **extras)
             is_end = not unfinished and not ends_with_usage
-            figures = {"metrics": self._figures()} if is_end else {}
+            figures = {"metrics": self._totals()["metrics"]} if is_end else {}
             yield self._style.chunk(choices=[piece], **self._fields, **figures)
         if ends_with_usage:
-            yield self._style.chunk(
-                choices=[], usage=self._usage(), metrics=self._figures(), **self._fields
-            )
+            yield self._style.chunk(choices=[], **self._fields, **self._totals())
 
     async def _settled(self) -> AsyncGenerator[tuple[int, Settled]]:
         """Waits for the next tokens of any answer, and counts them."""
@@ -318,33 +296,32 @@ class ResponseStream:
         self, answer: _Answer, begin: int, *, is_last: bool, is_whole: bool
     ) -> dict[str, Any]:
         """The fields `logprobs` and `fly` of the tokens from `begin` on, as far as asked for."""
-        generation, texts = answer.state.generation, answer.texts[begin:]
+        state, texts = answer.stream.state, answer.texts[begin:]
         here = slice(begin, len(answer.texts))
         found, extras = dict[str, Any](), dict[str, Any]()
         tokenizer = self._service.pair.tokenizer
         if self._request.num_logprobs is not None:
             num_before = sum(map(len, answer.texts[:begin]))
             found["logprobs"] = self._style.logprobs(
-                generation.logprobs[here], texts, num_before, tokenizer
+                state.generation.logprobs[here], texts, num_before, tokenizer
             )
         if self._request.fly.audit and is_last:
             rule = self._service.builder.rule_name(self._request)
             run = Run(rule, self._service.entropy_measure, {})
-            extras["audit"] = replies.AnswerAudit.of(answer.state, tokenizer, run)
+            extras["audit"] = replies.AnswerAudit.of(state, tokenizer, run)
         if self._request.fly.stream_why and not is_whole:
             extras["tokens"] = [
                 replies.Token.of(report, text, tokenizer)
-                for report, text in zip(generation.reports[here], texts, strict=True)
+                for report, text in zip(state.generation.reports[here], texts, strict=True)
             ]
         return found | ({"fly": replies.ChoiceExtras(**extras)} if extras else {})
 
-    def _usage(self) -> replies.Usage:
-        return replies.Usage.of([answer.state for answer in self.answers], self._request.n)
-
-    def _figures(self) -> replies.RequestMetrics:
-        return replies.RequestMetrics.of(
-            [answer.state for answer in self.answers], self._service.num_speculative_tokens
-        )
+    def _totals(self) -> dict[str, Any]:
+        states = [answer.stream.state for answer in self.answers]
+        return {
+            "usage": replies.Usage.of(states, self._request.n),
+            "metrics": replies.RequestMetrics.of(states, self._service.num_speculative_tokens),
+        }
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Settled]]:

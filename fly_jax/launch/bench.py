@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fly_jax.decoding.config import DecodingConfig, decoding_parameters
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import (
-    BatchFlags,
-    DecodingFlags,
-    Flags,
-    ProcessFlags,
-    SeedFlags,
-    flag_group,
-)
+from fly_jax.launch.flags import Flags, RunFlags, flag_group
 from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import broadcast, process_id
@@ -47,7 +41,7 @@ _PICTURE_INCHES = (8.0, 0.4)  # width, and height of a bar
 
 
 @flag_group("Bench")
-class _BenchFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
+class _BenchFlags(RunFlags):
     decode: tuple[str, ...] = parameter(
         (),
         "a rule, with its K behind a colon, or several of them, and its own parameters: "
@@ -95,16 +89,15 @@ def _run(values: _BenchFlags) -> None:
     from fly_jax.evaluation.machine import describe
 
     say(f"{len(kept)} prompts, {values.batch_size} at a time, {values.turns} turns")
+    sizes = {name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "turns")}
     found = compare(
         pair,
         [inputs.ids[index] for index in kept],
         configs,
-        max_new_tokens=values.max_new_tokens,
-        batch_size=values.batch_size,
         seed=values.seed,
-        turns=values.turns,
         draft_share=values.draft_share,
         categories=[categories[index] for index in kept],
+        **sizes,
     )
     if process_id() != 0:
         return
@@ -114,9 +107,7 @@ def _run(values: _BenchFlags) -> None:
         "draft": list(values.draft),
         "dtype": values.dtype or inputs.models.default_dtype,
         "prompts": len(kept),
-        "max_new_tokens": values.max_new_tokens,
-        "batch_size": values.batch_size,
-        "turns": values.turns,
+        **sizes,
         "decodings": found.to_dict(),
     }
     print(found.table(), file=sys.stderr if values.json else sys.stdout, flush=True)
@@ -135,10 +126,7 @@ def decodings(
       given: such as "fly:8,15 window_size=4"; none for one token at a time, exact decoding, and the
         config's own.
       config: has all that is not given.
-      proposes: whether anything does.
-
-    Raises:
-      FlyJaxError: no such rule, a K of which no round can be made, or nothing proposes.
+      proposes: whether anything does; without, a rule that drafts is a FlyJaxError.
     """
     found: dict[str, DecodingConfig] = {}
     for text in given:
@@ -181,11 +169,11 @@ def _value(name: str, text: str) -> Any:
 def _depth(text: str, given: str | None) -> dict[str, Any]:
     if given is None:
         return {}
-    if given.strip() != "auto" and not given.strip().isdigit():
+    depth = given.strip()
+    if depth != "auto" and not depth.isdigit():
         raise FlyJaxError(
             f"--decode {text} has K {given!r}; give whole numbers or auto, as in exact:2,4,auto."
         )
-    depth = given.strip()
     return {"num_speculative_tokens": depth if depth == "auto" else int(depth)}
 
 
@@ -195,13 +183,9 @@ def _name(config: DecodingConfig) -> str:
 
 
 def _first_of_each(categories: Sequence[str], number: int | None) -> list[int]:
-    seen: collections.Counter[str] = collections.Counter()
-    kept = []
-    for index, category in enumerate(categories):
-        seen[category] += 1
-        if number is None or seen[category] <= number:
-            kept.append(index)
-    return kept
+    seen = collections.defaultdict[str, Iterator[int]](itertools.count)
+    before = [next(seen[category]) for category in categories]
+    return [index for index, found in enumerate(before) if number is None or found < number]
 
 
 def check_picture(path: Path) -> None:

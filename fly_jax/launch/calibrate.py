@@ -103,8 +103,8 @@ def _check_flags(values: _CalibrateFlags) -> None:
             "calibrate fills a memory or finds a gate; give either --memory or --gate, with the "
             "file to write."
         )
-    num_bounds = (values.max_disagreement is not None) + (values.max_regret is not None)
-    if values.gate is not None and num_bounds != 1:
+    has_one_bound = (values.max_disagreement is None) != (values.max_regret is None)
+    if values.gate is not None and not has_one_bound:
         raise FlyJaxError(
             "calibrate --gate needs one bound to meet; give either --max_disagreement or "
             "--max_regret."

@@ -161,7 +161,5 @@ def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -
         "draft": named or [identity(one.path) for one in models.drafts],
         "dtype": values.dtype or models.default_dtype,
         "decoding": {name: of for name, of in decoding.items() if name not in shared},
-        "max_new_tokens": values.max_new_tokens,
-        "batch_size": values.batch_size,
-        "seed": values.seed,
+        **{name: getattr(values, name) for name in ("max_new_tokens", "batch_size", "seed")},
     }

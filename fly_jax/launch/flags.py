@@ -63,13 +63,7 @@ class Flags(Generic[_Values]):
     """
 
     def __init__(self, command: str, kind: type[_Values], without: Sequence[str] = ()) -> None:
-        """Defines the flags.
-
-        Args:
-          kind: what they are parsed into. The help has its own flags first, then those of each
-            group that it inherits from.
-          without: names of decoding parameters that do not matter to the command.
-        """
+        """Defines those of `kind`, its own first; `without` names parameters of decoding."""
         self.command, self._kind = command, kind
         self._flags = flags.FlagValues()
         self._groups: dict[str, dict[str, str]] = {}
@@ -102,14 +96,10 @@ class Flags(Generic[_Values]):
                 self._decoding.append(one.name)
 
     def parse(self, arguments: Sequence[str], help: str) -> _Values:
-        """The flags' values; where the help was asked for, it is printed with them.
+        """The flags' values; SystemExit where the help was asked for, and printed.
 
         Where they have a field `file`, it gets the one argument that is no flag, wherever that
-        stands.
-
-        Raises:
-          FlyJaxError: an unknown flag, a value that is not allowed, or an argument too many.
-          SystemExit: the help was printed.
+        stands. Raises FlyJaxError for an unknown flag, a wrong value, or an argument too many.
         """
         takes_file = hasattr(self._kind, "file")
         self._flags.set_gnu_getopt(takes_file)
@@ -124,10 +114,8 @@ class Flags(Generic[_Values]):
                 f"'{rest[0]}' is no flag; flags begin with --, and a command comes before them: "
                 f"{self._advice}."
             )
-        found: dict[str, Any] = {}
-        for name in self._flags:
-            value = self._flags[name].value
-            found[name] = tuple(value) if isinstance(value, list) else value
+        given = {name: self._flags[name].value for name in self._flags}
+        found = {name: tuple(of) if isinstance(of, list) else of for name, of in given.items()}
         for one in parameters_of(self._kind):  # type: ignore[arg-type]
             dataclasses.replace(one, name=f"--{one.name}").check_given(found[one.name])
         if rest:
@@ -165,10 +153,8 @@ class Flags(Generic[_Values]):
             for name, text in texts.items():
                 flag = self._flags[name]
                 value = "" if flag.boolean else f"={_shown(flag)}"
-                lines.append(f"  --{name}{value}")
-                lines += textwrap.wrap(
-                    text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-                )
+                wrapped = textwrap.wrap(text, _WIDTH - 6)
+                lines += [f"  --{name}{value}", *(f"      {line}" for line in wrapped)]
         return "\n".join(lines[1:])
 
 
@@ -367,3 +353,8 @@ class ProcessFlags:
     )  # fmt: skip
     process_id: int | None = parameter(None, "which of them this is, from 0", kind=int, low=0)
     coordinator_timeout: int = parameter(300, "seconds to wait for the others", low=1)
+
+
+@flag_group()
+class RunFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
+    """All for prompts that are continued in one process or several."""

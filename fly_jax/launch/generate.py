@@ -14,15 +14,7 @@ import numpy as np
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import Run, audited, check_writable, write_prompt, write_run
-from fly_jax.launch.flags import (
-    AuditFlags,
-    BatchFlags,
-    DecodingFlags,
-    Flags,
-    ProcessFlags,
-    SeedFlags,
-    flag_group,
-)
+from fly_jax.launch.flags import AuditFlags, Flags, RunFlags, flag_group
 from fly_jax.launch.inputs import (
     Inputs,
     Prompt,
@@ -57,8 +49,15 @@ Examples:
 """
 
 
+# Figures of a generation, by its own names for them.
+_COUNTED = (
+    *("num_rounds", "mean_accepted_tokens", "num_draft_tokens", "num_accepted_tokens"),
+    *("num_rescued_tokens", "num_rollbacks", "tokens_per_second"),
+)
+
+
 @flag_group("Generation")
-class GenerateFlags(BatchFlags, DecodingFlags, SeedFlags, AuditFlags, ProcessFlags):
+class GenerateFlags(RunFlags, AuditFlags):
     """Those of the command."""
 
     prompt: tuple[str, ...] = parameter((), "what to continue")
@@ -191,9 +190,8 @@ def _decode(
             if audit is not None:
                 audit(index, generation)
 
-        view = None
-        if not values.json:
-            view = TextView(sys.stdout)
+        view = None if values.json else TextView(sys.stdout)
+        if view is not None:
             # An answer begins on a line of its own.
             view.begin([one.text + "\n\n" * one.is_question for one in prompts])
         rows = {state: row for row, state in enumerate(states)}
@@ -253,22 +251,15 @@ def _auditing(
 def _record(
     pair: Pair, config: DecodingConfig, prompt: Prompt, generation: Generation
 ) -> dict[str, object]:
-    asked = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
     risk = {} if generation.regret is None else {"regret": generation.regret}
     return {
-        **asked,
+        **({"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}),
         "prompt_token_ids": list(generation.prompt_token_ids),
         "token_ids": generation.token_ids,
         "text": pair.tokenizer.decode(generation.token_ids, continues=True),
         "finish_reason": generation.finish_reason,
         "rule": config.rule,
-        "num_rounds": generation.num_rounds,
-        "mean_accepted_tokens": generation.mean_accepted_tokens,
-        "num_draft_tokens": generation.num_draft_tokens,
-        "num_accepted_tokens": generation.num_accepted_tokens,
-        "num_rescued_tokens": generation.num_rescued_tokens,
-        "num_rollbacks": generation.num_rollbacks,
-        "tokens_per_second": generation.tokens_per_second,
+        **{name: getattr(generation, name) for name in _COUNTED},
         "why": "".join(why.letter for why in generation.why),
         **risk,
     }

@@ -207,7 +207,8 @@ def encode_prompts(
 ) -> tuple[list[Prompt], list[CheckedPrompt]]:
     """The prompts that fit, and their tokens; raises FlyJaxError where none is left."""
     chats = _chats(values, prompts, models)
-    fitting: list[tuple[Prompt, CheckedPrompt]] = []
+    fitting: list[Prompt] = []
+    tokens: list[CheckedPrompt] = []
     for prompt in prompts:
         try:
             asked = [{"role": "user", "content": prompt.text}] if chats else []
@@ -219,16 +220,15 @@ def encode_prompts(
                         "well; leave one of the two out."
                     )
                 messages = [{"role": "system", "content": values.system}, *messages]
-            ids = models.encode(messages or prompt.text, name=prompt.source)
+            tokens.append(models.encode(messages or prompt.text, name=prompt.source))
+            fitting.append(dataclasses.replace(prompt, is_question=bool(messages)))
         except FlyJaxError as error:
             _refuse(error, skip=values.skip_bad_prompts)
-        else:
-            fitting.append((dataclasses.replace(prompt, is_question=bool(messages)), ids))
     if not fitting:
         raise FlyJaxError("No prompt is left; give at least one that fits the model's context.")
     if chats and values.chat is None and not all(one.messages for one in prompts):
         say("Prompts are put as a user's messages, as this model has it; --nochat continues them.")
-    return [prompt for prompt, _ in fitting], [ids for _, ids in fitting]
+    return fitting, tokens
 
 
 def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool:
@@ -241,11 +241,11 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
         )
     if values.system is not None:
         _check_unicode(values.system, "--system")
-    if values.system is not None and not (chats or any(one.messages for one in prompts)):
-        raise FlyJaxError(
-            "--system was given, and no prompt is a conversation; leave it out, or give an "
-            "instruct model and no --nochat."
-        )
+        if not (chats or any(one.messages for one in prompts)):
+            raise FlyJaxError(
+                "--system was given, and no prompt is a conversation; leave it out, or give an "
+                "instruct model and no --nochat."
+            )
     return chats
 
 
@@ -264,11 +264,7 @@ def built_in_prompts() -> list[Prompt]:
 
 
 def prompts_from_flags(values: PromptFlags, texts: Sequence[str]) -> list[Prompt]:
-    """The prompts of --prompt, then those of --prompts_file; without either those built in.
-
-    Raises:
-      FlyJaxError: one is empty or not UTF-8, or as `read_prompts`.
-    """
+    """The prompts of --prompt, then those of --prompts_file; without either those built in."""
     if not texts and values.prompts_file is None:
         return built_in_prompts()
     named = [Prompt(text, f"Prompt {index}") for index, text in enumerate(texts, 1)]
@@ -283,13 +279,8 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
     """The prompts of a file: an object with `prompt`, `messages` or `turns` a line, or plain text.
 
     A file has JSON lines if its name ends in .jsonl or .json, or its first line begins with "{".
-    Lines of nothing but white space are passed over.
-
-    Args:
-      skip_bad: a line that is no prompt is only told of.
-
-    Raises:
-      FlyJaxError: the file cannot be read, has no prompt, or has a line that is none.
+    Lines of nothing but white space are passed over; with `skip_bad` those that are no prompt are
+    only told of. Raises FlyJaxError for them, and for a file that cannot be read or has no prompt.
     """
     name = "Standard input" if path == "-" else path
     try:
@@ -309,10 +300,9 @@ def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
             text = _decoded(line.removesuffix(b"\r"), source)
             one = _prompt_of(text, source) if is_json else Prompt(text, source)
             _check_text(one.text, source)
+            found.append(one)
         except FlyJaxError as error:
             _refuse(error, skip=skip_bad)
-        else:
-            found.append(one)
     if not found:
         raise FlyJaxError(
             f"{name} has no prompt; write one on each line, as plain text or as a JSON object such "
@@ -354,22 +344,21 @@ def _prompt_of(text: str, source: str) -> Prompt:
 
 
 def _conversation(messages: object, source: str) -> Prompt:
-    is_list = isinstance(messages, list) and messages
-    if not is_list or not all(
+    given = cast(list[dict[str, str]], messages) if isinstance(messages, list) else []
+    if not given or not all(
         isinstance(one, dict)
         and set(one) == {"role", "content"}
         and all(isinstance(text, str) for text in one.values())
-        for one in cast(list[object], messages)
+        for one in given
     ):
         raise FlyJaxError(
             f"{source} has messages that are not a list of objects with a role and a content; "
             'write such as {"messages": [{"role": "user", "content": "Hello"}]}, or give '
             "--skip_bad_prompts."
         )
-    given = tuple(cast(list[dict[str, str]], messages))
     for text in (text for one in given for text in one.values()):
         _check_unicode(text, source)
-    return Prompt(given[-1]["content"], source, messages=given)
+    return Prompt(given[-1]["content"], source, messages=tuple(given))
 
 
 def _check_text(text: str, source: str) -> None:
@@ -398,23 +387,17 @@ _OF_ONE_PROCESS |= {one.name for one in parameters_of(ProcessFlags)}
 def distributed_session(values: ProcessFlags) -> Iterator[None]:
     """Joins the other processes for the time of a command; does nothing where there are none.
 
-    Raises:
-      FlyJaxError: the flags do not say which processes there are, or the command is not the same
-        on all of them.
+    Raises FlyJaxError where the flags do not say which there are, or the command is not the same.
     """
-    process = detect_process(
-        values.coordinator_address,
-        values.num_processes,
-        values.process_id,
-        timeout=values.coordinator_timeout,
-    )
+    at, timeout = values.coordinator_address, values.coordinator_timeout
+    process = detect_process(at, values.num_processes, values.process_id, timeout=timeout)
     if process is None:
         yield
         return
-    handler = crash_handler.install(process, values.coordinator_timeout)
+    handler = crash_handler.install(process, timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    handler.connected(initialize(process, timeout=values.coordinator_timeout))
+    handler.connected(initialize(process, timeout=timeout))
     signal.signal(signal.SIGINT, handled)
     settings = json.loads(json.dumps(dataclasses.asdict(values)))  # as they arrive elsewhere
     settings |= settings.pop("decoding", {})

@@ -38,14 +38,10 @@ def rendered(template: str, **given: object) -> str:
         loader=loader, autoescape=True, trim_blocks=True, undefined=strict
     )
     environment.filters |= {
-        "shown": _shown,
-        "quoted": lambda text: repr(_shown(text)),
+        # Without control characters, which a model may write.
+        "shown": lambda text: text.translate(CONTROLS),
+        "quoted": lambda text: repr(text.translate(CONTROLS)),
         "nats": lambda value: "infinite" if value is None else f"{value:.3f}",
     }
     kinds = {why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()}
     return environment.get_template(template).render(palette=PALETTE, kinds=kinds, **given)
-
-
-def _shown(text: str) -> str:
-    """Without control characters, which a model may write."""
-    return text.translate(CONTROLS)

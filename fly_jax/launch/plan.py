@@ -100,21 +100,19 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
 
     draft, *below = values.draft or (_DRAFT,)
     own = self_draft_type(draft) if draft.startswith(SELF) else None
+    same = ("level_accepted_tokens", "context", "prompt_length", "mean_accepted_tokens")
     return PlanSpec(
         target=_config(values.target),
         draft=_config(values.target if own else draft),
         below=tuple(map(_config, below)),
-        level_accepted_tokens=values.level_accepted_tokens,
         chip=chip_named(values.chip),
         mesh=parse_mesh(values.mesh),
         int8=values.dtype == "int8",
         self_draft=own,
-        context=values.context,
-        prompt_length=values.prompt_length,
         rows=values.batch_size,
         rounds=_rounds(values),
-        mean_accepted_tokens=values.mean_accepted_tokens,
         compiles=not values.no_compile,
+        **{name: getattr(values, name) for name in same},
     )
 
 

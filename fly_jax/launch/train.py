@@ -32,8 +32,6 @@ Examples:
   python -m fly_jax.launch train --head pard --teacher MODEL --prompts_file prompts.txt
 """
 
-# Says what the answers in the directory are answers to.
-_KEY = "answers_to.json"
 # Of so many documents one is held out, and at most so many are.
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 48
 
@@ -76,8 +74,16 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _make_head(values: _TrainFlags) -> None:
-    teacher, file = _checked(values)
-    prompts = read_prompts(file, skip_bad=values.skip_bad_prompts)
+    if values.teacher is None:
+        raise FlyJaxError(
+            "No --teacher was given, and train makes a head for one; give the model's folder, GGUF "
+            "file or hub id."
+        )
+    if values.prompts_file is None:
+        raise FlyJaxError(
+            "--teacher was given without prompts for it to continue; give --prompts_file."
+        )
+    prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, 1)
 
@@ -90,10 +96,10 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.training.expectations import expected
     from fly_jax.training.trainer import steps_done, train
 
-    opened = open_pair(teacher)
+    opened = open_pair(values.teacher)
     if opened.target.config.draft_vocab_size is not None:
         raise FlyJaxError(
-            f"--teacher={teacher} is a drafter that knows a part of its tokens; give a model that "
+            f"--teacher={values.teacher} is a drafter that knows a part of its tokens; give a model that "
             "knows all of them."
         )
     most_layers = opened.target.config.num_layers
@@ -108,9 +114,7 @@ def _make_head(values: _TrainFlags) -> None:
         "teacher": identity(opened.target.path),
         "dtype": values.dtype or opened.default_dtype,
         "prompts_file": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
-        "temperature": values.temperature,
-        "max_new_tokens": values.max_new_tokens,
-        "seed": values.seed,
+        **{name: getattr(values, name) for name in ("temperature", "max_new_tokens", "seed")},
     })  # fmt: skip
     config = DecodingConfig(rule="autoregressive", temperature=values.temperature)
     slots = min(values.batch_size, len(ids))
@@ -160,23 +164,10 @@ def _make_head(values: _TrainFlags) -> None:
     say(f"The head is in {folder}: give --draft {folder}.")
 
 
-def _checked(values: _TrainFlags) -> tuple[str, str]:
-    if values.teacher is None:
-        raise FlyJaxError(
-            "No --teacher was given, and train makes a head for one; give the model's folder, GGUF "
-            "file or hub id."
-        )
-    if values.prompts_file is None:
-        raise FlyJaxError(
-            "--teacher was given without prompts for it to continue; give --prompts_file."
-        )
-    return values.teacher, values.prompts_file
-
-
 def _claim(directory: Path, wanted: dict[str, object]) -> None:
     """Makes the directory this run's, or finds that it is."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / _KEY
+    file = directory / "answers_to.json"
     text = json.dumps(wanted, indent=2) + "\n"
     if file.exists() and file.read_text(encoding="utf-8") != text:
         before = json.loads(file.read_bytes())

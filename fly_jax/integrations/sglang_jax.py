@@ -62,10 +62,8 @@ def predictions(
 def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> None:
     """Has sglang-jax's DFlash worker verify with a rule; in the process that runs the model.
 
-    What is protected is as of `predictions`: say, the tokens that end a text.
-
-    Raises:
-      FlyJaxError: a rule with a budget, or an sglang-jax without that function.
+    What is protected is as of `predictions`: say, the tokens that end a text. Raises FlyJaxError
+    for a rule with a budget, or an sglang-jax without that function.
     """
     worker: Any = importlib.import_module("sgl_jax.srt.speculative.dflash_worker")
     stock: Callable[..., Any] | None = getattr(worker, "dflash_greedy_verify", None)

@@ -98,9 +98,8 @@ def _run_command(arguments: list[str]) -> None:
         print(_USAGE.format(commands=listed))
         return
     if command not in COMMANDS:
-        raise FlyJaxError(
-            f"There is no command '{command}'; the commands are {', '.join(COMMANDS)}."
-        )
+        known = ", ".join(COMMANDS)
+        raise FlyJaxError(f"There is no command '{command}'; the commands are {known}.")
     importlib.import_module(f"fly_jax.launch.{command}").main(arguments)
 
 

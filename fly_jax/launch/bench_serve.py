@@ -32,21 +32,15 @@ Examples:
 @flag_group("Bench")
 class _BenchServeFlags:
     url: str = parameter("http://localhost:8000", "address of the server")
-    model: str | None = parameter(
-        None, "name of the model that is asked; the server's first if not given"
-    )
+    model: str | None = parameter(None, "name of the model; the server's first if not given")
     api_key: str | None = parameter(
         None, "key of the server; if not given, that of the environment variable OPENAI_API_KEY"
     )
     chat: bool = parameter(False, "ask /v1/chat/completions, not /v1/completions")
-    prompts_file: str | None = parameter(
-        None, "as for generate; prompts that are built in if not given"
-    )
+    prompts_file: str | None = parameter(None, "as for generate; those built in if not given")
     num_prompts: int = parameter(48, "requests for each number of clients", low=1)
     max_new_tokens: int = parameter(128, "most tokens of an answer", low=1)
-    concurrency: str = parameter(
-        "1,4,16", "clients at a time, one measurement after another, separated by commas"
-    )
+    concurrency: str = parameter("1,4,16", "clients at a time, with commas, each measured in turn")
     extra_body: str = parameter(
         "{}", 'JSON object whose fields every request gets, such as {"fly": {"rule": "exact"}}'
     )
@@ -118,7 +112,6 @@ def _extra(text: str) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise FlyJaxError(
-            f'--extra_body is {text!r}; give a JSON object, such as {{"temperature": 0}}.'
-        )
+        example = '{"temperature": 0}'
+        raise FlyJaxError(f"--extra_body is {text!r}; give a JSON object, such as {example}.")
     return found

@@ -100,14 +100,12 @@ def _check_flags(values: _CalibrateFlags) -> None:
         raise FlyJaxError("calibrate needs prompts to learn from; give --prompts_file.")
     if (values.memory is None) == (values.gate is None):
         raise FlyJaxError(
-            "calibrate fills a memory or finds a gate; give either --memory or --gate, with the "
-            "file to write."
+            "calibrate fills a memory or finds a gate; give --memory or --gate, with its file."
         )
     has_one_bound = (values.max_disagreement is None) != (values.max_regret is None)
     if values.gate is not None and not has_one_bound:
         raise FlyJaxError(
-            "calibrate --gate needs one bound to meet; give either --max_disagreement or "
-            "--max_regret."
+            "calibrate --gate needs one bound; give either --max_disagreement or --max_regret."
         )
     for one in parameters_of(_GateFlags):
         if values.gate is None and getattr(values, one.name) is not None:

@@ -172,9 +172,7 @@ class Conversation:
         engine = self._engines.get(self._config)
         context = self._models.max_context
         if engine is None or engine.max_length < min(length, context):
-            room = max(_LEAST_LENGTH, 1 << (length - 1).bit_length())
-            engine = Engine.of(
-                self._pair, self._config, num_slots=1, max_length=min(room, context), offline=True
-            )
+            most = min(max(_LEAST_LENGTH, 1 << (length - 1).bit_length()), context)
+            engine = Engine.of(self._pair, self._config, num_slots=1, max_length=most, offline=True)
             self._engines[self._config] = engine
         return engine

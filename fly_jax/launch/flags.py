@@ -203,9 +203,7 @@ def _shown(flag: flags.Flag) -> str:
 class ModelFlags:
     """A target and a draft, their mesh and their type."""
 
-    target: str | None = parameter(
-        None, "folder, GGUF file or hub id of the model whose text is wanted"
-    )
+    target: str | None = parameter(None, "folder, GGUF file or hub id of the model to decode with")
     draft: tuple[str, ...] = parameter(
         (),
         "folder, GGUF file or hub id of the model that proposes, the first of several to the "

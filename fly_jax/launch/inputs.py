@@ -23,6 +23,7 @@ from fly_jax.evaluation.problems import Problem, built_in_problems
 from fly_jax.launch import crash_handler
 from fly_jax.launch.flags import BatchFlags, ModelFlags, ProcessFlags, PromptFlags
 from fly_jax.parameters import parameters_of
+from fly_jax.sharding import processes
 from fly_jax.sharding.mesh import (
     MeshSpec,
     create_mesh,
@@ -31,16 +32,7 @@ from fly_jax.sharding.mesh import (
     parse_mesh,
     prepare_devices,
 )
-from fly_jax.sharding.processes import (
-    HEARTBEAT_SECONDS,
-    broadcast,
-    check_same,
-    detect_process,
-    initialize,
-    joint_errors,
-    num_processes,
-    process_id,
-)
+from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.rules import Rule
 
 if TYPE_CHECKING:
@@ -108,7 +100,8 @@ def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
     """The models, and the mesh for them; what is wrong on one process raises on all."""
     mesh = parse_mesh(values.mesh)
-    prepare_devices(mesh, num_processes())  # before anything below can start a JAX backend
+    # Before anything below can start a JAX backend.
+    prepare_devices(mesh, processes.num_processes())
     try:
         enable_compilation_cache(values.compilation_cache)
     except FlyJaxError as error:
@@ -144,11 +137,9 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
     """`load_opened` for prompts that are known."""
-    longest = max(map(len, inputs.ids)) + values.max_new_tokens
+    length = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
-    return load_opened(
-        values, inputs.config, inputs.models, inputs.mesh, rows=rows, longest=longest
-    )
+    return load_opened(values, inputs.config, inputs.models, inputs.mesh, rows=rows, longest=length)
 
 
 def load_opened(
@@ -171,10 +162,10 @@ def load_opened(
     longest = min(longest, models.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
-    dtype, cache = values.dtype, values.weights_cache
+    dtype, kept = values.dtype, values.weights_cache
     with waiting("Reading the weights"):
         pair = load_pair(
-            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=cache, say=say
+            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=kept, say=say
         )
     on_cpu = devices.devices.flat[0].platform == "cpu"
     if models.self_draft is not None and pair.target.has_integers and on_cpu:
@@ -197,9 +188,8 @@ def _check_sizes(config: DecodingConfig, context: int) -> None:
     }
     for name, size in sizes.items():
         if size >= context:
-            raise FlyJaxError(
-                f"{name} is {size} and the model's context is {context}; give a smaller number."
-            )
+            said = f"{name} is {size} and the model's context is {context}"
+            raise FlyJaxError(f"{said}; give a smaller number.")
 
 
 def encode_prompts(
@@ -390,26 +380,28 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
     Raises FlyJaxError where the flags do not say which there are, or the command is not the same.
     """
     at, timeout = values.coordinator_address, values.coordinator_timeout
-    process = detect_process(at, values.num_processes, values.process_id, timeout=timeout)
+    process = processes.detect_process(at, values.num_processes, values.process_id, timeout=timeout)
     if process is None:
         yield
         return
     handler = crash_handler.install(process, timeout)
     # JAX waits in C++, where Python would not hear Ctrl-C.
     handled = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    handler.connected(initialize(process, timeout=timeout))
+    handler.connected(processes.initialize(process, timeout=timeout))
     signal.signal(signal.SIGINT, handled)
     settings = json.loads(json.dumps(dataclasses.asdict(values)))  # as they arrive elsewhere
     settings |= settings.pop("decoding", {})
     try:
-        check_same({name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS})
+        same = {name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS}
+        processes.check_same(same)
         yield
         broadcast("done")  # process 0 may still be writing
     except (FlyJaxError, OSError):
         raise
     except Exception as error:
         if is_of_another(error):
-            time.sleep(HEARTBEAT_SECONDS + _MARGIN_SECONDS)  # JAX stops us before, and knows why
+            # JAX stops us before, and knows why.
+            time.sleep(processes.HEARTBEAT_SECONDS + _MARGIN_SECONDS)
         traceback.print_exc()
         raise SystemExit(1) from error
 

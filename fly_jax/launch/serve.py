@@ -67,9 +67,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
 
     host: str = parameter("127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
     port: int = parameter(8000, "port to listen on; 0 for any that is free", low=0, high=65535)
-    served_model_name: str | None = parameter(
-        None, "name of the model; that of --target if not given"
-    )
+    served_model_name: str | None = parameter(None, "model's name; that of --target if not given")
     api_key: tuple[str, ...] = parameter(
         (),
         "key that requests have to bring, of several any one; if neither this nor --api_keys_file "
@@ -118,9 +116,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     request_timeout: float = parameter(
         600.0, "seconds a request may take; it has to arrive within 60 of them", above=0.0
     )
-    client_timeout: float = parameter(
-        30.0, "seconds in which a client has to take what it is sent", above=0.0
-    )
+    client_timeout: float = parameter(30.0, "seconds a client has to take what is sent", above=0.0)
     grace_period: float = parameter(
         30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
         above=0.0,

@@ -38,9 +38,7 @@ _HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 48
 
 @flag_group("Training")
 class _TrainFlags(PromptFlags):
-    teacher: str | None = parameter(
-        None, "folder, GGUF file or hub id of the model to make a head for"
-    )
+    teacher: str | None = parameter(None, "folder, GGUF file or hub id to make a head for")
     head: Literal["eagle3", "pard", "dspark"] = parameter(
         "eagle3",
         "eagle3: a layer that reads the teacher's own; pard: a small model that drafts all tokens "
@@ -80,9 +78,7 @@ def _make_head(values: _TrainFlags) -> None:
             "file or hub id."
         )
     if values.prompts_file is None:
-        raise FlyJaxError(
-            "--teacher was given without prompts for it to continue; give --prompts_file."
-        )
+        raise FlyJaxError("--teacher was given without prompts to continue; give --prompts_file.")
     prompts = read_prompts(values.prompts_file, skip_bad=values.skip_bad_prompts)
     mesh = parse_mesh(values.mesh)
     prepare_devices(mesh, 1)
@@ -121,11 +117,9 @@ def _make_head(values: _TrainFlags) -> None:
     longest = max(map(len, ids)) + values.max_new_tokens
     models = ModelFlags(dtype=values.dtype, weights_cache="off")
     pair = load_opened(models, config, opened, mesh, rows=slots, longest=longest)
-    most, path = values.max_new_tokens, directory / "continuations.jsonl"
-    engine = Engine.of(
-        pair, config, prompts=ids, max_new_tokens=most, num_slots=slots, with_texts=False
-    )
-    documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
+    path, sizes = directory / "continuations.jsonl", {"max_new_tokens": values.max_new_tokens}
+    engine = Engine.of(pair, config, prompts=ids, num_slots=slots, with_texts=False, **sizes)
+    documents = continued(engine, ids, path, seed=values.seed, **sizes)
     shape = pair.target.config
     layers = heads.layers_read(shape.num_layers)
     heard = expected(

@@ -84,13 +84,6 @@ class Drafted(NamedTuple):
     num_passes: Int32[Array, ""]
 
 
-def draft_cache_shape(draft: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """Key/value heads and their size, padded as the engine pads them."""
-    shards = hook("utils:get_mesh_shape_product")(mesh, Axis.ATTN_HEAD)
-    heads = hook("utils:get_padded_num_heads")(draft.get_total_num_kv_heads(), shards)
-    return heads, hook("utils:get_padded_head_dim")(draft.get_head_size())
-
-
 class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     """Drafts greedily with a model of its own, in the place of the engine's EAGLE-3 head.
 
@@ -259,12 +252,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         def step(carry: Any) -> Any:
             caches, progress, num_passes = carry
             fed = feeding(progress)
-            here = dataclasses.replace(
-                metadata,
-                input_positions=fed.positions,
-                seq_lens=fed.lengths,
-                query_start_loc=fed.starts,
-            )
+            at = {"input_positions": fed.positions, "query_start_loc": fed.starts}
+            here = dataclasses.replace(metadata, seq_lens=fed.lengths, **at)
             caches, hidden = self._passed(caches, leaves, fed.tokens, here)
             chosen = self._greedy(leaves, hidden)
             progress = self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen)
@@ -291,9 +280,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
 
     def _on_each(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
         """On each device's share of the requests."""
-        return jax.shard_map(
-            functools.partial(function, **static), mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT
-        )
+        given = functools.partial(function, **static)
+        return jax.shard_map(given, mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT)
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""
@@ -321,6 +309,5 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
                         metadata, zeros(num_tokens), None, zeros(requests), zeros(requests),
                         zeros(requests), zeros(requests), zeros(ranks),
                     )  # fmt: skip
-                    runner.kv_caches, _ = self.propose(
-                        runner.kv_caches, tokens, metadata, last, None
-                    )
+                    caches, _ = self.propose(runner.kv_caches, tokens, metadata, last, None)
+                    runner.kv_caches = caches

@@ -61,11 +61,7 @@ def versions() -> str:
 
 
 def hook(path: str) -> Any:
-    """What stands at "module:name" in the engine that is installed, one of `HOOKS`.
-
-    Raises:
-      FlyJaxError: nothing does.
-    """
+    """What stands at "module:name" of `HOOKS` in the engine; FlyJaxError where nothing does."""
     engine = root() or "tpu_inference"
     try:
         return pkgutil.resolve_name(f"{engine}.{path}")
@@ -76,11 +72,7 @@ def hook(path: str) -> Any:
 
 
 def checked_hooks(*, any_version: bool) -> str:
-    """A sentence on what was found and what was not.
-
-    Raises:
-      FlyJaxError: versions that were never tried, unless any will do; then whatever is missing.
-    """
+    """A sentence on what was found and what was not; FlyJaxError for what will not do."""
     others = " or ".join(name for name in PACKAGES if name != root())
     said = f"vLLM on TPU was found as {root()} ({versions()}), not as {others}"
     if versions() != TRIED and not any_version:

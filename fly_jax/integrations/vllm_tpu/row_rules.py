@@ -71,24 +71,16 @@ class RowRules:
 
     def __init__(self, config: DecodingConfig, num_slots: int) -> None:
         """Takes a checked config; with a budget, requests without a slot are decoded exactly."""
-        self._slots = RequestPlaces(num_slots)
+        self._slots, self.num_slots = RequestPlaces(num_slots), num_slots
         self._config = config
         self._engines = config.to_rule()
         self._rules: dict[str, Rule] = {}
         self._united: tuple[list[Rule], Rule] | None = None
 
-    @property
-    def num_slots(self) -> int:
-        """Budgets that are kept."""
-        return self._slots.num
-
     def step(
         self, rows: Sequence[str | None], live: Collection[str], parameters: Callable[[str], Any]
     ) -> StepRows:
-        """The rules and places of a step's rows; see `RequestPlaces.step`.
-
-        `parameters` gives the `SamplingParams` of a request.
-        """
+        """Rules, by `SamplingParams` of requests, and places of rows as `RequestPlaces.step`."""
         slots, is_new = self._slots.step(rows, live)
         self._rules = {name: rule for name, rule in self._rules.items() if name in live}
         for name in rows:

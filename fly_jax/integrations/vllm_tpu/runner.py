@@ -20,12 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 from prometheus_client import REGISTRY, Counter
 
 from fly_jax.decoding.config import DecodingConfig
-from fly_jax.integrations.vllm_tpu.draft_model import (
-    SPLIT,
-    Axis,
-    DraftModelProposer,
-    draft_cache_shape,
-)
+from fly_jax.integrations.vllm_tpu.draft_model import SPLIT, Axis, DraftModelProposer
 from fly_jax.integrations.vllm_tpu.hooks import hook
 from fly_jax.integrations.vllm_tpu.row_rules import RowRules, StepRows, sampling_of
 from fly_jax.integrations.vllm_tpu.startup import KEY, decoding_config, target_tokenizer
@@ -236,7 +231,10 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         """As `TPUModelRunner.get_kv_cache_spec`, and the layers of the draft model."""
         spec = super().get_kv_cache_spec()
         if isinstance(self.drafter, DraftModelProposer):
-            shape = draft_cache_shape(self.speculative_config.draft_model_config, self.mesh)
+            draft = self.speculative_config.draft_model_config
+            shards = hook("utils:get_mesh_shape_product")(self.mesh, Axis.ATTN_HEAD)
+            heads = hook("utils:get_padded_num_heads")(draft.get_total_num_kv_heads(), shards)
+            shape = heads, hook("utils:get_padded_head_dim")(draft.get_head_size())
             for name in self.drafter.layer_names:
                 spec[name] = self.kv_cache_manager._create_attention_spec(self.block_size, *shape)
         return spec

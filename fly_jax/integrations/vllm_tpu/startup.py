@@ -62,12 +62,10 @@ def asked_for(
     """The settings that are asked for; None if nothing is.
 
     Args:
-      given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published.
+      given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published. For an
+        unknown name or a wrong value FlyJaxError is raised.
       environment: `FLY_JAX_RULE` asks too, and the other names, in capitals, are read then; what
         `given` says comes first.
-
-    Raises:
-      FlyJaxError: an unknown name, or a value that it cannot have.
     """
     if given is None and f"{_VARIABLE}RULE" not in environment:
         return None
@@ -90,12 +88,7 @@ def asked_for(
 
 
 def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> DecodingConfig:
-    """The config of decoding with the engine's K.
-
-    Raises:
-      FlyJaxError: an unknown rule, a window that does not fit into K, or other values of which
-        nothing can be made.
-    """
+    """The config of decoding with the engine's K; FlyJaxError where none can be made."""
     own = {one.name for one in parameters_of(_Plugin)}
     values = {name: value for name, value in asked.items() if name not in own}
     with _in_additional_config():
@@ -184,10 +177,8 @@ def refuse(error: FlyJaxError) -> NoReturn:
 def prepare(vllm_config: Any) -> None:
     """Checks what was asked for, and has the engine make the worker that does it.
 
-    Raises:
-      FlyJaxError: versions that were never tried, no speculative decoding, a rule of which nothing
-        can be made with this K, a draft model that the engine or the target cannot use, or a lookup
-        without one.
+    Raises FlyJaxError for untried versions, no speculative decoding, a rule of which nothing can be
+    made with this K, a draft model that cannot be used, or a lookup without one.
     """
     asked = asked_for(vllm_config.additional_config.get(KEY), os.environ)
     speculative = vllm_config.speculative_config

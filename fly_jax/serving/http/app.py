@@ -20,18 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.colours import MEANINGS, PALETTE, WORDS
+from fly_jax.serving.http import protocol
 from fly_jax.serving.http.limits import Client, ClientGone, Guard
-from fly_jax.serving.http.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    ErrorReply,
-    GenerationRequest,
-    as_api_error,
-)
+from fly_jax.serving.http.protocol import ApiError, ErrorReply
 from fly_jax.serving.http.replies import ChatCompletion, ChatStyle, Completion, Style, TextStyle
 from fly_jax.serving.http.service import ResponseStream, Service
 
+_Completion = Annotated[protocol.CompletionRequest, Body()]
+_Chat = Annotated[protocol.ChatRequest, Body()]
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 404, 408, 413, 415, 429, 503)
@@ -46,7 +42,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(guard, limits=lambda: service.limits, on_refused=refused_one)
 
     async def refused(_: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response
+        return protocol.as_api_error(error).response
 
     for kind in (ApiError, FlyJaxError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refused)
@@ -58,7 +54,7 @@ def make_app(service: Service) -> FastAPI:
 def _answers(service: Service) -> APIRouter:
     router = APIRouter(responses=_ERRORS)
 
-    async def answered(raw: Request, request: GenerationRequest, style: Style) -> Response:
+    async def answered(raw: Request, request: protocol.GenerationRequest, style: Style) -> Response:
         limits = service.limits
         salt = limits.cache_salt(raw.headers.get("authorization", ""), request.cache_salt)
         client = Client(raw.receive, limits.request_timeout)
@@ -73,12 +69,12 @@ def _answers(service: Service) -> APIRouter:
         return JSONResponse(reply.model_dump(exclude_unset=True))
 
     @router.post("/v1/completions", response_model=Completion)
-    async def completions(raw: Request, request: Annotated[CompletionRequest, Body()]) -> Response:
+    async def completions(raw: Request, request: _Completion) -> Response:
         """Continues texts."""
         return await answered(raw, request, TextStyle())
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(raw: Request, request: Annotated[ChatRequest, Body()]) -> Response:
+    async def chat_completions(raw: Request, request: _Chat) -> Response:
         """Answers in a conversation."""
         return await answered(raw, request, ChatStyle())
 

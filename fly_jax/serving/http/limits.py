@@ -27,14 +27,9 @@ _SECRET = secrets.token_bytes(32)  # without which nobody can look for the key o
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on what clients may do.
+    """Bounds on what clients may do, as the flags of the command serve say of each.
 
     Attributes:
-      max_queue: requests that may wait for a slot.
-      max_body: bytes of a body.
-      request_timeout: seconds from a request's arrival to its last token.
-      client_timeout: seconds in which a client must take what is sent.
-      max_connections: that are open at a time.
       allowed_hosts: names, without a port, by which the server may be called; none for any.
       api_keys: requests have to bring one of them; if there are none, no key is asked for.
     """

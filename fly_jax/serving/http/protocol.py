@@ -288,9 +288,8 @@ class ChatRequest(_GenerationFields):
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(
-                f"top_logprobs is {self.top_logprobs} without logprobs; give logprobs=true with it"
-            )
+            alone = f"top_logprobs is {self.top_logprobs} without logprobs"
+            raise ValueError(f"{alone}; give logprobs=true with it")
         return self
 
     @property
@@ -344,9 +343,8 @@ class ApiError(Exception):
             message = f"{message[:_LONGEST_ERROR]} …"
         super().__init__(message)
         self.status, self.headers = status, headers
-        self.body = ErrorReply(
-            error=ErrorDetail(message=message, type=type, param=param, code=code)
-        )
+        detail = ErrorDetail(message=message, type=type, param=param, code=code)
+        self.body = ErrorReply(error=detail)
 
     @property
     def response(self) -> JSONResponse:

@@ -96,9 +96,8 @@ class Service:
         self.check_model(request.model)
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
-            requests = self.builder.requests(
-                request, ids, self.engine.engine, self._protected, cache_salt
-            )
+            engine, protected = self.engine.engine, self._protected
+            requests = self.builder.requests(request, ids, engine, protected, cache_salt)
             stream = ResponseStream(self, request, style, await self._submitted(requests))
         self._open.add(stream)
         if self.state == "stopped":  # while the prompts were made into tokens
@@ -283,9 +282,8 @@ class ResponseStream:
             async with contextlib.aclosing(merged(streams)) as found:
                 async for index, settled in found:
                     answer, now = self.answers[index], time.perf_counter()
-                    self._service.metrics.settled(
-                        settled, None if answer.last is None else now - answer.last
-                    )
+                    since = None if answer.last is None else now - answer.last
+                    self._service.metrics.settled(settled, since)
                     answer.last = now
                     answer.texts += settled.texts
                     yield index, settled

@@ -45,7 +45,7 @@ class _GateFlags:
     )
     max_regret: float | None = parameter(
         None,
-        "instead: most nats a token by which rescues are less probable than the target's choice",
+        "instead: most nats a token that rescues fall short of the target's choice",
         kind=float,
     )
     rule: str | None = parameter(

@@ -123,9 +123,8 @@ class Conversation:
         elif name == "help":
             say(_HELP[_HELP.index("  /exact") : _HELP.index("Examples:")].rstrip())
         else:
-            raise FlyJaxError(
-                f"There is no command /{name}; the commands are /exact, /rule, /clear and /help."
-            )
+            known = "/exact, /rule, /clear and /help"
+            raise FlyJaxError(f"There is no command /{name}; the commands are {known}.")
 
     def _decode_with(self, config: DecodingConfig) -> None:
         config = proposing(self._values, config)

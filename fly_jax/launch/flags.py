@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.pair import Dtype
 
 _WIDTH = 96
+DTYPES = ("float32", "bfloat16", "int8")
 _Class = TypeVar("_Class")
 _Values = TypeVar("_Values")
 
@@ -218,8 +219,7 @@ class ModelFlags:
     )  # fmt: skip
     revision: str | None = parameter(
         None,
-        "branch, tag or commit of the target's hub id; that of any model can follow its id, as in "
-        "org/name@revision",
+        "branch, tag or commit of the target's hub id; any id can have its own, org/name@revision",
     )
     mesh: str = parameter(
         "1x1", "devices along each axis, such as 8x8; a machine without accelerators simulates them"
@@ -229,8 +229,8 @@ class ModelFlags:
         "type of weights and caches; if not given, float32 on CPUs and for the pair that ships "
         "with the package, and bfloat16 for others; int8 is for matrices, with that type for "
         "the rest",
-        choices=("float32", "bfloat16", "int8"),
-    )  # fmt: skip
+        choices=DTYPES,
+    )
     compilation_cache: str | None = parameter(
         None,
         "folder that keeps compiled programs for the next start, or off; if not given, that of the "
@@ -259,8 +259,7 @@ class PromptFlags:
 
     prompts_file: str | None = parameter(
         None,
-        "a prompt on each line, as plain text or as a JSON object with prompt, or with messages; - "
-        "is standard input",
+        "a prompt a line, as text or a JSON object with prompt or messages; - is standard input",
     )
     chat: bool | None = parameter(
         None,
@@ -323,8 +322,7 @@ class AuditFlags:
 
     audit: str | None = parameter(
         None,
-        "file for every mismatch that was kept or refused, as JSON lines that the command audit "
-        "sums up",
+        "file for every mismatch, kept or refused, as JSON lines that the command audit sums up",
     )
     audit_exact: bool | None = parameter(
         None,

@@ -15,15 +15,7 @@ from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_file import Run, audited, check_writable, write_prompt, write_run
 from fly_jax.launch.flags import AuditFlags, Flags, RunFlags, flag_group
-from fly_jax.launch.inputs import (
-    Inputs,
-    Prompt,
-    distributed_session,
-    load_models,
-    open_inputs,
-    say,
-    waiting,
-)
+from fly_jax.launch.inputs import distributed_session, load_models, open_inputs, say, waiting
 from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
@@ -32,6 +24,7 @@ if TYPE_CHECKING:  # what loads models takes seconds to import, which a wrong fl
     from fly_jax.decoding.config import RoundSpec
     from fly_jax.decoding.pair import Pair
     from fly_jax.engine.request import Generation
+    from fly_jax.launch.inputs import Inputs, Prompt
 
 _HELP = """\
 python -m fly_jax.launch [generate] [flags]
@@ -62,14 +55,11 @@ class GenerateFlags(RunFlags, AuditFlags):
 
     prompt: tuple[str, ...] = parameter((), "what to continue")
     compare: bool = parameter(
-        False,
-        "end with a table of autoregressive, lossless speculative, published FLy and the chosen "
-        "decoding on the prompts",
+        False, "end with a table of autoregressive, lossless, published FLy and the chosen decoding"
     )
     update_memory: bool = parameter(
         False,
-        "csd: at the end, also after Ctrl-C, write what was learned to the file of --memory, which "
-        "need not be there yet",
+        "csd: at the end, or Ctrl-C, write what was learned to --memory, a file that may be new",
     )
     json: bool = parameter(False, "one JSON object for each prompt on standard output")
 

@@ -361,9 +361,8 @@ def _check_unicode(text: str, source: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # bytes of the command line, or half of a pair in JSON
-        raise FlyJaxError(
-            f"{source} holds a character that is not valid Unicode; give it as UTF-8."
-        ) from error
+        said = f"{source} holds a character that is not valid Unicode; give it as UTF-8."
+        raise FlyJaxError(said) from error
 
 
 # Added to what the service takes to miss a process.

@@ -37,7 +37,7 @@ _DRAFT = "llama-3.1-8b"
 class _PlanFlags(DecodingFlags):
     target: str = parameter(
         "llama-3.1-405b",
-        "preset, folder with a config.json, or GGUF file of the model whose text is wanted",
+        "preset, folder with config.json, or GGUF file of the model to decode with",
     )
     draft: tuple[str, ...] = parameter(
         (),
@@ -45,9 +45,7 @@ class _PlanFlags(DecodingFlags):
         "again for one below it",
     )
     level_accepted_tokens: float | None = parameter(
-        None,
-        "tokens that a pass of a draft model gives in the mean where another is below it",
-        kind=float,
+        None, "mean tokens of a pass of a draft model where another is below it", kind=float
     )
     dtype: str = parameter("bfloat16", "type of the matrices of both", choices=("bfloat16", "int8"))
     chip: str = parameter("v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
@@ -59,9 +57,7 @@ class _PlanFlags(DecodingFlags):
     )
     batch_size: int = parameter(1, "rows decoded together", low=1)
     mean_accepted_tokens: float | None = parameter(
-        None,
-        "tokens that a round settles; if not given, what FLy's authors publish for a 405B target",
-        kind=float,
+        None, "tokens a round settles; what FLy's authors publish for 405B if not given", kind=float
     )
     audits: bool = parameter(False, "rounds report on every token, as for generate --audit")
     json: bool = parameter(False, "the plan as one JSON object on standard output")

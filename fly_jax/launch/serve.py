@@ -19,15 +19,9 @@ from tqdm import tqdm
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
+from fly_jax.launch import inputs
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, ProcessFlags, flag_group
-from fly_jax.launch.inputs import (
-    distributed_session,
-    is_of_another,
-    load_opened,
-    open_models,
-    proposing,
-    say,
-)
+from fly_jax.launch.inputs import load_opened, open_models, say
 from fly_jax.parameters import parameter
 from fly_jax.sharding.processes import joint_errors, process_id
 
@@ -90,9 +84,7 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     )  # fmt: skip
     prefill_chunk: int = parameter(256, "prompt tokens taken in between two rounds", low=1)
     rules: tuple[str, ...] = parameter(
-        (),
-        "a loosened rule that requests may ask for, such as 'fly & margin'; fly and margin if not "
-        "given",
+        (), "a loosened rule that requests may ask for, such as 'fly & margin'; else fly and margin"
     )
     max_logprobs: int = parameter(
         0,
@@ -118,9 +110,8 @@ class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
     )
     client_timeout: float = parameter(30.0, "seconds a client has to take what is sent", above=0.0)
     grace_period: float = parameter(
-        30.0, "seconds that running requests get when the server is told to stop (SIGTERM, Ctrl-C)",
-        above=0.0,
-    )  # fmt: skip
+        30.0, "seconds running requests get when it is told to stop (SIGTERM, Ctrl-C)", above=0.0
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -133,8 +124,8 @@ def main(arguments: Sequence[str]) -> None:
             f"The server needs {' and '.join(missing)}, which are not installed; install them with "
             "pip install 'fly_jax[serve]'."
         )
-    with distributed_session(values):
-        _serve(values, proposing(values, values.to_config(values)))
+    with inputs.distributed_session(values):
+        _serve(values, inputs.proposing(values, values.to_config(values)))
 
 
 def _serve(values: ServeFlags, config: DecodingConfig) -> None:
@@ -198,7 +189,7 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
             run(serving, service.cancel)
         except ServerFailed as error:
             cause = error.__cause__
-            if cause is not None and is_of_another(cause):
+            if cause is not None and inputs.is_of_another(cause):
                 raise cause from None  # the session waits to hear which process is gone
             traceback.print_exception(cause)
             say(str(error))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
-from fly_jax.launch.flags import Flags, ModelFlags, PromptFlags, flag_group
+from fly_jax.launch.flags import DTYPES, Flags, ModelFlags, PromptFlags, flag_group
 from fly_jax.launch.inputs import encode_prompts, load_opened, read_prompts, say
 from fly_jax.parameters import parameter
 from fly_jax.sharding.mesh import parse_mesh, prepare_devices
@@ -48,15 +48,9 @@ class _TrainFlags(PromptFlags):
     directory: str = parameter("runs/head", "where answers, checkpoints and the head go")
     num_steps: int = parameter(2000, "optimiser steps, of 2048 tokens each", low=1)
     mesh: str = parameter("1x1", "where the teacher lies, such as 8x8")
-    dtype: Dtype | None = parameter(
-        None,
-        "of the teacher; the fastest here if not given",
-        choices=("float32", "bfloat16", "int8"),
-    )  # fmt: skip
+    dtype: Dtype | None = parameter(None, "of the teacher; else the fastest here", choices=DTYPES)
     temperature: float = parameter(0.0, "of the teacher's answers; 0 is greedy", low=0.0)
-    draft_vocab_size: int = parameter(
-        8192, "the teacher's most frequent tokens, which the head knows", low=3
-    )
+    draft_vocab_size: int = parameter(8192, "most frequent tokens, which the head knows", low=3)
     num_layers: int = parameter(2, "layers of a PARD drafter or a DSpark head", low=1)
     seed: int = parameter(0, "of the data and the draws", low=0)
 
@@ -95,8 +89,8 @@ def _make_head(values: _TrainFlags) -> None:
     opened = open_pair(values.teacher)
     if opened.target.config.draft_vocab_size is not None:
         raise FlyJaxError(
-            f"--teacher={values.teacher} is a drafter that knows a part of its tokens; give a model that "
-            "knows all of them."
+            f"--teacher={values.teacher} is a drafter that knows a part of its tokens; give a model "
+            "that knows all of them."
         )
     most_layers = opened.target.config.num_layers
     if values.head != "eagle3" and values.num_layers > most_layers:

@@ -84,6 +84,11 @@ class Drafted(NamedTuple):
     num_passes: Int32[Array, ""]
 
 
+def _laid_out(metadata: Any, given: draft_inputs.TakenIn | draft_inputs.Fed, **others: Any) -> Any:
+    at = {"input_positions": given.positions, "query_start_loc": given.starts}
+    return dataclasses.replace(metadata, seq_lens=given.lengths, **at, **others)
+
+
 class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     """Drafts greedily with a model of its own, in the place of the engine's EAGLE-3 head.
 
@@ -155,13 +160,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             num_rejected_tokens, num_reqs_dp,
         )  # fmt: skip
         taken = self._taken_in(step)
-        metadata = dataclasses.replace(
-            attn_metadata,
-            input_positions=taken.positions,
-            query_start_loc=taken.starts,
-            seq_lens=taken.lengths,
-            request_distribution=taken.distribution,
-        )
+        metadata = _laid_out(attn_metadata, taken, request_distribution=taken.distribution)
         return None, taken.tokens, taken.last, metadata
 
     def propose(
@@ -252,9 +251,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         def step(carry: Any) -> Any:
             caches, progress, num_passes = carry
             fed = feeding(progress)
-            at = {"input_positions": fed.positions, "query_start_loc": fed.starts}
-            here = dataclasses.replace(metadata, seq_lens=fed.lengths, **at)
-            caches, hidden = self._passed(caches, leaves, fed.tokens, here)
+            caches, hidden = self._passed(caches, leaves, fed.tokens, _laid_out(metadata, fed))
             chosen = self._greedy(leaves, hidden)
             progress = self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen)
             return caches, progress, num_passes + 1

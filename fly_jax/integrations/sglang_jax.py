@@ -35,15 +35,12 @@ def predictions(
     What compares drafts with the target's argmax then keeps what the rule keeps.
 
     Args:
-      rule: without a budget, which would have to be carried from step to step.
+      rule: without a budget, which would have to be carried from step to step (else FlyJaxError).
       draft_tokens: `num_draft_tokens` of each request, one request after the other; the first is
         the last one that was verified.
       target_logits: at the same places, so that each predicts the next draft token.
       num_draft_tokens: of each request, the verified one included.
       protected: tokens that are never rescued, nor anything in their place.
-
-    Raises:
-      FlyJaxError: a rule with a budget.
     """
     if rule.budget is not None:
         raise FlyJaxError(

@@ -13,6 +13,7 @@ from absl import logging
 
 from fly_jax.errors import FlyJaxError, file_trouble
 from fly_jax.launch import crash_handler
+from fly_jax.launch.crash_handler import EXIT_FAILED, EXIT_WRONG_INPUT
 
 # Each is a module of this package with `main(arguments)`, imported only when it is asked for. It
 # raises FlyJaxError for whatever is wrong with flags, files and models.
@@ -39,8 +40,6 @@ Commands:
 Each has its own --help.
 """
 
-_EXIT_FAILED = 1
-_EXIT_WRONG_INPUT = 2
 _EXIT_INTERRUPTED = 128 + 2  # SIGINT
 _EXIT_BROKEN_PIPE = 128 + 13  # SIGPIPE
 
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # what libraries say of their own work is not for users
     with contextlib.suppress(AttributeError):  # a locale without the character is no reason to stop
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    status = _EXIT_FAILED
+    status = EXIT_FAILED
     try:
         status = _status(list(arguments))
     finally:
@@ -65,7 +64,7 @@ def _status(arguments: list[str]) -> int:
         sys.stdout.flush()
     except FlyJaxError as error:
         print(error, file=sys.stderr)
-        return _EXIT_WRONG_INPUT
+        return EXIT_WRONG_INPUT
     except SystemExit as ended:  # of the help with 0
         if ended.code:
             raise
@@ -78,7 +77,7 @@ def _status(arguments: list[str]) -> int:
     except OSError as error:
         _drop_output()
         print(file_trouble(error), file=sys.stderr)
-        return _EXIT_WRONG_INPUT
+        return EXIT_WRONG_INPUT
     return 0
 
 

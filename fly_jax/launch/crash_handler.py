@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:  # this module is there before JAX
     from fly_jax.sharding.processes import ProcessInfo
 
-_EXIT_LOST = 1
-_EXIT_WRONG_INPUT = 2
+EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 # How the coordination service names the tasks that it misses, and the one that left before others.
@@ -97,7 +96,7 @@ class CrashHandler:
             f"{process.process_id}); start the same "
             "command on every host, process 0 on the one with this address, and keep its port "
             f"open and unused ({self._native} has what JAX says)."
-        ), _EXIT_WRONG_INPUT
+        ), EXIT_WRONG_INPUT
 
     def _lost(self) -> tuple[str, int]:
         try:
@@ -113,7 +112,7 @@ class CrashHandler:
             f"Process {self._process.process_id} of {len(self._hosts)} stops, since {reason} and "
             "they go on together or not at all; see what the others said last and start all of "
             f"them again ({self._native} has what JAX says)."
-        ), _EXIT_LOST
+        ), EXIT_FAILED
 
 
 def lost_processes(native: str) -> set[int]:

@@ -319,12 +319,11 @@ def _prompt_of(text: str, source: str) -> Prompt:
         raise FlyJaxError(
             f"{source} is not valid JSON ({reason}); correct the line, or give --skip_bad_prompts."
         ) from error
-    if isinstance(value, dict) and value.get("messages") is not None:
+    value = value if isinstance(value, dict) else {}
+    if value.get("messages") is not None:
         return _conversation(value["messages"], source)
-    asked = None
-    if isinstance(value, dict):
-        turns = value.get("turns")  # of Spec-Bench and MT-bench, of which the first is asked
-        asked = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
+    turns = value.get("turns")  # of Spec-Bench and MT-bench, of which the first is asked
+    asked = turns[0] if isinstance(turns, list) and turns else value.get("prompt")
     if not isinstance(asked, str):
         raise FlyJaxError(
             f"{source} is not a JSON object with a text named prompt, or with messages or turns; "

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from fly_jax.decoding.config import DecodingConfig
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch import inputs
+from fly_jax.launch.crash_handler import EXIT_FAILED
 from fly_jax.launch.flags import DecodingFlags, Flags, ModelFlags, ProcessFlags, flag_group
 from fly_jax.launch.inputs import load_opened, open_models, say
 from fly_jax.parameters import parameter
@@ -51,7 +52,6 @@ _Engine = TypeVar("_Engine", bound="Engine")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "FLY_JAX_API_KEY"
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-_EXIT_FAILED = 1
 _SHARED_BLOCK = 64  # so that nobody can guess a prompt token by token
 
 
@@ -193,7 +193,7 @@ def _answer(values: ServeFlags, service: Service, listening: socket.socket) -> N
                 raise cause from None  # the session waits to hear which process is gone
             traceback.print_exception(cause)
             say(str(error))
-            sys.exit(_EXIT_FAILED)
+            sys.exit(EXIT_FAILED)
 
 
 def _made(values: ServeFlags, builder: RequestBuilder, kind: type[_Engine]) -> tuple[Pair, _Engine]:

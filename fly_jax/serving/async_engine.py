@@ -33,10 +33,8 @@ class TokenStream(AsyncIterator[Settled]):
     """The tokens of one request, as they settle.
 
     Where it may be left before its end, `contextlib.aclosing` around it cancels the request then;
-    a task that is cancelled while it waits for tokens does so by itself.
-
-    Attributes:
-      state: of the request; its `generation` has what has come so far.
+    a task that is cancelled while it waits for tokens does so by itself. The `generation` of its
+    `state` has what has come so far.
     """
 
     state: RequestState

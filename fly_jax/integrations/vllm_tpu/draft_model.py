@@ -29,14 +29,10 @@ class Texts:
     """Tokens that the draft model has taken in of each request; its prompt as soon as it is known.
 
     A request that finds no place here is drafted without a lookup, with the same tokens.
-
-    Attributes:
-      tokens: of the requests, on every device whole.
-      slots: where the rows of the step have theirs; the number of slots for padding.
     """
 
-    tokens: Int32[Array, "slots capacity"]
-    slots: Int32[Array, " requests"]
+    tokens: Int32[Array, "slots capacity"]  # on every device whole
+    slots: Int32[Array, " requests"]  # of the step's rows; the number of slots for padding
 
     def __init__(self, mesh: jax.sharding.Mesh, num_requests: int, capacity: int) -> None:
         self._mesh = mesh
@@ -99,15 +95,11 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
     The draft model's layers are further layers of the engine's paged cache, with the target's
     pages. What it takes in of the tokens that it drafted itself it has taken in before; doing so
     again lets the pass be the same after a prompt, a cached prefix or a rejection.
-
-    Attributes:
-      layer_names: of its layers in the engine's cache.
-      num_passes: of the model in the last step, on the device; None before the first.
     """
 
     def __init__(self, vllm_config: Any, runner: Any, lookup: Lookup | None) -> None:
         super().__init__(vllm_config, runner)
-        self.num_passes: Int32[Array, ""] | None = None
+        self.num_passes: Int32[Array, ""] | None = None  # of the last step, on the device
         self._lookup = lookup
         self._texts: Texts | None = None
         count = self.draft_model_config.get_num_layers(vllm_config.parallel_config)

@@ -80,9 +80,6 @@ class LoosenedSampler(RejectionSampler):
 
     It has the engine's layout: each device decides on its share of the requests, over a vocabulary
     that is whole where the stock sampler has it whole.
-
-    Attributes:
-      num_rescued: rescued tokens of the last step, on the device; None before the first.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class LoosenedSampler(RejectionSampler):
     ) -> None:
         super().__init__(mesh)
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self.num_rescued: Int32[Array, ""] | None = None
+        self.num_rescued: Int32[Array, ""] | None = None  # of the last step, on the device
         self._max_drafted = max_drafted
         self._protected = jax.device_put(protected, everywhere)
         self._memory = None if memory is None else jax.device_put(memory, everywhere)

@@ -108,16 +108,15 @@ def _in_additional_config() -> Iterator[None]:
 
 
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
-    """The rule of one request: whatever fails in it is that request's fault, not the engine's.
+    """The rule of one request; FlyJaxError where it cannot have one, or makes another program.
+
+    Whatever fails in it is that request's fault, not the engine's.
 
     Args:
       override: `SamplingParams.extra_args["fly_jax"]` of the request, if it is there, or that as
         JSON: "rule" may be "exact", and the numbers of the engine's rule may be others.
       temperature: of the request. The rule csd is greedy, and requests that sample are decoded
         exactly with it.
-
-    Raises:
-      FlyJaxError: what cannot be said for one request, or makes another program.
     """
     if isinstance(override, str):  # the OpenAI-compatible server hands on no objects
         with contextlib.suppress(ValueError):

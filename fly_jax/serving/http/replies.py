@@ -380,7 +380,7 @@ class ChatStyle:
         """As `TextStyle.logprobs`; texts and where they begin are not said here."""
 
         def shown(token_id: int, logprob: float) -> dict[str, Any]:
-            data = _bytes(token_id, tokenizer)
+            data = tokenizer.vocabulary.token_bytes(token_id, False)
             token = data.decode("utf-8", "replace")
             return {"token": token, "logprob": max(logprob, _LEAST), "bytes": list(data)}
 
@@ -394,12 +394,8 @@ class ChatStyle:
 Style = TextStyle | ChatStyle
 
 
-def _bytes(token_id: int, tokenizer: Tokenizer) -> bytes:
-    return tokenizer.vocabulary.token_bytes(token_id, False)
-
-
 def _spelt(token_id: int, tokenizer: Tokenizer) -> str:
-    data = _bytes(token_id, tokenizer)
+    data = tokenizer.vocabulary.token_bytes(token_id, False)
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.app import make_app
-from fly_jax.serving.http.limits import NO_RETRY, ServerLimits
+from fly_jax.serving.http.limits import NO_RETRY
 from fly_jax.serving.http.protocol import ApiError, unavailable
 from fly_jax.serving.http.service import Service
 
@@ -91,9 +91,7 @@ async def serve(
         listening.listen(_BACKLOG)
     except OSError as error:
         raise _not_bound(*listening.getsockname()[:2], error) from error
-    connection: Any = functools.partial(
-        Connection, limits=lambda: service.limits, on_refused=service.metrics.refused
-    )
+    connection: Any = functools.partial(Connection, service=service)
     config = uvicorn.Config(
         make_app(service), http=connection, log_level="warning", access_log=False, lifespan="off",
         ws="none", server_header=False, timeout_graceful_shutdown=_CLOSING_SECONDS,
@@ -187,22 +185,16 @@ class Connection(H11Protocol):
     takes nothing of what is written is cut off, which uvicorn would wait for.
     """
 
-    def __init__(
-        self,
-        *given: Any,
-        limits: Callable[[], ServerLimits],
-        on_refused: Callable[[int], None],
-        **named: Any,
-    ) -> None:
+    def __init__(self, *given: Any, service: Service, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._limits, self._on_refused = limits, on_refused
+        self._service = service
         self._deadline: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes it, unless there are too many."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits().max_connections:
+        if len(self.connections) > self._service.limits.max_connections:
             self._refuse(unavailable("The server has too many connections; try again later."))
         else:
             self._watch(is_arriving=True)
@@ -216,7 +208,8 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Waits for the client to take what is written, for so long."""
         super().pause_writing()
-        self._stuck = self.loop.call_later(self._limits().client_timeout, self.transport.abort)
+        seconds = self._service.limits.client_timeout
+        self._stuck = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """It has taken something."""
@@ -234,13 +227,14 @@ class Connection(H11Protocol):
     def _watch(self, *, is_arriving: bool) -> None:
         """Lets the deadline run while a request arrives."""
         if is_arriving and self._deadline is None:
-            self._deadline = self.loop.call_later(self._limits().arrival_timeout, self._is_late)
+            seconds = self._service.limits.arrival_timeout
+            self._deadline = self.loop.call_later(seconds, self._is_late)
         elif not is_arriving and self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _is_late(self) -> None:
-        seconds = self._limits().arrival_timeout
+        seconds = self._service.limits.arrival_timeout
         message = f"The request was not there in {seconds:g} seconds; send it faster."
         self._refuse(ApiError(408, message, code="request_timeout", headers=NO_RETRY))
 
@@ -252,7 +246,7 @@ class Connection(H11Protocol):
             head = h11.Response(status_code=error.status, headers=headers)
             for event in (head, h11.Data(data=bytes(reply.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-            self._on_refused(error.status)
+            self._service.metrics.refused(error.status)
         if self.cycle is not None:  # whoever waits for the rest of the body
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -34,14 +34,12 @@ def page(audit: Audit, index: int) -> str:
 def rendered(template: str, **given: object) -> str:
     """A page of this folder's template, which escapes all that it is given."""
     loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=strict
-    )
-    environment.filters |= {
+    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=strict)
+    made.filters |= {
         # Without control characters, which a model may write.
         "shown": lambda text: text.translate(CONTROLS),
         "quoted": lambda text: repr(text.translate(CONTROLS)),
         "nats": lambda value: "infinite" if value is None else f"{value:.3f}",
     }
     kinds = {why.letter: (word, MEANINGS[why]) for why, word in WORDS.items()}
-    return environment.get_template(template).render(palette=PALETTE, kinds=kinds, **given)
+    return made.get_template(template).render(palette=PALETTE, kinds=kinds, **given)

@@ -115,9 +115,8 @@ def _read(folder: Path, margin: float) -> _Runs:
                 "again, or move it elsewhere."
             ) from error
     if not runs.machines:
-        raise FlyJaxError(
-            f"{folder} has no file of bench --json or evaluate; measure something into it first."
-        )
+        said = f"{folder} has no file of bench --json or evaluate"
+        raise FlyJaxError(f"{said}; measure something into it first.")
     return runs
 
 

@@ -59,9 +59,7 @@ class TextView:
         self._current = 0
         self._write(self._rows[0].heading)
 
-    def push(
-        self, row: int, texts: Sequence[str], why: Sequence[Why], *, done: bool = False
-    ) -> None:
+    def push(self, row: int, texts: Sequence[str], why: Sequence[Why], done: bool = False) -> None:
         """Takes the texts of a row's settled tokens; `done` with its last ones."""
         state = self._rows[row]
         for text, reason in zip(texts, why, strict=True):

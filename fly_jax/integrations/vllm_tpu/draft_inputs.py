@@ -97,10 +97,7 @@ def decoding_step(
     Int32[Array, " requests+1"],
     Int32[Array, " 3"],
 ]:
-    """Hidden states and positions of the last tokens of what was `TakenIn`.
-
-    With them come `starts` and `distribution` of a pass of one token of each request.
-    """
+    """Hidden states and positions of the last tokens of what was `TakenIn`, for a pass of them."""
     starts = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
     return hidden[last], positions[last], starts, jnp.repeat(distribution[2:], 3)
 

@@ -103,13 +103,12 @@ class Guard:
         headers, limits = Headers(scope=scope), self._limits()
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if limits.allowed_hosts and host not in limits.allowed_hosts:
-            return ApiError(
-                400,
+            said = (
                 f"The request is for the host {host!r} and this server answers for "
                 f"{', '.join(limits.allowed_hosts)}; call it by such a name, or start it with "
-                "--allowed_hosts.",
-                code="host_not_allowed",
+                "--allowed_hosts."
             )
+            return ApiError(400, said, code="host_not_allowed")
         if limits.api_keys and scope["path"].startswith("/v1"):
             given = _bearer_key(headers.get("authorization", "")).encode("latin-1", "replace")
             # All are compared, so that the time does not tell which.
@@ -157,13 +156,11 @@ class Client:
                 return working.result()
             if leaving.done():
                 raise ClientGone
-            raise ApiError(
-                408,
+            said = (
                 f"The request was not done in {self._seconds:g} seconds and was stopped; ask for "
-                "fewer tokens, or start the server with a larger --request_timeout.",
-                code="request_timeout",
-                headers=NO_RETRY,
+                "fewer tokens, or start the server with a larger --request_timeout."
             )
+            raise ApiError(408, said, code="request_timeout", headers=NO_RETRY)
         finally:
             for task in (working, leaving):
                 task.cancel()

@@ -49,9 +49,7 @@ class ServerMetrics:
                 "K of the last round",
                 lambda: k if engine.costs is None else engine.costs.current,
             ),
-            "compilations": (
-                "Programs compiled since the process began", lambda: _num_compilations
-            ),
+            "compilations": ("Programs that this process compiled", lambda: _num_compilations),
         }  # fmt: skip
         for name, (text, value) in gauges.items():
             Gauge(PREFIX + name, text, registry=self._registry).set_function(value)

@@ -134,13 +134,9 @@ class Service:
                 "n",
             )
         if self.num_open + number > self.capacity:
-            raise ApiError(
-                429,
-                f"The queue is full: {self.num_open} requests are decoded or wait; try again.",
-                type="rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            )
+            said = f"The queue is full: {self.num_open} requests are decoded or wait; try again."
+            later = {"Retry-After": "1"}
+            raise ApiError(429, said, type="rate_limit_error", code="queue_full", headers=later)
         self.num_open += number
         try:
             yield
@@ -300,9 +296,8 @@ class ResponseStream:
         tokenizer = self._service.pair.tokenizer
         if self._request.num_logprobs is not None:
             num_before = sum(map(len, answer.texts[:begin]))
-            found["logprobs"] = self._style.logprobs(
-                state.generation.logprobs[here], texts, num_before, tokenizer
-            )
+            given = state.generation.logprobs[here]
+            found["logprobs"] = self._style.logprobs(given, texts, num_before, tokenizer)
         if self._request.fly.audit and is_last:
             rule = self._service.builder.rule_name(self._request)
             run = Run(rule, self._service.entropy_measure, {})

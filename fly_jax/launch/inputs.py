@@ -162,10 +162,10 @@ def load_opened(
     longest = min(longest, models.max_context)
     capacity, k = cache_capacity(longest, 0), config.drafting.max_speculative_tokens
     workload = Workload(rows=rows, capacity=capacity, num_speculative_tokens=k)
-    dtype, kept = values.dtype, values.weights_cache
+    dtype, cache = values.dtype, values.weights_cache
     with waiting("Reading the weights"):
         pair = load_pair(
-            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=kept, say=say
+            models, mesh=devices, dtype=dtype, workload=workload, weights_cache=cache, say=say
         )
     on_cpu = devices.devices.flat[0].platform == "cpu"
     if models.self_draft is not None and pair.target.has_integers and on_cpu:

@@ -111,9 +111,11 @@ def _make_head(values: _TrainFlags) -> None:
     longest = max(map(len, ids)) + values.max_new_tokens
     models = ModelFlags(dtype=values.dtype, weights_cache="off")
     pair = load_opened(models, config, opened, mesh, rows=slots, longest=longest)
-    path, sizes = directory / "continuations.jsonl", {"max_new_tokens": values.max_new_tokens}
-    engine = Engine.of(pair, config, prompts=ids, num_slots=slots, with_texts=False, **sizes)
-    documents = continued(engine, ids, path, seed=values.seed, **sizes)
+    most, path = values.max_new_tokens, directory / "continuations.jsonl"
+    engine = Engine.of(
+        pair, config, prompts=ids, max_new_tokens=most, num_slots=slots, with_texts=False
+    )
+    documents = continued(engine, ids, path, max_new_tokens=most, seed=values.seed)
     shape = pair.target.config
     layers = heads.layers_read(shape.num_layers)
     heard = expected(

@@ -90,7 +90,8 @@ async def serve(
     try:
         listening.listen(_BACKLOG)
     except OSError as error:
-        raise _not_bound(*listening.getsockname()[:2], error) from error
+        host, port = listening.getsockname()[:2]
+        raise _not_bound(host, port, error) from error
     connection: Any = functools.partial(Connection, service=service)
     config = uvicorn.Config(
         make_app(service), http=connection, log_level="warning", access_log=False, lifespan="off",

@@ -54,7 +54,8 @@ def main(arguments: Sequence[str]) -> None:
             known = ", ".join(str(one + 1) for one in sorted(audit.continuations)) or "none"
             raise FlyJaxError(f"{path} has no prompt {values.prompt}; it has {known}: give one.")
         if Path(values.html).resolve() == path.resolve():
-            raise FlyJaxError(f"The page would replace the audit {path}; give --html another file.")
+            said = f"The page would be written over the audit {path}"
+            raise FlyJaxError(f"{said}; give --html another file.")
 
         from fly_jax.launch.page import page  # which needs JAX, and so takes a second
 

@@ -100,7 +100,8 @@ def _check_flags(values: _CalibrateFlags) -> None:
         raise FlyJaxError("calibrate needs prompts to learn from; give --prompts_file.")
     if (values.memory is None) == (values.gate is None):
         raise FlyJaxError(
-            "calibrate fills a memory or finds a gate; give --memory or --gate, with its file."
+            "calibrate fills a memory or finds a gate; give either --memory or --gate, with the "
+            "file to write."
         )
     has_one_bound = (values.max_disagreement is None) != (values.max_regret is None)
     if values.gate is not None and not has_one_bound:

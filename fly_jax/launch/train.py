@@ -89,8 +89,8 @@ def _make_head(values: _TrainFlags) -> None:
     opened = open_pair(values.teacher)
     if opened.target.config.draft_vocab_size is not None:
         raise FlyJaxError(
-            f"--teacher={values.teacher} is a drafter that knows a part of its tokens; give a model "
-            "that knows all of them."
+            f"--teacher={values.teacher} is a drafter that knows a part of its tokens; give a "
+            "model that knows all of them."
         )
     most_layers = opened.target.config.num_layers
     if values.head != "eagle3" and values.num_layers > most_layers:

@@ -162,10 +162,7 @@ def _ahead(x: Array | np.ndarray, number: int) -> Array:
 def loss(
     kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
 ) -> Float[Array, ""]:
-    """Cross entropy of what the teacher expects of the tokens that are known, in nats.
-
-    The mean over the steps, weighted by 0.8^s.
-    """
+    """Cross entropy of what the teacher expects of known tokens, in nats; steps weigh 0.8^s."""
     behind, depth, scores, _ = KINDS[kind]
     rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
     total = jnp.float32(0)
@@ -260,15 +257,11 @@ def beginning(
         have |= {} if tied else {"unembedding": np.pad(unembedding, ((0, 1), (0, 0))).T}
         mask = int(unknown[-1])
         own = dataclasses.replace(own, draft_vocab_size=len(known) + 1, pard_token=mask)
-        return own, Start(_arrays(have), _arrays(frozen))
+        return own, Start(*jax.tree.map(jnp.asarray, (have, frozen)))
     frozen |= {"embedding": whole, "unembedding": np.ascontiguousarray(unembedding.T)}
-    embed, number = config.embed_size, len(layers)
-    have["fusion"] = np.eye(number * embed, embed, (1 - number) * embed, np.float32)
-    shared: dict[str, Any] = {
-        "target_embed_size": embed,
-        "layers": tuple(layers),
-        "has_embedding": True,
-    }
+    embed, wide = config.embed_size, config.embed_size * len(layers)
+    have["fusion"] = np.eye(wide, embed, embed - wide, np.float32)
+    shared: Any = {"target_embed_size": embed, "layers": tuple(layers), "has_embedding": True}
     head: TargetHead = Eagle3(**shared)
     # Its layers are Llama's or Qwen 3's, which is what others read of such a head.
     have = {
@@ -276,10 +269,10 @@ def beginning(
         for name, value in have.items()
         if not name.endswith("_bias") and name not in ("query_norm", "key_norm")
     }
-    if kind == "eagle3":
-        own = dataclasses.replace(
-            own, architecture="llama", attention_biases=False, head_norms=False
-        )
+    is_llama = kind == "eagle3"
+    shape: Any = {"architecture": "llama" if is_llama else "qwen3", "head_norms": not is_llama}
+    own = dataclasses.replace(own, attention_biases=False, **shape)
+    if is_llama:
         for name in ("query", "key", "value"):  # at first the token is not looked at
             have[name] = np.concatenate([np.zeros_like(have[name]), have[name]], axis=1)
         have["hidden_norm"] = have["attention_norm"]
@@ -287,9 +280,6 @@ def beginning(
     else:
         heads = np.ones((few, config.head_size), np.float32)
         have = {"query_norm": heads, "key_norm": heads} | have
-        own = dataclasses.replace(
-            own, architecture="qwen3", attention_biases=False, head_norms=True
-        )
         have["fused_norm"] = have["attention_norm"][-1]
         draws = np.random.default_rng(0).normal(0, 0.1, (config.vocab_size, _MARKOV_RANK))
         have["markov_rows"] = draws.astype(np.float32)
@@ -299,11 +289,7 @@ def beginning(
             target_num_layers=last, anchor_predicts=True, markov_rank=_MARKOV_RANK,
         )  # fmt: skip
     own = dataclasses.replace(own, tied_embeddings=False, head=head)
-    return own, Start(_arrays(have), _arrays(frozen))
-
-
-def _arrays(parameters: dict[str, np.ndarray]) -> dict[str, Array]:
-    return {name: jnp.asarray(value) for name, value in parameters.items()}
+    return own, Start(*jax.tree.map(jnp.asarray, (have, frozen)))
 
 
 def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,9 +36,8 @@ class Recipe:
     """A model and its training run.
 
     Attributes:
-      row_length: tokens in a row.
-      learning_rate: peak rate.
-      warmup_steps: steps in which the rate rises from 0.
+      row_length: in tokens.
+      learning_rate: at its peak, after it rose from 0 for `warmup_steps`.
       decay_share: last part of the steps, in which the rate falls linearly to 0.
       seed: of the initial weights and of the data.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def last_step(self) -> int:
-        """Steps that are really done."""
+        """The last one that is really done."""
         return self.num_steps if self.stop_step is None else self.stop_step
 
 
@@ -99,29 +99,20 @@ class TrainingState(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def bfloat16_matmul(equation: str, x: Array, weights: Array) -> Array:
     """A product with bfloat16 operands, summed in float32, both ways: on CPUs twice as fast."""
-    return _narrow_einsum(equation, x, weights)
-
-
-def _narrow_einsum(equation: str, left: Array, right: Array) -> Array:
-    narrow = jnp.bfloat16
-    return jnp.einsum(
-        equation, left.astype(narrow), right.astype(narrow), preferred_element_type=jnp.float32
-    )
+    return _forward(equation, x, weights)[0]
 
 
 def _forward(equation: str, x: Array, weights: Array) -> tuple[Array, tuple[Array, Array]]:
     narrow = x.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)
-    return _narrow_einsum(equation, *narrow), narrow
+    return jnp.einsum(equation, *narrow, preferred_element_type=jnp.float32), narrow
 
 
 def _backward(equation: str, saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     inputs, output = equation.split("->")
     left, right = inputs.split(",")
     x, weights = saved
-    return (
-        _narrow_einsum(f"{output},{right}->{left}", gradient, weights),
-        _narrow_einsum(f"{left},{output}->{right}", x, gradient),
-    )
+    of_x = bfloat16_matmul(f"{output},{right}->{left}", gradient, weights)
+    return of_x, bfloat16_matmul(f"{left},{output}->{right}", x, gradient)
 
 
 bfloat16_matmul.defvjp(_forward, _backward)
@@ -214,7 +205,7 @@ def train(
     def model(state: TrainingState) -> Llama:
         return Llama(recipe.config, state.parameters | start.frozen)
 
-    with _manager(directory, steps_per_checkpoint, is_measured=measured is not None) as manager:
+    with _manager(directory, is_measured=measured is not None) as manager:
         state = _restored(manager, recipe, fresh, manager.latest_step())
         first = int(state.step)
         rows = batches(first)
@@ -223,15 +214,15 @@ def train(
         shown: dict[str, str] = {}
         with tqdm(total=total, initial=initial, unit="tok", unit_scale=True) as bar:
             for step in range(first + 1, recipe.last_step + 1):
-                if _is_stale(manager, step - 1, steps_per_checkpoint):
+                best = manager.best_step() if manager.latest_step() == step - 1 else None
+                if best is not None and step - 1 - best >= PATIENCE * steps_per_checkpoint:
                     break
                 state, loss = _train_step(recipe, state, start.frozen, next(rows))
                 if step % _STEPS_PER_REPORT == 0:
                     shown |= {"step": str(step), "loss": f"{float(loss):.3f}"}
                     bar.set_postfix(shown, refresh=False)
                 bar.update(tokens_per_step)
-                is_last = step == recipe.last_step
-                if not is_last and step % steps_per_checkpoint:
+                if step < recipe.last_step and step % steps_per_checkpoint:
                     continue
                 metrics = None
                 if measured is not None:
@@ -254,27 +245,15 @@ def steps_done(directory: Path) -> int:
         return manager.latest_step() or 0
 
 
-def _manager(directory: Path, interval: int, *, is_measured: bool) -> ocp.CheckpointManager:
+def _manager(directory: Path, *, is_measured: bool) -> ocp.CheckpointManager:
     """Keeps the newest checkpoint, from which a run goes on, and the best one."""
-    options = ocp.CheckpointManagerOptions(save_interval_steps=interval, max_to_keep=2)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
     if is_measured:
-        kept = managers.BestN(get_metric_fn=_measure_of, n=1)
-        options = ocp.CheckpointManagerOptions(
-            save_interval_steps=interval,
-            best_fn=_measure_of,
-            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(1), kept]),
-        )
+        measure = operator.itemgetter(_MEASURED)
+        kept = [managers.LatestN(1), managers.BestN(get_metric_fn=measure, n=1)]
+        policy = managers.AnyPreservationPolicy(kept)
+        options = ocp.CheckpointManagerOptions(best_fn=measure, preservation_policy=policy)
     return ocp.CheckpointManager(directory.absolute(), options=options)
-
-
-def _measure_of(metrics: dict[str, float]) -> float:
-    return metrics[_MEASURED]
-
-
-def _is_stale(manager: ocp.CheckpointManager, step: int, interval: int) -> bool:
-    """Whether the best checkpoint is an old one."""
-    best = manager.best_step() if manager.latest_step() == step else None
-    return best is not None and step - best >= PATIENCE * interval
 
 
 def _restored(

@@ -199,6 +199,7 @@ def test_wheel_has_the_embedded_pair_and_the_pages(unpacked: Path) -> None:
     assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
     pages = [
         Path("fly_jax/serving/http/page.html"),
+        Path("fly_jax/evaluation/colours.css"),
         *(Path("fly_jax/launch") / name for name in ("page.html", "report.html")),
     ]
     for path in (*pair, *pages):

@@ -28,6 +28,7 @@ from fly_jax.verification.rules import Fly
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
 _GROUPS = 4
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens")
+_DERIVED = ("tokens_per_second", "deviation", "mean_accepted_tokens", "rescued_per_100_tokens")
 # Tokens of each prompt by which rounds without draft models are timed.
 _FEW_TOKENS = 16
 
@@ -116,14 +117,9 @@ class Comparison:
         for result in self.results:
             counted = dataclasses.asdict(result)
             del counted["texts"]
-            figures[counted.pop("name")] = counted | {
-                "tokens_per_second": result.tokens_per_second,
-                "deviation": result.deviation,
-                "speed_up": self.speed_up(result),
-                "mean_accepted_tokens": result.mean_accepted_tokens,
-                "rescued_per_100_tokens": result.rescued_per_100_tokens,
-                "retention": self.retention(result),
-            }
+            counted |= {name: getattr(result, name) for name in _DERIVED}
+            counted |= {"speed_up": self.speed_up(result), "retention": self.retention(result)}
+            figures[counted.pop("name")] = counted
         return figures
 
     def table(self) -> str:
@@ -312,14 +308,13 @@ class _Measured:
         check: Callable[[int, str], bool | None] | None,
     ) -> RuleResult:
         """The figures; the texts are those of the first turn."""
-        all_done = [one.generation for turn in self.done for one in turn]
+        states = [one for turn in self.done for one in turn]
+        all_done = [one.generation for one in states]
         texts = tuple(
             pair.tokenizer.decode(one.generation.token_ids, continues=True) for one in self.done[0]
         )
         verdicts = [check(index, text) for index, text in enumerate(texts)] if check else []
         kept = [depth for one in all_done for depth in one.kept]
-        delays = [one.inter_token_seconds for turn in self.done for one in turn]
-        firsts = [one.first_token_seconds for turn in self.done for one in turn]
         return RuleResult(
             name=name,
             num_tokens=sum(len(one.token_ids) for one in all_done),
@@ -331,8 +326,8 @@ class _Measured:
                 sum(len(one.generation.token_ids) for one in turn) / sum(seconds)
                 for turn, seconds in zip(self.done, self.seconds, strict=True)
             ),
-            first_token_seconds=_median(firsts),
-            inter_token_seconds=_median(delays),
+            first_token_seconds=_median(one.first_token_seconds for one in states),
+            inter_token_seconds=_median(one.inter_token_seconds for one in states),
             accepted_by_position=tuple(
                 sum(depth > at for depth in kept) / len(kept) for at in range(max(kept, default=0))
             ),

@@ -83,11 +83,9 @@ class Gate:
         )
 
 
-def upper_bound(
-    amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 0.95, seed: int = 0
-) -> float:
+def upper_bound(amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 0.95) -> float:
     """One-sided upper end of a bootstrap interval of all amounts over all tokens, by prompts."""
-    draws = np.random.default_rng(seed).integers(len(tokens), size=(_DRAWS, len(tokens)))
+    draws = np.random.default_rng(0).integers(len(tokens), size=(_DRAWS, len(tokens)))
     rates = amounts[draws].sum(axis=1) / np.maximum(tokens[draws].sum(axis=1), 1)
     return float(np.quantile(rates, confidence))
 

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_summary import aligned
 
-_STATISTICS = ("mean", "median", "p99")
 _TIMES = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -103,9 +102,9 @@ class Load:
             values = sorted(self._all(name))
             if values:
                 at = min(len(values) - 1, int(0.99 * len(values)))
-                of = (statistics.fmean(values), statistics.median(values), values[at])
-                for kind, value in zip(_STATISTICS, of, strict=True):
-                    found[f"{kind}_{name}_ms"] = 1e3 * value
+                found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(values)
+                found[f"median_{name}_ms"] = 1e3 * statistics.median(values)
+                found[f"p99_{name}_ms"] = 1e3 * values[at]
         steps = [one.metrics.get("speculative_decoding") or {} for one in self.replies]
         rounds = sum(one.get("num_spec_steps", 0) for one in steps)
         if rounds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
 _MBPP_TEST = range(11, 511)  # the set's own split
 _STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")
+_PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +47,11 @@ class Task:
 
     files: tuple[str, ...]
     fields: Mapping[str, type]
-    key: str
     ask: Callable[[Record], str]
-    begin: Callable[[Record], str]
-    stops: tuple[str, ...]
     is_right: Callable[[Record, str], bool]
+    key: str = ""
+    begin: Callable[[Record], str] = _PROMPT
+    stops: tuple[str, ...] = ()
     max_new_tokens: int = 512
     runs_code: bool = False
     built_in: Path | None = None
@@ -103,13 +105,10 @@ TASKS = {
     "problems": Task(
         files=("problems.jsonl",),
         fields={"prompt": str, "answer": str},
-        key="",
         ask=lambda one: (
             f"{one['prompt'].removesuffix('Solution:')}\n"
             "Solve it step by step, and end with a line such as: Answer: 7"
         ),
-        begin=lambda one: str(one["prompt"]),
-        stops=(),
         is_right=lambda one, text: extract_answer(text) == one["answer"],
         max_new_tokens=128,
         built_in=BUILT_IN,
@@ -122,7 +121,6 @@ TASKS = {
             "Complete this Python function. Answer with the whole function in one block of code."
             f"\n\n```python\n{one['prompt']}```"
         ),
-        begin=lambda one: str(one["prompt"]),
         stops=_STATEMENTS,
         is_right=_passes_humaneval,
         runs_code=True,
@@ -143,7 +141,6 @@ TASKS = {
     "gsm8k": Task(
         files=("gsm8k.jsonl", "test.jsonl"),
         fields={"question": str, "answer": str},
-        key="",
         ask=lambda one: (
             f"{one['question']}\n\nSolve it step by step, and end with a line of #### and the "
             "number alone, such as: #### 7"
@@ -156,9 +153,7 @@ TASKS = {
         files=("input_data.jsonl", "ifeval.jsonl"),
         fields={"key": int, "prompt": str, "instruction_id_list": list, "kwargs": list},
         key="key",
-        ask=lambda one: str(one["prompt"]),
-        begin=lambda one: str(one["prompt"]),
-        stops=(),
+        ask=_PROMPT,
         is_right=follows_all,
         max_new_tokens=1280,
     ),

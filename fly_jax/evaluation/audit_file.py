@@ -37,11 +37,9 @@ class Run:
     """The settings that all prompts of an audit share; the event "run".
 
     Attributes:
-      version: of the file's format.
       entropy_measure: what the entropies are: "top_3" (over so many most probable tokens, in nats),
         "full" (over all tokens, in nats) or "normalized" ("full", divided by ln V).
-      settings: of decoding, by their names as flags, and `num_prompts`, how many there were to
-        decode.
+      settings: of decoding, by their names as flags, and `num_prompts`, how many there were.
     """
 
     format: str = dataclasses.field(default=FORMAT, kw_only=True)
@@ -61,15 +59,13 @@ class Mismatch:
       position: index in the continuation's tokens, from 0, as `prompt` is of the prompts.
       draft_text: what the draft token spells by itself.
       choice_id: the target's most probable token.
-      entropy: of the target there, measured by `entropy_measure` (see `Run`).
       window: what became of the deferred window: "held" in its block, "completed" by a later block,
         "failed" in a later block, so that the row was rolled back and this token refused; None
         where it was refused at once, or the rule has no window.
       refused_by: "gate", "memory", "budget", "window", "boundary" or, for what no rule may keep,
         "always"; None for a rescue.
       regret: ln(choice_probability / draft_probability), in nats; None if it is infinite.
-      budget_left: what the rescues up to this one leave of the prompt's risk budget, in nats; None
-        without a budget.
+      budget_left: of the prompt's risk budget, after this rescue, in nats; None without a budget.
       context: the end of the text before it.
     """
 
@@ -98,17 +94,15 @@ class Mismatch:
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """The continuation of a prompt; the event "prompt".
+    """The continuation of a prompt, and what the target said at each token; the event "prompt".
 
     Attributes:
       token_texts: what each of these tokens adds to the text, control tokens by their names.
       why: a letter for each, as in `Why.letter`.
-      choice_probabilities: of the target's most probable token at each.
-      entropies: of the target at each.
+      choice_probabilities: of the target's most probable token.
       text: without control tokens.
       answer: `final_answer` of the text; None if the limit cut it off.
-      exact_text: what the target alone continues the prompt with, its answer in `exact_answer`;
-        None if that was not decoded.
+      exact_text: what the target alone continues the prompt with; None if that was not decoded.
     """
 
     prompt: int
@@ -268,10 +262,9 @@ def check_writable(path: Path) -> None:
 
 
 def read_audit(path: Path) -> Audit:
-    """Reads an audit. What a run that was stopped did not finish is left out, with a warning.
+    """Reads an audit; raises FlyJaxError if it cannot be read, or is none of this version.
 
-    Raises:
-      FlyJaxError: it cannot be read, or is no audit of this version.
+    What a run that was stopped did not finish is left out, with a warning.
     """
     try:
         lines = path.read_bytes().split(b"\n")

@@ -50,10 +50,7 @@ def pair_class(mismatch: Mismatch) -> str:
 class PairCount:
     """A draft token and the target's choice, and how often the one was kept for the other.
 
-    Attributes:
-      kind: in `CLASSES`.
-      mean_regret: in nats; None if one of them is infinite.
-      mean_draft_probability: in the target's plain softmax, as that of its choice.
+    Regrets are in nats, None if one of them is infinite; probabilities are of the plain softmax.
     """
 
     draft: str
@@ -81,14 +78,12 @@ class Summary:
     Attributes:
       regret: of all rescues together, in nats; None if one is infinite.
       pairs: the pairs of the rescues, the most frequent first.
-      classes: by their names in `CLASSES`.
       windows: rescues by what became of their window; "none" where the rule has no window.
       windows_failed: mismatches that were deferred and then rolled back.
       refusals: by what refused them.
-      compared: prompts of which the target's own text is known.
-      texts_differ: of these, those whose text is another.
-      answered: of these, those where both texts came to their end within the limit.
-      answers_differ: of these, those whose final answer is another.
+      compared: prompts of which the target's own text is known; `texts_differ` is of these.
+      answered: of these, those where both texts came to their end within the limit, and
+        `answers_differ` those of them whose final answer is another.
     """
 
     rule: str

@@ -42,8 +42,7 @@ def fill_memory(
       models: what tells this pair from others, so that a run does not go on with another one.
 
     Raises:
-      FlyJaxError: the file cannot be written, is no memory of this vocabulary, or holds the counts
-        of another run.
+      FlyJaxError: it cannot be written, or is no memory of this vocabulary and of this run.
     """
     memory, start = begin_memory(
         path, pair.tokenizer.digest, prompts, num_speculative_tokens, max_new_tokens, models

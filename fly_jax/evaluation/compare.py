@@ -42,14 +42,11 @@ class RuleResult:
       num_rounds: target passes, each row's own.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
-      num_checked: prompts whose continuation can be checked.
       speeds: tokens per second of each turn.
       first_token_seconds: the median prompt's, from when it was handed in.
       inter_token_seconds: from a token to the next one, the median prompt's.
       accepted_by_position: of the drafts, the share in which the token at each position was kept.
       draft_share: of a round's seconds; None where it was not measured, or no model drafts.
-      by_category: tokens per second and mean accepted tokens of each category of prompts.
-      texts: every prompt's continuation.
     """
 
     name: str
@@ -189,14 +186,12 @@ def compare(
     only the one that decodes has its caches.
 
     Args:
-      pair: from `load_pair`, with a draft model.
       configs: the rules by name, the baseline first; `three_rules` if not given.
       turns: how often all of it is decoded.
       draft_share: measures rounds of the same K as well in which something drafts that takes no
         time, for the share of the draft models.
       categories: of each prompt, for figures of each category where prompts are decoded alone.
-      check: given a prompt's index and its continuation, whether that is correct; None where that
-        cannot be said.
+      check: whether a prompt's continuation is correct; None where that cannot be said.
       memory: what every rule that uses one begins with; it is copied.
 
     Raises:

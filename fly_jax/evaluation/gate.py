@@ -43,8 +43,7 @@ class Gate:
 
     Attributes:
       varied: the names of what was varied in the config.
-      checked: the prompts to check, decoded with it.
-      exact: the same prompts, decoded exactly.
+      checked: those prompts, decoded with it, and `exact`, decoded exactly.
       num_tried: settings that were decoded with; all but the last missed the bound.
     """
 

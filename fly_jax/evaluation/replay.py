@@ -25,12 +25,9 @@ class Rounds:
 
     Attributes:
       evidence: of [rounds, K + 1], what the target said.
-      num_drafted: draft tokens that the target saw.
-      room: tokens that could settle before the prompt's limit.
-      prompt: index of the prompt.
+      room: tokens that could settle before the prompt's limit, as `count` did.
+      prompt: its index, of `num_prompts` that were decoded.
       why: a `Why` for each token of the block, the bonus token included.
-      count: tokens that settled.
-      num_prompts: that were decoded.
     """
 
     draft_tokens: Int[np.ndarray, "rounds draft"]
@@ -56,14 +53,7 @@ class Rounds:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Costs and risks of each prompt's continuation.
-
-    Attributes:
-      tokens: that settled.
-      rounds: passes of the target.
-      rescues: mismatches that were kept.
-      regret: of all rescues together, in nats.
-    """
+    """Settled tokens, target passes, rescues and their regret in nats, of each continuation."""
 
     tokens: Int[np.ndarray, " prompts"]
     rounds: Int[np.ndarray, " prompts"]
@@ -130,14 +120,11 @@ def replay(
     protected: Bool[np.ndarray, " vocab"],
     eos_token_ids: Sequence[int],
 ) -> Rounds:
-    """The same rounds as another rule would have ended them.
+    """The same rounds as another rule, without memory, budget and sampling, would have ended them.
 
     With the rule that they were decoded with they come out as they were. With another one each is
     what would have happened there, though decoding would have come to other places afterwards.
-
-    Args:
-      rounds: with the evidence that the rule needs.
-      rule: without memory, budget and sampling.
+    They need the evidence that the rule needs.
     """
     given = rounds.evidence, rounds.draft_tokens, protected, rounds.num_drafted
     evidence, draft_tokens, barred, num_drafted = jax.tree.map(jnp.asarray, given)

@@ -29,16 +29,12 @@ WINDOWS = (4, 6, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """How far from the target's greedy text decoding may go.
+    """How far from the target's greedy text decoding may go; FlyJaxError for no such limit.
 
     Attributes:
       risk: "disagreement": rescues per settled token, which is the share of tokens that are not
         what the target, given the same text before them, finds most probable. "regret": nats per
         settled token, where a rescue of the draft token x costs max z - z(x).
-      limit: most of it.
-
-    Raises:
-      FlyJaxError: a limit that is no such number.
     """
 
     risk: Risk

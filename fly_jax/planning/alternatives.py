@@ -78,11 +78,9 @@ class DraftPass:
     """A draft model in one layout and type.
 
     Attributes:
-      rules: name of the layout.
       seconds: roofline time of a pass over one token; of one that drafts all of a round, of that.
       network_seconds: of these, between chips.
-      num_bytes: that a chip holds of it, its cache included.
-      fits: with the target beside it.
+      num_bytes: that a chip holds of it, its cache included; `fits` with the target beside it.
     """
 
     rules: str
@@ -95,10 +93,9 @@ class DraftPass:
 
 @dataclasses.dataclass(frozen=True)
 class SmallerDraft:
-    """A smaller model, or the target's own matrices, in the place of the given draft.
+    """A smaller preset, or the target's own matrices (self:int4), in the place of the given draft.
 
     Attributes:
-      name: of the preset, or such as self:int4.
       best: its fastest layout, in the type of the plan's draft.
       pays_from: mean accepted tokens from which it gives more tokens a second than the given draft
         does with those of the plan.

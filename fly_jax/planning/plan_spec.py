@@ -82,13 +82,11 @@ class PlanSpec:
     """A pair, its sizes, and the chips that a plan is made for.
 
     Attributes:
-      int8: matrices are int8, not bfloat16.
       self_draft: the draft is the target itself, its matrices rounded to this type.
       below: draft models below the draft, each proposing to the one before it.
       level_accepted_tokens: tokens that a pass over such a proposal gives in the mean.
       context: prompt and new tokens of a row.
       prompt_length: tokens of each prompt; None for all of the context but one.
-      rounds: that are decoded with; see `default_round`.
       mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
       compiles: ask the compiler; False counts from shapes, as always where there is none.
     """

@@ -52,14 +52,12 @@ _Model = tuple[Layout, LlamaConfig, Workload]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step on each chip; see `Plan.to_dict` for the names that JSON has.
+    """One step (of `STEPS`) on each chip; see `Plan.to_dict` for the names that JSON has.
 
     Attributes:
-      name: one of `STEPS`.
       peak_bytes: most memory at a time, with what the engine holds beside the step.
       argument_bytes: parameters, caches and the like, read or not.
-      work: operations and memory traffic, from shapes.
-      seconds: its roofline time.
+      work: operations and memory traffic, from shapes, and `seconds` their roofline time.
       copies: of caches and stacks of matrices; None where no compiler was asked.
       hlo: the program's text; empty where no compiler was asked or it does not fit.
       compile_seconds: that the compiler took; None where it was not asked.

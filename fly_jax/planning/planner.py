@@ -20,7 +20,6 @@ class Plan:
     """The answer to a `PlanSpec`.
 
     Attributes:
-      steps: every step that was compiled or counted.
       largest_batch: rows that fit with this context; 0 for none.
       largest_context: tokens that fit with these rows; 0 for none.
       remedies: one line for each change with which it would fit; empty if it fits.

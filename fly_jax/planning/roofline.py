@@ -96,11 +96,8 @@ def draft_passes(
 ) -> tuple[dict[int, float], ...]:
     """Of each draft model of a stack, how often a round runs it over so many tokens of a row.
 
-    Args:
-      drafts: the first proposes to the target, each other one to the one before it.
-      level_tokens: that each but the first proposes at a time.
-      level_accepted: tokens that a pass of a model over such a proposal gives in the mean, its own
-        included.
+    The first of them proposes to the target, each other one `level_tokens` at a time to the one
+    before it, of which a pass over such a proposal gives `level_accepted` tokens in the mean.
     """
     found, k, calls = list[dict[int, float]](), num_speculative_tokens, 1.0
     for level, config in enumerate(drafts):
@@ -182,10 +179,8 @@ class StepTimes:
     """Seconds of each step.
 
     Attributes:
-      draft_pass: one pass of the draft model.
-      drafts_at_once: that pass drafts all tokens.
-      verify: the target's pass over K + 1 tokens.
-      verify_token: what each further token adds to that.
+      drafts_at_once: a pass of the draft model drafts all tokens.
+      verify: the target's pass over K + 1 tokens; each further one adds `verify_token`.
       autoregressive: the target's pass over one token.
     """
 

@@ -14,23 +14,20 @@ from fly_jax.errors import FlyJaxError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator and the network between several.
+    """One accelerator and the network between several; bandwidths are in bytes per second.
 
     Attributes:
       kinds: beginnings of JAX's `device_kind`.
       memory_bytes: what a program may use.
-      memory_bandwidth: bytes per second.
       flops: bfloat16 operations per second; int8 matrices are widened and run at this rate too.
-      link_bandwidth: bytes per second that a chip sends along one axis of a mesh (on a torus, both
-        ways together), or through the switch.
+      link_bandwidth: of what a chip sends along one axis of a mesh (on a torus, both ways
+        together), or through the switch.
       step_seconds: latency of one hop on a torus, or of one pass through the switch.
       vector_memory: bytes that stay in the chip between two operations: its vector memory, or its
         last cache.
-      slices: shapes in which the chip is sold with its own network, by number of chips; empty for
-        chips behind a switch.
+      slices: shapes in which the chip is sold with its own network; empty for one behind a switch.
       domain: chips behind one switch; 0 where there is none.
-      network_bandwidth: bytes per second that a chip sends beyond its switch.
-      network_seconds: latency of one pass through that network.
+      network_bandwidth: of what a chip sends beyond its switch, which takes `network_seconds` more.
     """
 
     name: str
@@ -54,7 +51,7 @@ class Chip:
     def exchange_seconds(
         self, kind: str, num_bytes: float, sizes: Sequence[int], stride: int = 1
     ) -> float:
-        """Time of one exchange between the devices along some axes of the mesh.
+        """Time of one exchange (as HLO names it) between the devices along some axes of the mesh.
 
         An all-reduce is a reduce-scatter and an all-gather. On a torus each of these passes half of
         the way around every axis, in both directions at once, and moves all but a device's own
@@ -62,7 +59,6 @@ class Chip:
         then the network beyond, where every chip passes on the share that is left to it.
 
         Args:
-          kind: as HLO names it, such as "all-reduce".
           num_bytes: of the whole result on one device.
           sizes: devices along each axis that takes part.
           stride: devices from one of a group to the next: those along the axes inside.

@@ -52,11 +52,7 @@ class MeshSpec:
 
 
 def parse_mesh(text: str) -> MeshSpec:
-    """Reads `8` (x), `8x8` (x, y), `2x8x8` (data, x, y), or names: `data=2,x=8,y=8`.
-
-    Raises:
-      FlyJaxError: anything else, such as a size of 0 or a repeated or unknown name.
-    """
+    """Reads `8` (x), `8x8` (x, y), `2x8x8` (data, x, y) or `data=2,y=8`; else a FlyJaxError."""
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
     if "=" not in text:
         sizes = text.strip().split("x")
@@ -79,11 +75,9 @@ MOST_SIMULATED = 1024
 def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
     """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
 
-    Of several processes each simulates its share. Call it before anything touches a JAX backend.
-    After that it changes nothing, and `create_mesh` says whether the devices suffice.
-
-    Raises:
-      FlyJaxError: the mesh does not divide over the processes.
+    Of several processes each simulates its share; FlyJaxError where the mesh does not divide. Call
+    it before anything touches a JAX backend: after that it changes nothing, and `create_mesh` says
+    whether the devices suffice.
     """
     share, rest = divmod(spec.num_devices, num_processes)
     if rest:

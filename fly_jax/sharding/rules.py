@@ -92,17 +92,10 @@ class Layout:
     rules: ShardingRules
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """The mesh axes of each dimension.
+        """The mesh axes of each dimension, by their logical names; None is replicated.
 
         A mesh axis is used once per array, by the first dimension that asks for it. A dimension
-        that does not divide loses its last mesh axes until it does, and is replicated at the
-        worst.
-
-        Args:
-          axes: logical name of each dimension; None is replicated.
-
-        Raises:
-          AttributeError: a name that `ShardingRules` does not have.
+        that does not divide loses its last mesh axes until it does, and is replicated at the worst.
         """
         kept = (kept for kept, _ in self._assign(axes, shape))
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))

@@ -51,8 +51,7 @@ def expected(
 ) -> list[Expected]:
     """What a teacher expects after the last `length` tokens of each, in parts kept on disk.
 
-    Args:
-      layers: of the teacher, whose inputs are the features.
+    The inputs of these `layers` of the teacher are the features.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []

@@ -37,9 +37,8 @@ class Recipe:
 
     Attributes:
       row_length: in tokens.
-      learning_rate: at its peak, after it rose from 0 for `warmup_steps`.
+      learning_rate: at its peak, to which it rises from 0 in `warmup_steps`.
       decay_share: last part of the steps, in which the rate falls linearly to 0.
-      seed: of the initial weights and of the data.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
       loss: of a batch, by the model's shape and its parameters.
     """

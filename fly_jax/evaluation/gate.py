@@ -143,7 +143,8 @@ def find_gate(
             candidate = best(found, allowed)
             if candidate is None:
                 break
-            bar.set_description(_shown(candidate.config))
+            shown = candidate.config.to_dict()
+            bar.set_description(", ".join(f"{name}={shown[name]}" for name in varied(config)))
             engine = engine_of(candidate.config.to_rule())
             for some in (search, check):
                 seen = tally(decode(engine, some))
@@ -199,7 +200,3 @@ def varied(config: DecodingConfig) -> tuple[str, ...]:
     """The names of what is varied in a config."""
     windows = ("window_size",) if "fly" in rule_names(config.rule) else ()
     return (strictness_of(config).name, *windows)
-
-
-def _shown(config: DecodingConfig) -> str:
-    return ", ".join(f"{name}={config.to_dict()[name]}" for name in varied(config))

@@ -99,7 +99,10 @@ class Load:
             "output_throughput": sum(one.num_tokens for one in self.replies) / self.seconds,
         }
         for name in _TIMES:
-            values = sorted(self._all(name))
+            values = [getattr(one, name) for one in self.replies]
+            if name == "itl":
+                values = [gap for gaps in values for gap in gaps]
+            values = sorted(value for value in values if value is not None)
             if values:
                 at = min(len(values) - 1, int(0.99 * len(values)))
                 found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(values)
@@ -111,12 +114,6 @@ class Load:
             accepted = sum(one.get("num_accepted_draft_tokens", 0) for one in steps)
             found["mean_acceptance_length"] = 1 + accepted / rounds
         return found
-
-    def _all(self, name: str) -> list[float]:
-        if name == "itl":
-            return [gap for one in self.replies for gap in one.itl]
-        values = (getattr(one, name) for one in self.replies)
-        return [value for value in values if value is not None]
 
 
 async def load(

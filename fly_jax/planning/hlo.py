@@ -133,7 +133,25 @@ def frames(program: Program, *, unknown_trips: int = 1) -> Iterator[Frame]:
     Of a conditional every branch is given, with the count of the whole, so that what is summed
     over them is an upper bound. A loop that nothing but data ends makes `unknown_trips`.
     """
-    yield from _frames(_Scope(program, program.entry, ()), 1, False, False, unknown_trips)
+
+    def of(scope: _Scope, count: int, in_loop: bool, in_branch: bool) -> Iterator[Frame]:
+        yield Frame(scope.computation, count, in_loop, in_branch)
+        for one in scope.computation.instructions.values():
+            if one.opcode == "while":
+                trips, inside = _loop(scope, one)
+                trips = unknown_trips if trips is None else trips
+                if trips:
+                    yield from of(inside, count * trips, True, in_branch)
+            elif one.opcode == "conditional":
+                for name, operand in zip(one.called, one.operands[1:], strict=False):
+                    inside = _Scope(program, name, (scope.value(operand),))
+                    yield from of(inside, count, in_loop, True)
+            elif one.opcode in ("call", "async-start"):
+                for name in one.called:
+                    given = tuple(map(scope.value, one.operands))
+                    yield from of(_Scope(program, name, given), count, in_loop, in_branch)
+
+    yield from of(_Scope(program, program.entry, ()), 1, False, False)
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -153,27 +171,6 @@ def _closing(text: str, opening: int) -> int:
         if depth == 0:
             return match.end()
     return len(text)
-
-
-def _frames(
-    scope: _Scope, count: int, in_loop: bool, in_branch: bool, unknown_trips: int
-) -> Iterator[Frame]:
-    yield Frame(scope.computation, count, in_loop, in_branch)
-    for one in scope.computation.instructions.values():
-        if one.opcode == "while":
-            trips, inside = _loop(scope, one)
-            trips = unknown_trips if trips is None else trips
-            if trips:
-                yield from _frames(inside, count * trips, True, in_branch, unknown_trips)
-        elif one.opcode == "conditional":
-            for name, operand in zip(one.called, one.operands[1:], strict=False):
-                inside = _Scope(scope.program, name, (scope.value(operand),))
-                yield from _frames(inside, count, in_loop, True, unknown_trips)
-        elif one.opcode in ("call", "async-start"):
-            for name in one.called:
-                given = tuple(scope.value(operand) for operand in one.operands)
-                inside = _Scope(scope.program, name, given)
-                yield from _frames(inside, count, in_loop, in_branch, unknown_trips)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,12 +292,18 @@ class Exchange:
 
 def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exchange]:
     """Every exchange of a compiled program, as often as the loops around it run; see `frames`."""
-    program = parse(hlo)
-    return [
-        _exchange(kind, one, frame.count, num_devices)
-        for frame in frames(program, unknown_trips=unknown_trips)
-        for kind, one in _within(program, frame.computation)
-    ]
+    program, found = parse(hlo), []
+    for frame in frames(program, unknown_trips=unknown_trips):
+        for kind, one in _within(program, frame.computation):
+            # An asynchronous start returns its operands too; the last array is the result.
+            is_start = one.opcode.endswith("-start") and len(one.arrays) > 1
+            arrays = one.arrays[len(one.arrays) // 2 :] if is_start else one.arrays
+            arrays = tuple(array for array in arrays if array.kind in ITEM_BYTES)
+            num_bytes = sum(math.prod(array.shape) * ITEM_BYTES[array.kind] for array in arrays)
+            shapes = tuple(array.shape for array in arrays)
+            size = _group_size(one.attributes, num_devices)
+            found.append(Exchange(kind, shapes, num_bytes, size, frame.count))
+    return found
 
 
 def _within(program: Program, computation: Computation) -> Iterator[tuple[str, Instruction]]:
@@ -318,17 +321,6 @@ def _within(program: Program, computation: Computation) -> Iterator[tuple[str, I
                     if key not in spread:
                         spread.add(key)
                         yield found, inner
-
-
-def _exchange(kind: str, one: Instruction, count: int, num_devices: int) -> Exchange:
-    arrays = one.arrays
-    # An asynchronous start returns its operands too; the last array is the result.
-    if one.opcode.endswith("-start") and len(arrays) > 1:
-        arrays = arrays[len(arrays) // 2 :]
-    arrays = tuple(array for array in arrays if array.kind in ITEM_BYTES)
-    num_bytes = sum(math.prod(array.shape) * ITEM_BYTES[array.kind] for array in arrays)
-    shapes = tuple(array.shape for array in arrays)
-    return Exchange(kind, shapes, num_bytes, _group_size(one.attributes, num_devices), count)
 
 
 def _group_size(line: str, num_devices: int) -> int:
@@ -386,21 +378,15 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
     such as an empty cache, are no copies, nor is what is fetched into a chip's vector memory.
     """
     program, wanted = parse(hlo), {_sizes(shape) for shape in shapes}
-    return [
-        Copy(
-            one.opcode,
-            one.name,
-            array.shape,
-            num_bytes=math.prod(array.shape) * ITEM_BYTES.get(array.kind, 1),
-            count=frame.count,
-            in_loop=frame.in_loop,
-            in_branch=frame.in_branch,
-        )
-        for frame in frames(program, unknown_trips=unknown_trips)
-        for one in frame.computation.instructions.values()
-        for array in _made(program, frame.computation, one)
-        if _sizes(array.shape) in wanted and _reads(frame.computation, one, array)
-    ]
+    found = []
+    for frame in frames(program, unknown_trips=unknown_trips):
+        where = frame.count, frame.in_loop, frame.in_branch
+        for one in frame.computation.instructions.values():
+            for array in _made(program, frame.computation, one):
+                if _sizes(array.shape) in wanted and _reads(frame.computation, one, array):
+                    num_bytes = math.prod(array.shape) * ITEM_BYTES.get(array.kind, 1)
+                    found.append(Copy(one.opcode, one.name, array.shape, num_bytes, *where))
+    return found
 
 
 def large_shapes(

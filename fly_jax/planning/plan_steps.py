@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 import re
 import time
 from collections import Counter
@@ -47,6 +46,7 @@ from fly_jax.verification.rules import Exact
 STEPS = ("prefill", "insert", "round", "draft", "verify", "autoregressive")
 _NEEDED = re.compile(r"temporaries \(([\d.]+)([KMGT]?)\)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_NONE = Work(0.0, 0.0)
 _Model = tuple[Layout, LlamaConfig, Workload]
 
 
@@ -161,10 +161,10 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
         "verify": verified,
         "autoregressive": _exchanges(target, 1),
     }
+    work = _work(spec, layouts)
     for name, (held, temporary) in _counted_memory(spec, layouts).items():
-        work, sent = _work(spec, layouts, name), tuple(found[name])
-        seconds = _seconds(spec, work, sent)
-        yield Step(name, held + temporary, held, temporary, sent, work, seconds)
+        sent, seconds = tuple(found[name]), _seconds(spec, work[name], found[name])
+        yield Step(name, held + temporary, held, temporary, sent, work[name], seconds)
 
 
 def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
@@ -250,29 +250,29 @@ def _of_rows(model: _Model, chunk: Chunk) -> _Model:
     return layout, config, of_chunk
 
 
-def _work(spec: PlanSpec, layouts: Layouts, name: str) -> Work:
+def _work(spec: PlanSpec, layouts: Layouts) -> dict[str, Work]:
     target, *drafts = models = _models(spec, layouts)
-    k, fast = spec.num_speculative_tokens, spec.chip.vector_memory
-    if name == "prefill":
-        passes = (
-            pass_work(*_of_rows(model, chunk), chunk.size, logits=False, vector_memory=fast) * times
-            for chunk, times in _chunks(spec, layouts).items()
-            for model in models
-        )
-        return functools.reduce(operator.add, passes)
-    if name == "insert":  # the rows' caches are read, and written where the slots are
-        held = _group_bytes(spec, layouts)
-        return Work(0.0, 2.0 * sum(num_bytes * times for num_bytes, times in held.items()))
-    if name == "autoregressive":
-        return pass_work(*target, 1, vector_memory=fast)
-    verified = pass_work(*target, k + 1, vector_memory=fast)
+    work = functools.partial(pass_work, vector_memory=spec.chip.vector_memory)
+    prefilled = (
+        work(*_of_rows(model, chunk), chunk.size, logits=False) * times
+        for chunk, times in _chunks(spec, layouts).items()
+        for model in models
+    )
     passes = (
-        pass_work(*model, width, vector_memory=fast) * times
+        work(*model, width) * times
         for model, passes in zip(drafts, spec.draft_passes, strict=True)
         for width, times in passes.items()
     )
-    drafted = functools.reduce(operator.add, passes)
-    return {"draft": drafted, "verify": verified, "round": drafted + verified}[name]
+    drafted, verified = sum(passes, _NONE), work(*target, spec.num_speculative_tokens + 1)
+    held = sum(num_bytes * times for num_bytes, times in _group_bytes(spec, layouts).items())
+    return {
+        "prefill": sum(prefilled, _NONE),
+        "insert": Work(0.0, 2.0 * held),  # rows' caches are read, and written where the slots are
+        "round": drafted + verified,
+        "draft": drafted,
+        "verify": verified,
+        "autoregressive": work(*target, 1),
+    }
 
 
 def _exchanges(model: _Model, tokens: int) -> list[Exchange]:
@@ -319,7 +319,7 @@ def _compiled(
         for shape in large_shapes(layout, config, len(one.length), one.target.capacity)
     }
     # A loop that data ends makes a pass for every draft token at the most.
-    most, work = spec.num_speculative_tokens, _work(spec, layouts, name)
+    most, work = spec.num_speculative_tokens, _work(spec, layouts)[name]
     start = time.perf_counter()
     try:
         compiled = traced.lower().compile()
@@ -328,8 +328,7 @@ def _compiled(
         if "RESOURCE_EXHAUSTED" not in str(error) or needed is None:
             raise
         peak = int(float(needed[1]) * _UNITS[needed[2]]) + beside
-        took = time.perf_counter() - start
-        seconds = _seconds(spec, work, ())
+        took, seconds = time.perf_counter() - start, _seconds(spec, work, ())
         return Step(name, peak, 0, 0, (), work, seconds, (), compile_seconds=took)
     took = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()

@@ -27,7 +27,7 @@ class Chip:
         last cache.
       slices: shapes in which the chip is sold with its own network; empty for one behind a switch.
       domain: chips behind one switch; 0 where there is none.
-      network_bandwidth: of what a chip sends beyond its switch, which takes `network_seconds` more.
+      network_bandwidth: of what it sends beyond its switch; `network_seconds` is the latency there.
     """
 
     name: str
@@ -94,16 +94,14 @@ _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 )
 
 
-def _chip(name: str) -> Chip:
+def _chip(name: str, like: str = "", **own: Any) -> Chip:
     """A chip of its own fields, and those of the chip that it is like."""
-    own = _TABLES[name]
-    fields: dict[str, Any] = {**_TABLES.get(own.get("like", ""), {}), **own}
-    fields.pop("like", None)
+    fields = _TABLES.get(like, {}) | own
     fields |= {key: tuple(fields[key]) for key in ("kinds", "slices") if key in fields}
     return Chip(name=name, **fields)
 
 
-CHIPS = {name: _chip(name) for name in _TABLES}
+CHIPS = {name: _chip(name, **own) for name, own in _TABLES.items()}
 
 
 def chip_named(name: str) -> Chip:

@@ -141,15 +141,12 @@ def create_mesh(spec: MeshSpec) -> Mesh:
 
 def describe(mesh: Mesh) -> str:
     """One line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
-    spec = MeshSpec(tuple(mesh.shape.items()))
-    device = mesh.devices.flat[0]
-    processes = jax.process_count()
+    spec, device = MeshSpec(tuple(mesh.shape.items())), mesh.devices.flat[0]
+    count, processes, is_cpu = spec.num_devices, jax.process_count(), device.platform == "cpu"
+    noun = "device" if count == 1 else "simulated devices" if is_cpu else "devices"
+    kind = "CPU" if is_cpu else device.device_kind
     over = f" over {processes} processes" if processes > 1 else ""
-    noun = "device" if spec.num_devices == 1 else "devices"
-    if device.platform == "cpu":
-        simulated = "" if spec.num_devices == 1 else "simulated "
-        return f"{spec.num_devices} {simulated}{noun} (CPU) as mesh {spec}{over}"
-    return f"{spec.num_devices} {noun} ({device.device_kind}) as mesh {spec}{over}"
+    return f"{count} {noun} ({kind}) as mesh {spec}{over}"
 
 
 VARIABLE = "FLY_JAX_COMPILATION_CACHE"

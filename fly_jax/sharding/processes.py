@@ -191,10 +191,8 @@ def joint_errors() -> Iterator[None]:
     problem = None
     try:
         yield
-    except FlyJaxError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = file_trouble(error)
+    except (FlyJaxError, OSError) as error:
+        problem = file_trouble(error) if isinstance(error, OSError) else str(error)
     found = gather([socket.gethostname(), problem])
     failed = [index for index, (_, sentence) in enumerate(found) if sentence is not None]
     if failed:

@@ -76,12 +76,10 @@ class NamedShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Size of each axis."""
-        ...
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Logical name of each axis."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

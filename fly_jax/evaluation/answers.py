@@ -150,8 +150,7 @@ def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -
 def support(config: DecodingConfig) -> str | None:
     """The tokens that a loosened rule keeps at a position, windows aside, or is truncated to.
 
-    None for other decodings, for a rule that keeps a token or not by what came long before it, and
-    for one that draws: what the lossless part of that keeps has no bound.
+    None for other decodings, a rule that looks at what came long before, and one that draws.
     """
     rule = config.to_truncation() or config.to_rule()
     draws = config.is_loosened and config.sampling.temperature > 0

@@ -106,11 +106,7 @@ def find_gate(
     accepted tokens within the bound is decoded with. A rescue changes the text that follows, so
     that more may come of it than was promised: then less may be promised, in proportion.
     The prompts to check are decoded with what has met the bound on the others, and must meet it
-    too.
-
-    Args:
-      config: the rule, K, and all that is not varied.
-      window_size: FLy's W; None tries `WINDOWS`.
+    too. A `window_size` that is None tries `WINDOWS`.
 
     Raises:
       FlyJaxError: too few prompts, a config that cannot be calibrated, or no setting that rescues

@@ -24,9 +24,8 @@ class ClientReply:
     """A streamed answer as a client saw it; times are in seconds.
 
     Attributes:
-      ttft: from asking to the first text.
+      ttft: from asking to the first text, as `e2el` is to the end.
       itl: between one piece of text and the next.
-      e2el: from asking to the end.
       num_tokens: of the answer; pieces of text where the server does not say.
       metrics: the server's own of this request, from ours and from vLLM.
     """

@@ -31,13 +31,9 @@ def compare_paired(
     """Counts of the items that another decoding gained and lost, and its retention.
 
     The verdict is Tango's score test (1998) of a difference of `margin` points, at 2.5%: also where
-    no item differs, it needs a few hundred of them for a point.
-
-    Returns:
-      retention with low and high; points of difference; items gained and lost; McNemar's exact
-      two-sided p; verdict ("not worse", "worse" or "undecided"); and where that is undecided, how
-      many items would decide it: in 80% of cases if the decodings are equally good and differ as
-      often as here, or, where there are as many already, with the difference seen.
+    no item differs, it needs a few hundred of them for a point. Where it is undecided,
+    `items_to_decide` are those that would decide: in 80% of cases if the decodings are equally good
+    and differ as often as here, or, where there are as many already, with the difference seen.
     """
     number, kept = len(base), retention(base, other)
     gained, lost = int((other & ~base).sum()), int((base & ~other).sum())

@@ -32,9 +32,9 @@ class Bound:
     """How far from the target's greedy text decoding may go; FlyJaxError for no such limit.
 
     Attributes:
-      risk: "disagreement": rescues per settled token, which is the share of tokens that are not
-        what the target, given the same text before them, finds most probable. "regret": nats per
-        settled token, where a rescue of the draft token x costs max z - z(x).
+      risk: "disagreement": rescues per settled token, the share that the target, given the same
+        text before them, finds not most probable. "regret": nats per settled token, where a rescue
+        of the draft token x costs max z - z(x).
     """
 
     risk: Risk

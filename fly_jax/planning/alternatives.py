@@ -114,8 +114,7 @@ class Drafters:
     Attributes:
       passes: the given draft in every layout and type, the fastest first; those that do not fit
         come last. A target's own draft has one layout, the target's.
-      smaller: presets of its architecture and vocabulary with fewer parameters, and the target's
-        own matrices; but for those that pay with no K + 1 tokens a round.
+      smaller: those of its architecture and vocabulary that pay with at most K + 1 tokens a round.
     """
 
     passes: tuple[DraftPass, ...]

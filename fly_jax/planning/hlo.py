@@ -273,11 +273,10 @@ ITEM_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One exchange of a program.
+    """One exchange of a program, with shapes and bytes of its results on one device.
 
     Attributes:
       kind: as HLO names it.
-      shapes: of the results on one device, as are the bytes.
       group_size: devices that take part together.
       axes: of the mesh, along which a group lies; empty where only the group's size is known.
     """
@@ -373,9 +372,8 @@ class Copy:
 def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1) -> list[Copy]:
     """Every copy of an array that has one of these shapes, in whatever order it lies.
 
-    Dimensions of 1 do not count, nor does the order of the others (of which a transposed copy has
-    another), nor the type (which a widened copy has changed). Arrays that are made from nothing,
-    such as an empty cache, are no copies, nor is what is fetched into a chip's vector memory.
+    Dimensions of 1 do not count, nor does the type (which a widened copy has changed). Arrays made
+    from nothing, such as an empty cache, are no copies, nor is what a vector memory fetches.
     """
     program, wanted = parse(hlo), {_sizes(shape) for shape in shapes}
     found = []

@@ -50,11 +50,10 @@ def pass_work(
     """One pass of a model over `tokens` new tokens of every row.
 
     Operations are the products' multiplications and additions. Bytes are every parameter once (of
-    an embedding only the rows looked up), the whole cache once, and what is written to it. What is
-    produced on the way stays in the chip, but for attention's scores where those of a layer, in
-    float32, are more than its vector memory holds: they are written and read once more. Without
-    `logits` the vocabulary is not scored. What a head shares with its target it reads as its own,
-    and DSpark's bias is read for every token, one after the other.
+    an embedding only the rows looked up), the whole cache once, and what is written to it; also
+    attention's scores, twice, where those of a layer, in float32, are more than the chip's vector
+    memory holds. Without `logits` the vocabulary is not scored. What a head shares with its target
+    it reads as its own, and DSpark's bias is read for every token, one after the other.
     """
     if config.head is not None:
         own = dataclasses.replace(config.head, has_embedding=True, has_unembedding=True)

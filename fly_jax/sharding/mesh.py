@@ -106,11 +106,8 @@ def create_mesh(spec: MeshSpec) -> Mesh:
     """The mesh over the devices of this machine, or of all processes', with automatic sharding.
 
     A mesh of one device takes the first one of any machine; simulated devices may be more than the
-    mesh has. Several processes need a mesh over all their devices.
-
-    Raises:
-      FlyJaxError: the accelerators are more or fewer than the mesh has devices, or the CPU backend
-        was up before `prepare_devices` could have it simulate enough.
+    mesh has. Several processes need a mesh over all their devices. Raises FlyJaxError for another
+    number of devices, or where the CPU backend was up before `prepare_devices` was called.
     """
     devices, needed, processes = jax.devices(), spec.num_devices, jax.process_count()
     kind = devices[0].platform
@@ -160,18 +157,13 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
 
     JAX's variable JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS leaves out those that compile faster.
     Call it before anything is compiled. The folder must be one that only trusted people can write
-    to: what lies in it is run.
+    to: what lies in it is run. It returns where the programs of this JAX and this kind of machine
+    lie, or None, and raises FlyJaxError if it cannot write there.
 
     Args:
       folder: "off" or "none" for no cache. None takes the environment variable
         FLY_JAX_COMPILATION_CACHE, else the folder of JAX_COMPILATION_CACHE_DIR as it is, else one
         of the user's own.
-
-    Returns:
-      Where the programs of this JAX and this kind of machine lie; None where there is no cache.
-
-    Raises:
-      FlyJaxError: the folder cannot be written.
     """
     kept = kept_folder(folder, VARIABLE, "xla")
     if kept is None:

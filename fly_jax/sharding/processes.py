@@ -56,11 +56,8 @@ def detect_process(
 ) -> ProcessInfo | None:
     """Which of several processes this one is; None where it is alone.
 
-    What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI.
-
-    Args:
-      num_processes: of the job; 1 asks no cluster.
-      timeout: seconds to wait for the coordinator's name to be known.
+    What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI. One
+    process asks none. `timeout` is for the coordinator's name to be known, in seconds.
 
     Raises:
       FlyJaxError: some are given and others neither given nor known, or they do not fit together.
@@ -180,10 +177,7 @@ def _await(key: str) -> Json:
 def joint_errors() -> Iterator[None]:
     """Around what each process does by itself, such as reading files: all succeed, or all fail.
 
-    Raises:
-      JointError: on every process, with the same sentence, if one of them failed.
-      FlyJaxError: as it comes, where there is but one process.
-      OSError: likewise.
+    They fail with the same sentence, a JointError; where there is but one process, errors pass.
     """
     if num_processes() == 1:
         yield

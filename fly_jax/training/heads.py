@@ -195,8 +195,7 @@ def _hits(
 def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected]) -> float:
     """What exact decoding with K = 4 settles in a round of the answers, the teacher's token too.
 
-    As if the rounds had been done: the answers are the teacher's own greedy ones, so a draft is
-    accepted where it is the text that follows.
+    The answers are the teacher's own greedy ones: a draft is accepted where the text goes on so.
     """
     behind, tokens, rounds = KINDS[kind].behind, 0, 0
     longest = max(len(one.tokens) for one in documents)
@@ -230,10 +229,8 @@ def beginning(
 ) -> tuple[LlamaConfig, Start]:
     """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
 
-    Args:
-      layers: of the teacher, whose inputs a head reads.
-      num_layers: of a DSpark head, the teacher's last ones; of a PARD drafter the first ones, and
-        half of them the last ones.
+    It reads the inputs of these `layers`. Of the teacher's, a DSpark head has the last
+    `num_layers`; a PARD drafter has the first ones, and half of them are the last ones.
     """
     config, last = teacher.config, teacher.config.num_layers
     few = 1 if kind == "eagle3" else num_layers

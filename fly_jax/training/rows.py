@@ -22,8 +22,7 @@ class HeardRow(NamedTuple):
     """A row of documents, or with a leading axis a batch of them, and what the teacher made of it.
 
     Attributes:
-      likely: tokens that it expects instead of `tokens[t + 1]`.
-      shares: their probabilities.
+      likely: tokens that it expects instead of `tokens[t + 1]`, with `shares` for probabilities.
       features: inputs of some of its layers at `tokens[t]`, the bits of bfloat16 numbers.
     """
 

@@ -66,8 +66,7 @@ class Row(NamedTuple):
     Attributes:
       tokens: one more than there are predictions.
       weights: of the loss of predicting `tokens[t + 1]`; zero from one document to the next.
-      segments: numbers of the row's documents, from 1 on.
-      positions: of a token in its document, from 0 on.
+      segments: numbers of the row's documents from 1 on, as `positions` of a token in one from 0.
     """
 
     tokens: Int32[np.ndarray, length + 1]

@@ -77,19 +77,14 @@ def fill_memory(
 
 
 def begin_memory(
-    path: Path,
-    vocabulary: str,
-    prompts: Sequence[Sequence[int]],
-    num_speculative_tokens: int,
-    max_new_tokens: int,
-    models: str,
+    path: Path, vocabulary: str, prompts: Sequence[Sequence[int]], *settings: int | str
 ) -> tuple[CorrectionMemory, int]:
     """The memory that `fill_memory` goes on with, and how many of the prompts it has counted.
 
-    Every process calls it, and process 0 looks at the file; its FlyJaxError is raised on all.
+    Its K, `max_new_tokens` and `models` are the settings. Every process calls it, and process 0
+    looks at the file; its FlyJaxError is raised on all.
     """
-    sizes = [num_speculative_tokens, max_new_tokens, models]
-    run = hashlib.sha256(json.dumps([list(map(list, prompts)), *sizes]).encode()).hexdigest()
+    run = hashlib.sha256(json.dumps([list(map(list, prompts)), *settings]).encode()).hexdigest()
     memory, done = CorrectionMemory(vocabulary), 0
     with joint_errors():
         if process_id() == 0 and path.exists():

@@ -25,6 +25,8 @@ from fly_jax.evaluation.audit_summary import aligned
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Fly
 
+_Check = Callable[[int, str], bool | None]
+
 # Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
 _GROUPS = 4
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens")
@@ -177,7 +179,7 @@ def compare(
     turns: int = 1,
     draft_share: bool = False,
     categories: Sequence[str] = (),
-    check: Callable[[int, str], bool | None] | None = None,
+    check: _Check | None = None,
     memory: CorrectionMemory | None = None,
 ) -> Comparison:
     """Decodes the same prompts with every rule, in turns, a few prompts at a time.
@@ -296,11 +298,7 @@ class _Measured:
         return seconds / sum(one.generation.num_rounds for turn in self.done for one in turn)
 
     def result(
-        self,
-        name: str,
-        pair: Pair,
-        categories: Sequence[str],
-        check: Callable[[int, str], bool | None] | None,
+        self, name: str, pair: Pair, categories: Sequence[str], check: _Check | None
     ) -> RuleResult:
         """The figures; the texts are those of the first turn."""
         states = [one for turn in self.done for one in turn]

@@ -107,18 +107,13 @@ def _of_dispatch(
 
 
 def _room(state: RequestState, max_length: int) -> int:
-    """Tokens that may still settle."""
     generation = state.generation
     limit = len(generation.prompt_token_ids) + state.request.max_new_tokens
     return min(limit, max_length) - generation.num_tokens
 
 
 def replay(
-    rounds: Rounds,
-    rule: Rule,
-    *,
-    protected: Bool[np.ndarray, " vocab"],
-    eos_token_ids: Sequence[int],
+    rounds: Rounds, rule: Rule, protected: Bool[np.ndarray, " vocab"], eos_token_ids: Sequence[int]
 ) -> Rounds:
     """The same rounds as another rule, without memory, budget and sampling, would have ended them.
 

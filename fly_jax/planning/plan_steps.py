@@ -17,7 +17,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.stages import Traced
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.round import verify_step
@@ -400,7 +400,6 @@ def _placed(
 
 
 def _bytes(state: DecodeState) -> int:
-    """Bytes of a device for an abstract state."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -422,11 +421,7 @@ def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
 def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
-        cache: KVCache,
-        parameters: Parameters,
-        text: Array,
-        length: Array,
-        drafted: Int[Array, "rows draft"],
+        cache: KVCache, parameters: Parameters, text: Array, length: Array, drafted: Array
     ) -> tuple[TargetEvidence, KVCache]:
         model = Llama(target.config, parameters, target.layout)
         logits, cache = verify_step(model, cache, text, length, drafted)

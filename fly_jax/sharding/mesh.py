@@ -187,10 +187,9 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
 
 def _kind() -> str:
     """A name for what programs depend on and JAX's keys leave out: a CPU's instructions."""
-    features = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    path = Path("/proc/cpuinfo")
+    known = path.read_text(errors="replace") if path.exists() else ""
+    features = next(iter(re.findall(r"^(?:flags|Features).*", known, re.MULTILINE)), "")
     text = f"{platform.machine()} {platform.processor()} {features}"
     return f"jax-{jax.__version__}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 

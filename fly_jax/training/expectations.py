@@ -42,12 +42,7 @@ class Expected(NamedTuple):
 
 
 def expected(
-    teacher: Llama,
-    documents: Sequence[Document],
-    folder: Path,
-    *,
-    length: int,
-    layers: Sequence[int],
+    teacher: Llama, documents: Sequence[Document], folder: Path, length: int, layers: Sequence[int]
 ) -> list[Expected]:
     """What a teacher expects after the last `length` tokens of each, in parts kept on disk.
 

@@ -121,9 +121,7 @@ class Drafters:
     smaller: tuple[SmallerDraft, ...]
 
 
-def weigh_drafters(
-    spec: PlanSpec, layouts: Layouts, verify_seconds: float, mean: float
-) -> Drafters:
+def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float, mean: float) -> Drafters:
     """Weighs the draft's layouts and types, and smaller models, by seconds to verify and mean."""
     left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
@@ -139,7 +137,7 @@ def weigh_drafters(
     else:
         passes, its = _passes(spec, spec.draft, left), (layouts.draft_rules, wide)
         given = next(one for one in passes if (one.rules, one.matrices) == its)
-    given_round = verify_seconds + _num_passes(spec.draft, k) * given.seconds
+    given_round = verify + _num_passes(spec.draft, k) * given.seconds
     others = {
         name: next(one for one in _passes(spec, config, left) if one.matrices == wide)
         for name, config in PRESETS.items()
@@ -149,7 +147,7 @@ def weigh_drafters(
     for name, best in (others | own).items():
         if best.fits:
             times = _num_passes(PRESETS.get(name, spec.target), k)
-            seconds = verify_seconds + times * best.seconds
+            seconds = verify + times * best.seconds
             pays_from = mean * seconds / given_round
             if pays_from <= k + 1:  # more no round settles
                 smaller.append(SmallerDraft(name, best, seconds, pays_from))

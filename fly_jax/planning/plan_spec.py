@@ -195,6 +195,5 @@ class PlanSpec:
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
         """How both models lie: on this mesh, or on an abstract one."""
         mesh = abstract_mesh(self.mesh) if mesh is None else mesh
-        return choose_layouts(
-            mesh, self.target, self.draft, self.workload, self.chip, self.self_draft
-        )
+        task = self.target, self.draft, self.workload, self.chip, self.self_draft
+        return choose_layouts(mesh, *task)

@@ -14,6 +14,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import ShapeDtypeStruct
 from jax.errors import JaxRuntimeError
 from jax.stages import Traced
 from jax.typing import DTypeLike
@@ -81,13 +82,11 @@ class Step:
 
     def collectives(self) -> list[dict[str, object]]:
         """How often each kind of exchange runs, and the bytes of its results on a chip."""
-        counts, sizes = Counter[str](), Counter[str]()
+        runs, sent = Counter[str](), Counter[str]()
         for one in self.exchanges:
-            counts[one.kind] += one.count
-            sizes[one.kind] += one.count * one.num_bytes
-        return [
-            {"kind": kind, "count": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)
-        ]
+            runs[one.kind] += one.count
+            sent[one.kind] += one.count * one.num_bytes
+        return [{"kind": kind, "count": runs[kind], "bytes": sent[kind]} for kind in sorted(runs)]
 
     def copied(self) -> list[dict[str, object]] | None:
         """Each copy: of which array, how often, and whether a loop or a branch makes it."""
@@ -365,7 +364,7 @@ def abstract_model(
     parameters = {}
     for name, one in parameter_specs(config, matrices).items():
         where = layout.sharding(one.axes, one.shape)
-        parameters[name] = jax.ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
+        parameters[name] = ShapeDtypeStruct(one.shape, one.dtype or dtype, sharding=where)
     return Llama(config, parameters, layout)
 
 
@@ -390,13 +389,11 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
     return dataclasses.replace(whole, target=target, drafter=drafter)
 
 
-def _placed(
-    layout: Layout, axes: Sequence[str], leaf: jax.ShapeDtypeStruct
-) -> jax.ShapeDtypeStruct:
+def _placed(layout: Layout, axes: Sequence[str], leaf: ShapeDtypeStruct) -> ShapeDtypeStruct:
     """An abstract array with these axes, or whole on every device where it has others."""
     names = axes if leaf.ndim == len(axes) else (None,) * leaf.ndim
     sharding = layout.sharding(names, leaf.shape)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _bytes(state: DecodeState) -> int:
@@ -431,5 +428,5 @@ def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:
     assert target.layout is not None
     shape = (state.length.shape[0], spec.static.num_speculative_tokens)
     whole = target.layout.sharding((None, None), shape)
-    drafted = jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
+    drafted = ShapeDtypeStruct(shape, np.int32, sharding=whole)
     return step.trace(state.target, target.parameters(), state.tokens, state.length, drafted)

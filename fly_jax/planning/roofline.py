@@ -130,17 +130,13 @@ def model_exchanges(
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)
     axes = layout.axes_of("ffw", config.ffw_size)
-    wide, found = layout.devices(axes), []
-    if wide > 1:
-        sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * config.num_layers, axes)
-        found.append(sums)
-    size = layout.devices(("y",))
-    share = num_bytes * size // max(layout.devices(("x", "y")), 1)
-    return found + [
-        Exchange(kind, (shape,), share, size, config.num_layers, ("y",))
-        for kind in kinds
-        if size > 1
-    ]
+    wide, size, layers = layout.devices(axes), layout.devices(("y",)), config.num_layers
+    sums = Exchange("all-reduce", (shape,), num_bytes, wide, 2 * layers, axes)
+    found = [sums] if wide > 1 else []
+    share = num_bytes * size // layout.devices(("x", "y"))
+    if size > 1:
+        found += [Exchange(kind, (shape,), share, size, layers, ("y",)) for kind in kinds]
+    return found
 
 
 def roofline_seconds(

@@ -89,9 +89,7 @@ class Chip:
         return seconds
 
 
-_TABLES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def _chip(name: str, like: str = "", **own: Any) -> Chip:

@@ -94,12 +94,10 @@ def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
 
 def _has_idle_libtpu() -> bool:
     """Whether libtpu is here to plan with, without an accelerator: JAX would look for TPUs."""
-    has_libtpu, has_plugin = (
-        importlib.util.find_spec(name) is not None for name in ("libtpu", "jax_plugins")
-    )
+    found = [importlib.util.find_spec(name) is not None for name in ("libtpu", "jax_plugins")]
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     may_have_tpu = any(path.read_text().strip() == _GOOGLE for path in vendors)
-    return has_libtpu and not has_plugin and not may_have_tpu
+    return found == [True, False] and not may_have_tpu
 
 
 def create_mesh(spec: MeshSpec) -> Mesh:

@@ -146,9 +146,7 @@ class Layout:
         used: set[str] = set()
         for axis, size in zip(axes, shape, strict=True):
             asked: MeshAxes = getattr(self.rules, axis) if axis is not None else ()
-            free = tuple(
-                name for name in asked if self.mesh.shape.get(name, 1) > 1 and name not in used
-            )
+            free = tuple(name for name in asked if self.devices((name,)) > 1 and name not in used)
             count = len(free)
             while size % self.devices(free[:count]):
                 count -= 1

@@ -100,9 +100,8 @@ def _pard_scores(
     model, kept, row = Llama(config, parameters), _Kept(), heard.row
     tokens, positions = (jnp.asarray(one)[:, :-1] for one in (row.tokens, row.positions))
     for step in range(depth):
-        hidden, added, _ = model.run_layers(
-            tokens, positions + step, _attending(row, kept), bfloat16_matmul
-        )
+        attend = _attending(row, kept)
+        hidden, added, _ = model.run_layers(tokens, positions + step, attend, bfloat16_matmul)
         kept.append(added)
         yield model.row_logits(hidden, bfloat16_matmul)[..., : config.unknown_row]
         tokens = jnp.full_like(tokens, config.pard_token or 0)

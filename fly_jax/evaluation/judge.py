@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NAMESPACES, HOOK_ALONE = "namespaces", "refusals by Python alone"
-_CPU_SECONDS = 10
 _WALL_SECONDS = 30  # a machine that decodes meanwhile is slow
-_MEMORY = 2 << 30
 _FILES = 16 << 20
+_LIMITS = {"CPU": 10, "AS": 2 << 30, "FSIZE": _FILES, "CORE": 0}  # in seconds and bytes
 
 # Of <sched.h>, <sys/mount.h>, <sys/prctl.h> and <asm-generic/unistd.h>.
 _NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
@@ -84,13 +83,8 @@ def _main() -> None:
     """The process: the first one of it waits, its child runs the program."""
     given = json.load(sys.stdin)
     libc = ctypes.CDLL(None, use_errno=True)
-    for kind, most in (
-        (resource.RLIMIT_CPU, _CPU_SECONDS),
-        (resource.RLIMIT_AS, _MEMORY),
-        (resource.RLIMIT_FSIZE, _FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (most, most))
+    for name, most in _LIMITS.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     isolated = given["namespaces"] and _isolate(libc, given["folder"])
     os.chdir(given["folder"])
     os.write(1, f"{NAMESPACES if isolated else HOOK_ALONE}\n".encode())

@@ -62,21 +62,16 @@ def detect_process(
     Raises:
       FlyJaxError: some are given and others neither given nor known, or they do not fit together.
     """
-    given = {
-        "--coordinator_address": coordinator_address,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
+    given = coordinator_address, num_processes, process_id
     if num_processes == 1:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages for clusters that are not meant
-        if all(value is None for value in given.values()) and _cluster_size() <= 1:
+        if given == (None, None, None) and _cluster_size() <= 1:
             return None
+        detect = ClusterEnv.auto_detect_unset_distributed_params
         try:
-            found = ClusterEnv.auto_detect_unset_distributed_params(
-                coordinator_address, num_processes, process_id, None, None, timeout
-            )
+            found = detect(*given, None, None, timeout)
         except Exception as error:  # each kind of cluster has errors of its own
             raise FlyJaxError(
                 "The cluster that this process runs on does not say which processes there are "
@@ -85,7 +80,8 @@ def detect_process(
             ) from error
     address, count, index, devices = found
     if address is None or count is None or index is None:
-        missing = [name for name, value in zip(given, found, strict=False) if value is None]
+        flags = ("--coordinator_address", "--num_processes", "--process_id")
+        missing = [name for name, value in zip(flags, found, strict=False) if value is None]
         raise FlyJaxError(
             f"{' and '.join(missing)} must be given too, since no cluster says so; several "
             "processes need --coordinator_address, --num_processes and --process_id."

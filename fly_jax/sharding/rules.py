@@ -63,11 +63,7 @@ def _caches(name: str, rules: ShardingRules) -> dict[str, ShardingRules]:
 # "tensor": matrices over the whole mesh. "narrow": over x alone, the same in every column of y.
 # "replicated": whole on every device. After it "_long" or "_whole" says how the cache lies where it
 # is not split by rows.
-RULES: dict[str, ShardingRules] = {
-    **_caches("tensor", _TENSOR),
-    **_caches("narrow", _NARROW),
-    "replicated": ShardingRules(),
-}
+RULES = _caches("tensor", _TENSOR) | _caches("narrow", _NARROW) | {"replicated": ShardingRules()}
 
 
 class NamedShape(Protocol):

@@ -65,8 +65,8 @@ def expected(
                 tokens = text[-length:]
                 begin, end = end, end + len(tokens)
                 num_prompt = max(len(one.prompt) - len(text) + len(tokens), 0)
-                own = (part[name][begin:end] for name in ("likely", "shares", "features"))
-                found.append(Expected(tokens, num_prompt, *own))
+                own = {name: part[name][begin:end] for name in Expected._fields[2:]}
+                found.append(Expected(tokens, num_prompt, **own))
             bar.update(len(some))
     return found
 
@@ -81,16 +81,13 @@ def _read_along(
         for row, index in enumerate(batch):
             tokens[row, : len(texts[index])] = texts[index]
         model = teacher.config, teacher.layout, teacher.parameters()
-        likely, shares, features = jax.device_get(_most_likely(*model, tokens, layers=layers))
-        kinds = [("likely", "i4", likely.shape[2:]), ("shares", "f2", shares.shape[2:])]
-        kinds.append(("features", "u2", features.shape[2:]))
+        said = jax.device_get(_most_likely(*model, tokens, layers=layers))
+        kinds = [(name, one.dtype, one.shape[2:]) for name, one in said.items()]
         for row, index in enumerate(batch):
             end = len(texts[index])
-            kept = np.empty(min(end, length), kinds)
-            part = row, slice(end - len(kept), end)
-            kept["likely"], kept["shares"] = likely[part], shares[part]
-            kept["features"] = features[part].view(np.uint16)
-            found[index] = kept
+            found[index] = np.empty(min(end, length), kinds)
+            for name, one in said.items():
+                found[index][name] = one[row, max(end - length, 0) : end]
     return np.concatenate([found[index] for index in range(len(texts))])
 
 
@@ -112,8 +109,8 @@ def _most_likely(
     tokens: Int[Array, "rows width"],
     *,
     layers: tuple[int, ...],
-) -> tuple[Int32[Array, "rows width few"], Float[Array, "rows width few"], Array]:
-    """The teacher's most probable next tokens and their probabilities; its features."""
+) -> dict[str, Array]:
+    """The teacher's most probable next tokens, and the rest of `Expected`, as it is kept."""
     model = Llama(config, parameters, layout)
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
@@ -129,4 +126,5 @@ def _most_likely(
         return likely, jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
 
     likely, shares = jax.lax.map(of_row, hidden)  # logits of all rows would take much memory
-    return likely, shares, features.astype(jnp.bfloat16)
+    bits = jax.lax.bitcast_convert_type(features.astype(jnp.bfloat16), jnp.uint16)
+    return {"likely": likely, "shares": shares.astype(jnp.float16), "features": bits}

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FORMAT = "fly_jax audit"
 VERSION = 1
 _CONTEXT_CHARACTERS = 48
+# Of a `Mismatch`, as a `TokenReport` has it.
+_SAID = ("draft_id", "choice_id", "draft_probability", "choice_probability", "entropy")
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 Window = Literal["held", "completed", "failed"]
@@ -151,26 +153,21 @@ def audited(
             assert report.draft_probability is not None
             assert report.regret is not None
             spent += report.regret if report.why.letter == "r" else 0
-            mismatches.append(
-                Mismatch(
-                    prompt=index,
-                    position=position,
-                    draft_id=report.draft_id,
-                    draft_text=tokenizer.token_text(report.draft_id),
-                    choice_id=report.choice_id,
-                    choice_text=tokenizer.token_text(report.choice_id),
-                    draft_probability=report.draft_probability,
-                    choice_probability=report.choice_probability,
-                    entropy=report.entropy,
-                    entropy_measure=run.entropy_measure,
-                    window=_window(report, has_window),
-                    refused_by=refused_by(report),
-                    rule=run.rule,
-                    regret=report.regret if report.draft_probability > 0 else None,
-                    budget_left=None if budget is None else max(budget - spent, 0.0),
-                    context=before[-_CONTEXT_CHARACTERS:],
-                )
+            one = Mismatch(
+                **{name: getattr(report, name) for name in _SAID},
+                prompt=index,
+                position=position,
+                draft_text=tokenizer.token_text(report.draft_id),
+                choice_text=tokenizer.token_text(report.choice_id),
+                entropy_measure=run.entropy_measure,
+                window=_window(report, has_window),
+                refused_by=refused_by(report),
+                rule=run.rule,
+                regret=report.regret if report.draft_probability > 0 else None,
+                budget_left=None if budget is None else max(budget - spent, 0.0),
+                context=before[-_CONTEXT_CHARACTERS:],
             )
+            mismatches.append(one)
         before = (before + text)[-_CONTEXT_CHARACTERS:]
     text, answer = _ended(generation, tokenizer)
     exact_text, exact_answer = (None, None) if exact is None else _ended(exact, tokenizer)

@@ -220,11 +220,8 @@ def compare(
     without_models: dict[int, _Measured] = {}
     if draft_share and pair.drafts:
         alone = dataclasses.replace(pair, drafts=(), drafter=_LastToken())
-        without_models = {
-            one.fixed_depth: measured(alone, configs[name])
-            for name, one in by_name.items()
-            if one.fixed_depth
-        }
+        depths = {one.fixed_depth: configs[name] for name, one in by_name.items()}
+        without_models = {k: measured(alone, one) for k, one in depths.items() if k}
     size = batch_size if batch_size == 1 else _GROUPS * batch_size
     groups = [ids[first : first + size] for first in range(0, len(ids), size)]
     with tqdm(total=turns * len(groups) * len(by_name), disable=None, leave=False) as bar:

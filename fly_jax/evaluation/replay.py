@@ -72,7 +72,6 @@ def record(
     """Decodes prompts by an engine with `reports_evidence`, and keeps every round."""
     parts: list[dict[str, Any]] = []
     numbers: dict[RequestState, int] = {}
-
     engine.listener = lambda output, occupants: parts.append(
         _of_dispatch(output, occupants, numbers, engine.max_length)
     )

@@ -207,12 +207,9 @@ def _steps(plan: Plan) -> list[str]:
     ]
     for step in plan.steps:
         sizes = (step.argument_bytes, step.temporary_bytes, step.peak_bytes)
-        lines.append(
-            f"  {step.name:<16}"
-            + "".join(f"{size / _GIB:10.2f}" for size in sizes)
-            + f"{step.work.flops / 1e12:9.3f}{step.work.num_bytes / 1e9:9.2f}"
-            + f"{step.seconds * 1e3:13.2f}"
-        )
+        cells = "".join(f"{size / _GIB:10.2f}" for size in sizes)
+        cells += f"{step.work.flops / 1e12:9.3f}{step.work.num_bytes / 1e9:9.2f}"
+        lines.append(f"  {step.name:<16}{cells}{step.seconds * 1e3:13.2f}")
     return lines
 
 

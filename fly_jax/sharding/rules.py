@@ -122,9 +122,8 @@ class Layout:
         """One line for each kind of dimension that does not divide as the rules ask."""
         names: dict[str, list[str]] = {}
         for name, spec in specs.items():
-            for axis, size, (kept, lost) in zip(
-                spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True
-            ):
+            parts = zip(spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True)
+            for axis, size, (kept, lost) in parts:
                 if lost:
                     wanted = self.devices(kept + lost)
                     instead = f"split over {self.devices(kept)}" if kept else "replicated"

@@ -5,14 +5,13 @@ Prompts are ours; models without a chat template continue the second wording, up
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
 import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.instructions import check_instructions, follows_all
@@ -30,8 +29,7 @@ _STATEMENTS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert")
 _PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """How items of one set are asked and judged.
 
     Attributes:
@@ -57,8 +55,7 @@ class Task:
     built_in: Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One of a task's; `name` is unique in its task."""
 
     task: str

@@ -378,22 +378,19 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
     def put(part: Any) -> Any:
         is_cache = isinstance(part, KVCache)
         layout = next(remaining, placed[-1]) if is_cache else placed[0]
-        axes = CACHE_AXES if is_cache else ()
-        return jax.tree.map(functools.partial(_placed, layout, axes), part)
+
+        def lying(leaf: ShapeDtypeStruct) -> ShapeDtypeStruct:
+            has_axes = is_cache and leaf.ndim == len(CACHE_AXES)  # whole on every device otherwise
+            axes = CACHE_AXES if has_axes else (None,) * leaf.ndim
+            where = layout.sharding(axes, leaf.shape)
+            return ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(lying, part)
 
     # The target's cache comes first, each drafter's before those of what lies below it, and what
     # a head keeps of its target last.
-    whole = jax.tree.map(functools.partial(_placed, placed[0], ()), state)
-    models = (whole.target, whole.drafter)
-    target, drafter = jax.tree.map(put, models, is_leaf=lambda one: isinstance(one, KVCache))
-    return dataclasses.replace(whole, target=target, drafter=drafter)
-
-
-def _placed(layout: Layout, axes: Sequence[str], leaf: ShapeDtypeStruct) -> ShapeDtypeStruct:
-    """An abstract array with these axes, or whole on every device where it has others."""
-    names = axes if leaf.ndim == len(axes) else (None,) * leaf.ndim
-    sharding = layout.sharding(names, leaf.shape)
-    return ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    found = jax.tree.map(put, state, is_leaf=lambda one: isinstance(one, KVCache))
+    return cast(DecodeState, found)
 
 
 def _bytes(state: DecodeState) -> int:
@@ -406,7 +403,6 @@ def _bytes(state: DecodeState) -> int:
 def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
     drafter, spec = engine.drafter, engine.spec
     assert drafter is not None
-
     propose = jax.jit(type(drafter).propose, static_argnames="num_tokens", donate_argnames="state")
     keys = None if spec.sampling is None else state.keys
     return propose.trace(

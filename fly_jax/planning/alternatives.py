@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType
-from fly_jax.models.layouts import Layouts, Workload, cache_exchanges, resident_bytes
+from fly_jax.models.layouts import Layouts, Workload, resident_bytes
 from fly_jax.models.presets import PRESETS
 from fly_jax.models.quantise import SELF, SELF_DRAFTS, self_draft_type
 from fly_jax.planning.plan_spec import PlanSpec, abstract_mesh
@@ -184,10 +184,9 @@ def _pass(
     layout = Layout(abstract_mesh(spec.mesh), RULES[rules])
     workload: Workload = dataclasses.replace(spec.workload, matrices=matrices)
     chip, sizes = spec.chip, dict(spec.mesh.axes)
-    kinds = cache_exchanges(layout, config, workload)
     width = min(draft_passes([config], spec.num_speculative_tokens)[0])
     work = pass_work(layout, config, workload, width, vector_memory=chip.vector_memory)
-    sent = model_exchanges(layout, config, workload, width, kinds)
+    sent = model_exchanges(layout, config, workload, width)
     seconds = roofline_seconds(work, sent, chip, sizes)
     held = resident_bytes(layout, config, workload)
     alone = roofline_seconds(work, [], chip, sizes)

@@ -27,14 +27,7 @@ from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import Chunk
 from fly_jax.models.architectures import LlamaConfig, MatrixType, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, KVCache
-from fly_jax.models.layouts import (
-    Layouts,
-    Workload,
-    cache_bytes,
-    cache_exchanges,
-    held_bytes,
-    parameter_bytes,
-)
+from fly_jax.models.layouts import Layouts, Workload, cache_bytes, held_bytes, parameter_bytes
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec
@@ -146,19 +139,19 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     """Counts every step from shapes, in the order in which they are compiled."""
     models = _models(spec, layouts)
     target, k, chunks = models[0], spec.num_speculative_tokens, _chunks(spec, layouts)
-    drafted, verified = _drafted(spec, layouts), _exchanges(target, k + 1)
+    drafted, verified = _drafted(spec, layouts), model_exchanges(*target, k + 1)
     found = {
         "prefill": [
             one
             for chunk, times in chunks.items()
             for model in models
-            for one in _times(_exchanges(_of_rows(model, chunk), chunk.size), times)
+            for one in _times(model_exchanges(*_of_rows(model, chunk), chunk.size), times)
         ],
         "insert": [],
         "round": drafted + verified,
         "draft": drafted,
         "verify": verified,
-        "autoregressive": _exchanges(target, 1),
+        "autoregressive": model_exchanges(*target, 1),
     }
     work = _work(spec, layouts)
     for name, (held, temporary) in _counted_memory(spec, layouts).items():
@@ -172,7 +165,7 @@ def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
         one
         for model, passes in zip(_models(spec, layouts)[1:], spec.draft_passes, strict=True)
         for width, times in passes.items()
-        for one in _times(_exchanges(model, width), times)
+        for one in _times(model_exchanges(*model, width), times)
     ]
 
 
@@ -274,10 +267,6 @@ def _work(spec: PlanSpec, layouts: Layouts) -> dict[str, Work]:
     }
 
 
-def _exchanges(model: _Model, tokens: int) -> list[Exchange]:
-    return model_exchanges(*model, tokens, cache_exchanges(*model))
-
-
 def _seconds(spec: PlanSpec, work: Work, sent: Iterable[Exchange]) -> float:
     return roofline_seconds(work, sent, spec.chip, dict(spec.mesh.axes))
 
@@ -338,7 +327,7 @@ def _compiled(
     sent = tuple(_times(found, times))
     if spec.below and name in ("round", "draft"):
         # How often a level runs is data, and not in the program.
-        verified = _exchanges(_models(spec, layouts)[0], most + 1) if name == "round" else []
+        verified = model_exchanges(*_models(spec, layouts)[0], most + 1) if name == "round" else []
         sent = (*_drafted(spec, layouts), *verified)
     return Step(
         name=name,

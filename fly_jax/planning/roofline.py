@@ -15,7 +15,7 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.attention import query_axes
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.head_config import Block
-from fly_jax.models.layouts import Workload, cache_bytes, parameter_bytes
+from fly_jax.models.layouts import Workload, cache_bytes, cache_exchanges, parameter_bytes
 from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
@@ -123,9 +123,10 @@ def draft_passes(
 
 
 def model_exchanges(
-    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int, kinds: Iterable[str]
+    layout: Layout, config: LlamaConfig, workload: Workload, tokens: int
 ) -> list[Exchange]:
-    """The layers' exchanges of one pass over `tokens` of every row, and attention's `kinds`."""
+    """The layers' exchanges of one pass over `tokens` of every row, and attention's."""
+    kinds = cache_exchanges(layout, config, workload)
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
     num_bytes = 2 * math.prod(shape)

@@ -42,13 +42,9 @@ class ShardingRules:
     cache_length: MeshAxes = ()
 
 
+_XY = ("x", "y")
 _TENSOR = ShardingRules(
-    vocab=("x", "y"),
-    q_heads=("x", "y"),
-    kv_heads=("x",),
-    ffw=("x", "y"),
-    features=("x", "y"),
-    cache_batch=("data", "y"),
+    vocab=_XY, q_heads=_XY, kv_heads=("x",), ffw=_XY, features=_XY, cache_batch=("data", "y")
 )
 _NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",), features=("x",))
 

@@ -77,10 +77,8 @@ class Summary:
 
     Attributes:
       regret: of all rescues together, in nats; None if one is infinite.
-      pairs: the pairs of the rescues, the most frequent first.
       windows: rescues by what became of their window; "none" where the rule has no window.
       windows_failed: mismatches that were deferred and then rolled back.
-      refusals: by what refused them.
       compared: prompts of which the target's own text is known; `texts_differ` is of these.
       answered: of these, those where both texts came to their end within the limit, and
         `answers_differ` those of them whose final answer is another.

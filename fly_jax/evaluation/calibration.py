@@ -33,13 +33,10 @@ def fill_memory(
 ) -> CorrectionMemory:
     """Decodes the prompts exactly and counts what is corrected (CSD's initialisation).
 
-    A run that was interrupted goes on after the last whole batch whose counts are in the file.
-    Where several processes decode on one mesh, all of them see the corrections of all rows, and the
-    first one has the file; the others return what they have counted themselves.
-
-    Args:
-      path: where the memory goes, now and then and at the end.
-      models: what tells this pair from others, so that a run does not go on with another one.
+    A run that was interrupted goes on after the last whole batch whose counts are in the file, to
+    which the memory goes now and then and at the end. Where several processes decode on one mesh,
+    all see the corrections of all rows, and the first one has the file; the others return what they
+    counted. `models` tells this pair from others, so that a run does not go on with another one.
 
     Raises:
       FlyJaxError: it cannot be written, or is no memory of this vocabulary and of this run.

@@ -41,10 +41,8 @@ class RuleResult:
 
     Attributes:
       seconds: of decoding; prefill and compilation are not counted.
-      num_rounds: target passes, each row's own.
       num_draft_tokens: draft tokens that the target saw.
       num_accepted_tokens: those it kept, rescued ones included.
-      speeds: tokens per second of each turn.
       first_token_seconds: the median prompt's, from when it was handed in.
       inter_token_seconds: from a token to the next one, the median prompt's.
       accepted_by_position: of the drafts, the share in which the token at each position was kept.
@@ -189,7 +187,6 @@ def compare(
 
     Args:
       configs: the rules by name, the baseline first; `three_rules` if not given.
-      turns: how often all of it is decoded.
       draft_share: measures rounds of the same K as well in which something drafts that takes no
         time, for the share of the draft models.
       categories: of each prompt, for figures of each category where prompts are decoded alone.

@@ -99,7 +99,7 @@ def find_gate(
     max_new_tokens: int = 128,
     batch_size: int = 1,
 ) -> Gate:
-    """Finds a rule's strictness, and FLy's window, for a bound.
+    """Finds a rule's strictness, and FLy's window, for a bound; FlyJaxError where none meets it.
 
     Every other prompt is to search with, and the rest to check. The prompts to search with are
     decoded exactly, and each round is judged with every setting. The one that promises most mean
@@ -107,10 +107,6 @@ def find_gate(
     that more may come of it than was promised: then less may be promised, in proportion.
     The prompts to check are decoded with what has met the bound on the others, and must meet it
     too. A `window_size` that is None tries `WINDOWS`.
-
-    Raises:
-      FlyJaxError: too few prompts, a config that cannot be calibrated, or no setting that rescues
-        anything and meets the bound.
     """
     check_prompts(prompts)
     search, check = prompts[0::2], prompts[1::2]

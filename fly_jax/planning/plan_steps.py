@@ -183,12 +183,9 @@ def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
     """Bytes of a chip for the caches of prompts that are run together, and how many such groups."""
     plan, found = spec.chunk_plan(layouts.target), Counter[int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
-        rows, capacity = chunk.rows, plan.positions(chunk.rows)
-        num_bytes = sum(
-            cache_bytes(layout, config, dataclasses.replace(workload, rows=rows, capacity=capacity))
-            for layout, config, workload in _models(spec, layouts)
-        )
-        found[num_bytes] += times
+        whole = chunk._replace(attended=plan.positions(chunk.rows))
+        held = (cache_bytes(*_of_rows(model, whole)) for model in _models(spec, layouts))
+        found[sum(held)] += times
     return found
 
 

@@ -57,10 +57,8 @@ def detect_process(
     """Which of several processes this one is; None where it is alone.
 
     What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI. One
-    process asks none. `timeout` is for the coordinator's name to be known, in seconds.
-
-    Raises:
-      FlyJaxError: some are given and others neither given nor known, or they do not fit together.
+    process asks none. `timeout` is for the coordinator's name to be known, in seconds. Raises
+    FlyJaxError if something is neither given nor known, or does not fit the rest.
     """
     given = coordinator_address, num_processes, process_id
     if num_processes == 1:

@@ -184,16 +184,14 @@ def train(
     """Trains a model, from the newest checkpoint in `directory` if there is one.
 
     The data are a function of the seed and the step, so an interrupted run continues as if it had
-    not been: Ctrl-C loses at most `steps_per_checkpoint` steps.
+    not been: Ctrl-C loses at most `steps_per_checkpoint` steps. Raises FlyJaxError for a checkpoint
+    beyond the run's last step.
 
     Args:
       batches: what it learns from, from a step on.
       start: where it begins; None for parameters at random, all of them trained.
       measured: how good a model is. It is asked before each checkpoint; the run ends where the last
         `PATIENCE` checkpoints were no better than one before them, and the best one is returned.
-
-    Raises:
-      FlyJaxError: the newest checkpoint is beyond the run's last step.
     """
     if start is None:
         random = Llama.random(recipe.config, jax.random.key(recipe.seed))

@@ -85,15 +85,9 @@ class Step:
         """Each copy: of which array, how often, and whether a loop or a branch makes it."""
         if self.copies is None:
             return None
+        names = ("operation", "shape", "count", "in_loop", "in_branch")
         return [
-            {
-                "operation": one.operation,
-                "shape": list(one.shape),
-                "bytes": one.num_bytes,
-                "count": one.count,
-                "in_loop": one.in_loop,
-                "in_branch": one.in_branch,
-            }
+            {name: getattr(one, name) for name in names} | {"bytes": one.num_bytes}
             for one in self.copies
         ]
 

@@ -119,10 +119,7 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
-    """Sizes of these neighbouring axes, and the devices from one of a group along them to the next.
-
-    The mesh has the size of each axis, the outermost first.
-    """
+    """Sizes of these neighbouring axes of a mesh, and the stride of the devices along them."""
     sizes = [mesh[name] for name in names]
     axes = list(mesh)
     inside = axes[axes.index(names[-1]) + 1 :] if names else []

@@ -185,7 +185,7 @@ def joint_errors() -> Iterator[None]:
     failed = [index for index, (_, sentence) in enumerate(found) if sentence is not None]
     if failed:
         host, sentence = found[failed[0]]
-        everywhere = len(failed) == len(found) and len({problem for _, problem in found}) == 1
+        everywhere = all(problem == sentence for _, problem in found)
         raise JointError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")
 
 

@@ -24,9 +24,8 @@ def axes_in(entry: str | MeshAxes | None) -> MeshAxes:
 class ShardingRules:
     """The mesh axes over which each logical axis is split, the outermost first.
 
-    A mesh that lacks one of them splits over the others; no mesh axis means replicated. The
-    fields are the logical axes of parameters and caches: see `parameter_specs` and `CACHE_AXES`
-    in `fly_jax.models`.
+    A mesh that lacks one of them splits over the others; no mesh axis means replicated. The fields
+    are the logical axes of `parameter_specs` and `CACHE_AXES` in `fly_jax.models`.
     """
 
     vocab: MeshAxes = ()

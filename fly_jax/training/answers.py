@@ -25,13 +25,12 @@ def continued(
 ) -> list[Document]:
     """The teacher's continuations, kept in a JSON lines file, from which an earlier run goes on."""
     found = dict(_read(file))
-    left = [index for index in range(len(prompts)) if index not in found]
     with (
         file.open("a", encoding="utf-8") as out,
         tqdm(total=len(prompts), initial=len(found), desc="Continuing", unit="prompt") as bar,
     ):
         requests = engine.requests(prompts, max_new_tokens, seed=seed)
-        numbers = {engine.submit(requests[index]): index for index in left}
+        numbers = {engine.submit(one): at for at, one in enumerate(requests) if at not in found}
         for state, settled in engine.run(()):
             if settled.finish_reason is None:
                 continue

@@ -155,7 +155,6 @@ def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float, mean: float)
 
 
 def _num_passes(config: LlamaConfig, num_speculative_tokens: int) -> float:
-    """Passes of a draft model alone in a round."""
     return sum(draft_passes([config], num_speculative_tokens)[0].values())
 
 

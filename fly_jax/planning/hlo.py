@@ -8,6 +8,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
@@ -33,8 +34,7 @@ _MOST_TRIPS = 2**10
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier")
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """Type, shape and layout of an array of the program, on one device."""
 
     kind: str
@@ -74,16 +74,14 @@ class Instruction:
         return tuple(_CALLED.findall(self.attributes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Computation:
+class Computation(NamedTuple):
     """One function of the program: its lines by name, in their order, and the one it returns."""
 
     instructions: dict[str, Instruction]
     root: Instruction | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """A whole module: its computations by name, and which one runs first."""
 
     computations: dict[str, Computation]

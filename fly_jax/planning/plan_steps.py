@@ -154,7 +154,6 @@ def counted_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
 
 
 def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
-    """The exchanges of all draft models in a round, counted from shapes."""
     return [
         one
         for model, passes in zip(_models(spec, layouts)[1:], spec.draft_passes, strict=True)

@@ -60,7 +60,6 @@ class Chip:
 
         Args:
           num_bytes: of the whole result on one device.
-          sizes: devices along each axis that takes part.
           stride: devices from one of a group to the next: those along the axes inside.
         """
         sizes = [size for size in sizes if size > 1]
@@ -119,7 +118,7 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
-    """Sizes of these neighbouring axes of a mesh, and the stride of the devices along them."""
+    """Sizes of these neighbouring axes, of which a mesh has the outermost first; their stride."""
     sizes = [mesh[name] for name in names]
     axes = list(mesh)
     inside = axes[axes.index(names[-1]) + 1 :] if names else []

@@ -120,11 +120,10 @@ def create_mesh(spec: MeshSpec) -> Mesh:
             f"simulated on the CPU; call prepare_devices before anything else uses JAX, or ask for "
             f"a mesh of {len(devices)}."
         )
-    have, also = "this machine has", ", or for 1x1"
-    if processes > 1:
-        have, also = f"the {processes} processes have", ""
-    is_simulated = kind == "cpu" and processes == 1
-    if not is_simulated and needed != len(devices) and not (also and needed == 1):
+    have, also = f"the {processes} processes have", ""
+    if processes == 1:
+        have, also = "this machine has", ", or for 1x1"
+    if needed != len(devices) and not (also and (kind == "cpu" or needed == 1)):
         raise FlyJaxError(
             f"The mesh {spec} needs {needed} devices and {have} {len(devices)} "
             f"({devices[0].device_kind}); ask for a mesh whose sizes multiply to "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float16, Int, Int32, UInt16
+from jaxtyping import Array, Float, Float16, Int, Int32, UInt16
 from tqdm import tqdm
 
 from fly_jax.models.llama import Llama
@@ -114,8 +114,7 @@ def _most_likely(
     model = Llama(config, parameters, layout)
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-    before: Bool[Array, "width width"] = jnp.tril(jnp.ones((width, width), bool))
-    visible = jnp.broadcast_to(before, (rows, width, width))
+    visible = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, width, width))
     # Where activations are bfloat16, so are the products' operands anyhow.
     matmul = bfloat16_matmul if model.dtype == jnp.float32 else None
     hidden, features = model.uncached_and_inputs(tokens, positions, visible, matmul, layers)

@@ -124,8 +124,7 @@ class Continuation:
 
 def final_answer(text: str) -> str:
     """The last number in a text, without thousands' commas; without one its last line."""
-    numbers = _NUMBER.findall(text)
-    if numbers:
+    if numbers := _NUMBER.findall(text):
         return str(numbers[-1]).replace(",", "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
@@ -153,6 +152,9 @@ def audited(
             assert report.draft_probability is not None
             assert report.regret is not None
             spent += report.regret if report.why.letter == "r" else 0
+            window: Window | None = "held" if report.refused_by is None and has_window else None
+            if report.deferred:
+                window = "completed" if report.refused_by is None else "failed"
             one = Mismatch(
                 **{name: getattr(report, name) for name in _SAID},
                 prompt=index,
@@ -160,7 +162,7 @@ def audited(
                 draft_text=tokenizer.token_text(report.draft_id),
                 choice_text=tokenizer.token_text(report.choice_id),
                 entropy_measure=run.entropy_measure,
-                window=_window(report, has_window),
+                window=window,
                 refused_by=refused_by(report),
                 rule=run.rule,
                 regret=report.regret if report.draft_probability > 0 else None,
@@ -192,13 +194,6 @@ def _ended(generation: Generation, tokenizer: Tokenizer) -> tuple[str, str | Non
     """A generation's text, and its answer if it came to its end."""
     text = tokenizer.decode(generation.token_ids, continues=True)
     return text, final_answer(text) if generation.finish_reason == "stop" else None
-
-
-def _window(report: TokenReport, has_window: bool) -> Window | None:
-    is_rescue = report.refused_by is None
-    if report.deferred:
-        return "completed" if is_rescue else "failed"
-    return "held" if is_rescue and has_window else None
 
 
 def refused_by(report: TokenReport) -> str | None:
@@ -334,8 +329,7 @@ def _made(kind: type[_Line], record: Mapping[str, Any], path: Path, number: int)
             raise _damaged(path, number, f"it lacks {name}")
         if not _is(record[name], wanted):
             raise _damaged(path, number, f"its {name} is {json.dumps(record[name])[:40]}")
-    unknown = sorted(set(record) - {field.name for field in dataclasses.fields(kind)})
-    if unknown:
+    if unknown := sorted(set(record) - {field.name for field in dataclasses.fields(kind)}):
         raise _damaged(path, number, f"it has {unknown[0]!r}, which is unknown")
     return kind(**record)
 

@@ -232,8 +232,7 @@ def compare(
     results = []
     for name, one in by_name.items():
         result = one.result(name, pair, categories if batch_size == 1 else (), check)
-        beside = without_models.get(one.fixed_depth)
-        if beside is not None:
+        if (beside := without_models.get(one.fixed_depth)) is not None:
             share = 1 - beside.seconds_of_a_round / one.seconds_of_a_round
             result = dataclasses.replace(result, draft_share=max(share, 0.0))
         results.append(result)

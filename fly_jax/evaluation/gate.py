@@ -132,8 +132,7 @@ def find_gate(
         found = list(candidates(pair, rounds, config, bound, windows))
         allowed = bound.limit
         for num_tried in itertools.count(1):
-            candidate = best(found, allowed)
-            if candidate is None:
+            if (candidate := best(found, allowed)) is None:
                 break
             shown = candidate.config.to_dict()
             bar.set_description(", ".join(f"{name}={shown[name]}" for name in varied(config)))

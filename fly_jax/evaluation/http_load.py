@@ -108,8 +108,7 @@ class Load:
                 found[f"median_{name}_ms"] = 1e3 * statistics.median(values)
                 found[f"p99_{name}_ms"] = 1e3 * values[at]
         steps = [one.metrics.get("speculative_decoding") or {} for one in self.replies]
-        rounds = sum(one.get("num_spec_steps", 0) for one in steps)
-        if rounds:
+        if rounds := sum(one.get("num_spec_steps", 0) for one in steps):
             accepted = sum(one.get("num_accepted_draft_tokens", 0) for one in steps)
             found["mean_acceptance_length"] = 1 + accepted / rounds
         return found

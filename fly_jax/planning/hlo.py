@@ -68,8 +68,7 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Computations that it calls, the branches of a conditional in their order."""
-        branches = _BRANCHES.search(self.attributes)
-        if branches:
+        if branches := _BRANCHES.search(self.attributes):
             return tuple(name.strip().lstrip("%") for name in branches[1].split(","))
         return tuple(_CALLED.findall(self.attributes))
 
@@ -109,8 +108,7 @@ def parse(hlo: str) -> Program:
     lines: dict[str, Instruction] = {}
     root: Instruction | None = None
     for line in hlo.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
+        if header := _COMPUTATION.match(line):
             name, lines, root = header[2], {}, None
             entry = name if header[1] else entry
             continue
@@ -244,8 +242,7 @@ def _loop(scope: _Scope, one: Instruction) -> tuple[int | None, _Scope]:
     before = [_element(init, slot) for slot in slots]
     inside = tuple(value if same else None for value, same in zip(before, kept, strict=True))
     found = _Scope(scope.program, body, (inside,))
-    known = _KNOWN_TRIPS.search(one.attributes)
-    if known:
+    if known := _KNOWN_TRIPS.search(one.attributes):
         return int(known[1]), found
     # A counter whose start is data starts at 0 at the least: more trips than there will be.
     state: _Value = tuple(
@@ -322,14 +319,11 @@ def _within(program: Program, computation: Computation) -> Iterator[tuple[str, I
 
 def _group_size(line: str, num_devices: int) -> int:
     """Devices in one group, in any of the spellings of HLO."""
-    listed = re.search(r"replica_groups=\{\{([0-9,]*)\}", line)
-    if listed:
+    if listed := re.search(r"replica_groups=\{\{([0-9,]*)\}", line):
         return listed[1].count(",") + 1
-    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    if counted:
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(counted[1])
-    meshed = re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", line)
-    if meshed:
+    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", line):
         sizes = dict(part.split("=") for part in meshed[1].split(","))
         # A part of an axis is written with what comes before it and its own size: 'x':(2)4.
         parts = (re.split(r":\(\d+\)", name.strip()) for name in meshed[2].split(","))

@@ -241,8 +241,7 @@ def _copies(plan: Plan) -> list[str]:
 
 
 def _speed(plan: Plan) -> list[str]:
-    speed = plan.speed()
-    if speed is None:
+    if (speed := plan.speed()) is None:
         return ["No speed is given for what does not fit."]
     return [
         f"At best, with {speed['mean_accepted_tokens']:.2f} mean accepted tokens: "
@@ -254,8 +253,7 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def _drafters(plan: Plan) -> list[str]:
-    drafters = plan.drafters()
-    if drafters is None:
+    if (drafters := plan.drafters()) is None:
         return ["No other draft is weighed for what does not fit, nor with levels below the draft."]
     types = sorted({one.matrices for one in drafters.passes})
     lines = [

@@ -162,8 +162,7 @@ def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
         FLY_JAX_COMPILATION_CACHE, else the folder of JAX_COMPILATION_CACHE_DIR as it is, else one
         of the user's own.
     """
-    kept = kept_folder(folder, VARIABLE, "xla")
-    if kept is None:
+    if (kept := kept_folder(folder, VARIABLE, "xla")) is None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     given = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]

@@ -295,8 +295,7 @@ def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
     for name, spec in parameter_specs(model.config).items():
         some = np.array(layers) if spec.axes[0] == "layers" else slice(None)
         found[name] = np.asarray(parameters[name][some], np.float32)
-        scale = parameters.get(scale_name(name))
-        if scale is not None:
+        if (scale := parameters.get(scale_name(name))) is not None:
             inputs = [axis for axis, which in enumerate(spec.axes) if which in spec.inputs]
             found[name] *= np.expand_dims(np.asarray(scale[some]), inputs)
     return found

@@ -41,8 +41,7 @@ class RuleResult:
 
     Attributes:
       seconds: of decoding; prefill and compilation are not counted.
-      num_draft_tokens: draft tokens that the target saw.
-      num_accepted_tokens: those it kept, rescued ones included.
+      num_accepted_tokens: of the draft tokens that the target saw, rescued ones included.
       first_token_seconds: the median prompt's, from when it was handed in.
       inter_token_seconds: from a token to the next one, the median prompt's.
       accepted_by_position: of the drafts, the share in which the token at each position was kept.

@@ -268,11 +268,9 @@ ITEM_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One exchange of a program, with shapes and bytes of its results on one device.
+    """One exchange of a program, as HLO names it; shapes and bytes are its results' on one device.
 
     Attributes:
-      kind: as HLO names it.
-      group_size: devices that take part together.
       axes: of the mesh, along which a group lies; empty where only the group's size is known.
     """
 

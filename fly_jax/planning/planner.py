@@ -190,12 +190,11 @@ def table(plan: Plan) -> str:
         label = name.removesuffix("_bytes").replace("_", " ")
         lines.append(f"  {label:<18}{num_bytes / _GIB:8.2f}")
     lines += ["", *_steps(plan), "", *_exchanges(plan), *_copies(plan), "", *_speed(plan), ""]
-    lines += [
-        *_drafters(plan),
+    largest = (
         f"largest batch with this context: {plan.largest_batch}; largest context with this batch: "
-        f"{plan.largest_context} (by shapes, corrected by the plan above)",
-    ]
-    return "\n".join(lines)
+        f"{plan.largest_context} (by shapes, corrected by the plan above)"
+    )
+    return "\n".join([*lines, *_drafters(plan), largest])
 
 
 def _steps(plan: Plan) -> list[str]:
@@ -230,8 +229,7 @@ def _copies(plan: Plan) -> list[str]:
         return []
     label, lines = "Copies of a cache or a stack of matrices", []
     for step, made in found:
-        repeated = [one for one in made if one.is_repeated]
-        if repeated:
+        if repeated := [one for one in made if one.is_repeated]:
             count = sum(one.count for one in repeated)
             num_bytes = sum(one.count * one.num_bytes for one in repeated)
             lines.append(f"  {step.name:<16}{count} in loops or branches, {num_bytes / 1e9:.2f} GB")

@@ -177,7 +177,6 @@ class StepTimes:
     Attributes:
       drafts_at_once: a pass of the draft model drafts all tokens.
       verify: the target's pass over K + 1 tokens; each further one adds `verify_token`.
-      autoregressive: the target's pass over one token.
     """
 
     draft_pass: float

@@ -182,8 +182,7 @@ def joint_errors() -> Iterator[None]:
     except (FlyJaxError, OSError) as error:
         problem = file_trouble(error) if isinstance(error, OSError) else str(error)
     found = gather([socket.gethostname(), problem])
-    failed = [index for index, (_, sentence) in enumerate(found) if sentence is not None]
-    if failed:
+    if failed := [index for index, (_, sentence) in enumerate(found) if sentence is not None]:
         host, sentence = found[failed[0]]
         everywhere = all(problem == sentence for _, problem in found)
         raise JointError(sentence if everywhere else f"Process {failed[0]} ({host}): {sentence}")

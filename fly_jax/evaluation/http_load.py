@@ -60,8 +60,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
                 if "error" in chunk:
                     raise FlyJaxError(f"{client.base_url} breaks off: {chunk['error']}")
                 given = [{**one, **one.get("delta", {})} for one in chunk["choices"]]
-                text = "".join(one.get("text") or one.get("content") or "" for one in given)
-                if text:
+                if text := "".join(one.get("text") or one.get("content") or "" for one in given):
                     now = time.perf_counter()
                     if reply.text:
                         reply.itl.append(now - last)
@@ -101,8 +100,7 @@ class Load:
             values = [getattr(one, name) for one in self.replies]
             if name == "itl":
                 values = [gap for gaps in values for gap in gaps]
-            values = sorted(value for value in values if value is not None)
-            if values:
+            if values := sorted(value for value in values if value is not None):
                 at = min(len(values) - 1, int(0.99 * len(values)))
                 found[f"mean_{name}_ms"] = 1e3 * statistics.fmean(values)
                 found[f"median_{name}_ms"] = 1e3 * statistics.median(values)

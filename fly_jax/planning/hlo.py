@@ -210,7 +210,7 @@ class _Scope:
         if one.opcode == "constant":
             is_number = one.arrays and re.fullmatch(r"-?\d+", one.inputs)
             return int(one.inputs) if is_number else None
-        values = tuple(self.value(operand) for operand in one.operands)
+        values = tuple(map(self.value, one.operands))
         if one.opcode == "get-tuple-element":
             return _element(values[0], int(_INDEX.findall(one.attributes)[0]))
         if one.opcode == "tuple":

@@ -46,7 +46,6 @@ class Kind(NamedTuple):
       scores: of the tokens that it knows, step by step, in float32.
       depth: steps that are trained. With more than three, EAGLE's users found, the first ones
         become worse; where all are drafted at once, one that was not trained is worth nothing.
-      learning_rate: peak rate.
     """
 
     behind: int

@@ -36,9 +36,8 @@ class Recipe:
     """A model and its training run.
 
     Attributes:
-      row_length: in tokens.
-      learning_rate: at its peak, to which it rises from 0 in `warmup_steps`.
-      decay_share: last part of the steps, in which the rate falls linearly to 0.
+      learning_rate: at its peak, to which it rises in `warmup_steps` and from which it falls to 0
+        in the last part of the steps, the `decay_share`.
       stop_step: step at which the run ends before its schedule does; None for `num_steps`.
       loss: of a batch, by the model's shape and its parameters.
     """

@@ -259,11 +259,8 @@ def beginning(
     shared: Any = {"target_embed_size": embed, "layers": tuple(layers), "has_embedding": True}
     head: TargetHead = Eagle3(**shared)
     # Its layers are Llama's or Qwen 3's, which is what others read of such a head.
-    have = {
-        name: value
-        for name, value in have.items()
-        if not name.endswith("_bias") and name not in ("query_norm", "key_norm")
-    }
+    foreign = ("_bias", "query_norm", "key_norm")
+    have = {name: value for name, value in have.items() if not name.endswith(foreign)}
     is_llama = kind == "eagle3"
     shape: Any = {"architecture": "llama" if is_llama else "qwen3", "head_norms": not is_llama}
     own = dataclasses.replace(own, attention_biases=False, **shape)

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.round import verify_step
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
@@ -383,11 +384,9 @@ def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
     drafter, spec = engine.drafter, engine.spec
     assert drafter is not None
     propose = jax.jit(type(drafter).propose, static_argnames="num_tokens", donate_argnames="state")
-    keys = None if spec.sampling is None else state.keys
-    return propose.trace(
-        drafter, state.drafter, state.tokens, state.length, spec.static.num_speculative_tokens,
-        sampling=spec.sampling, keys=keys,
-    )  # fmt: skip
+    terms = Terms(None, spec.sampling, None if spec.sampling is None else state.keys)
+    k = spec.static.num_speculative_tokens
+    return propose.trace(drafter, state.drafter, state.tokens, state.length, k, terms)
 
 
 def _trace_verify(target: Llama, state: DecodeState, spec: RoundSpec) -> Traced:

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from fly_jax import Generation, KVCache, Lookup, empty_cache, evidence, verify_step
 from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.models.llama import Llama
 from fly_jax.verification.rules import Exact, Fly, accept
@@ -59,9 +60,8 @@ def foreign_engine(
         if sampling is not None:
             split = jax.vmap(lambda key: jax.random.split(key, 3))(keys)
             keys, draft_keys, verify_keys = split[:, 0], split[:, 1], split[:, 2]
-        proposal, drafter_state = draft_alone(
-            drafter, drafter_state, text, length, DRAFTED, sampling=sampling, keys=draft_keys
-        )
+        terms = Terms(None, sampling, None if sampling is None else draft_keys)
+        proposal, drafter_state = draft_alone(drafter, drafter_state, text, length, DRAFTED, terms)
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
         seen = evidence_alone(
             logits, proposal.tokens, needs=rule.needs, sampling=sampling,

@@ -253,7 +253,7 @@ def test_an_interrupted_run_says_how_to_go_on(
 def test_what_is_refused(
     folders: tuple[Path, Path], arguments: list[str], word: str, capsys: Captured
 ) -> None:
-    given = (one.format(folder) for one, folder in zip(arguments, [*folders, ""], strict=False))
+    given = (one.format(folder) for one, folder in zip(arguments, [*folders, "", ""], strict=False))
     assert main(["train", *given]) == 2
     error = capsys.readouterr().err
     assert word in error

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fly_jax.errors import FlyJaxError
-from fly_jax.models.head_config import Block, Eagle3, TargetHead, is_head, read_head, written_head
+from fly_jax.models import head_config
+from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
 # The names that `config.json` has for sizes, and for all that is read and written as it is.
@@ -333,8 +334,9 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
         known.
     """
     head = None
-    if is_head(fields):
-        fields, head = read_head(fields, source)
+    named = str(fields.get("architectures"))
+    if head_config.HEADS.search(named) or not head_config.HEAD_FIELDS.isdisjoint(fields):
+        fields, head = head_config.read_head(fields, source)
     name = fields.get("model_type", "llama")
     if name not in ARCHITECTURES:
         raise FlyJaxError(
@@ -400,7 +402,7 @@ def config_fields(config: LlamaConfig) -> Fields:
     if config.head is not None:
         known = config.draft_vocab_size or config.vocab_size
         layer = dataclasses.replace(config, head=None, draft_vocab_size=None)
-        return written_head(config.head, config_fields(layer), known)
+        return head_config.written_head(config.head, config_fields(layer), known)
     architecture, scaling = ARCHITECTURES[config.architecture], config.rope_scaling
     rope: Fields = {"rope_type": "default"}
     if scaling is not None:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 from fly_jax.errors import FlyJaxError
 
-# What the classes of such heads are called.
+# A `config.json` is one of a head by the names of its classes, or by one of these fields.
 EAGLE3 = "Eagle3"
-_BLOCKS = re.compile("DFlash|DSpark")
+HEADS = re.compile(f"{EAGLE3}|DFlash|DSpark")
+HEAD_FIELDS = frozenset({"speculators_model_type", "dflash_config"})
 # Of the package that writes the nested format, the versions whose fields are known.
 _VERSIONS = re.compile(r"0\.[1-9](\..*)?")
 # Fields that say how features are normalised, and the default in all formats: they are not.
@@ -99,13 +100,6 @@ class Block(TargetHead):
     def most_tokens(self) -> int:
         """Tokens of the longest draft."""
         return self.block_size - (not self.anchor_predicts)
-
-
-def is_head(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is one of a head."""
-    named = str(fields.get("architectures"))
-    by_name = EAGLE3 in named or _BLOCKS.search(named)
-    return bool(by_name) or "speculators_model_type" in fields or "dflash_config" in fields
 
 
 def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], TargetHead]:

@@ -219,8 +219,7 @@ class DecodingConfig:
 
     def without_draft(self) -> DecodingConfig:
         """This config for a target that nothing proposes to."""
-        temperature = self.sampling.temperature
-        return self.replace(rule="autoregressive", temperature=temperature, truncate=None)
+        return self.replace(rule="autoregressive", temperature=self.sampling.temperature)
 
     @property
     def is_loosened(self) -> bool:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     others = [one for one in decode if one != DRAFT]
     configs = decodings(others, config, proposes=proposes) if others else {}
     if DRAFT in decode:
-        configs[DRAFT] = config.without_draft()
+        configs[DRAFT] = config.without_draft().replace(truncate=None)  # which is the target's
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     models, mesh = open_models(values, longest)
     if DRAFT in configs and not models.draft_decodes_alone:

@@ -105,6 +105,8 @@ def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:
         *((name, rule, k) for name, rule in rules.items()),
     ]
     assert [one.to_sampling() for one in found] == [sampling] * len(found)
+    for one in found:  # where nothing proposes, too
+        assert one.truncate == one.without_draft().truncate == values.get("truncate")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("fly_*")), ids=lambda path: path.stem)

@@ -104,6 +104,21 @@ def test_other_numbers_compile_nothing(
     assert after != before
 
 
+def test_another_k_and_another_rule_compile_their_rounds_alone(
+    compilations: Callable[[], list[str]],
+) -> None:
+    """Prompts are run, put into slots and begun by the same programs."""
+    jax.clear_caches()
+    for spec in (SPECS["exact"], SPECS["fly"].with_static(num_speculative_tokens=3)):
+        engine_for(spec).generate(*BATCHES[0][:2])
+        compiled = [one.split(" in ")[0].split("jit(")[1] for one in compilations()]
+        assert sum(one.startswith("_run") for one in compiled) == 1
+        expected = {"_begin", "_insert", "_prefill_chunk"} if spec is SPECS["exact"] else set()
+        programs_of_ours = {one.rstrip(")") for one in compiled if one.startswith("_")}
+        assert expected <= programs_of_ours
+        assert expected or programs_of_ours == {"_run"}
+
+
 @of_every_kind
 def test_nothing_is_copied_unasked(name: str) -> None:
     engine = engine_for(SPECS[name])

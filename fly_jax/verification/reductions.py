@@ -46,14 +46,11 @@ def vocab_max(values: Local, axis_names: AxisNames = ()) -> Found:
 
 def vocab_argmax(values: Local, axis_names: AxisNames = ()) -> Int[Array, "*lead"]:
     """Token of the largest value; of equal ones the lowest id, as `jnp.argmax` has it."""
-    here = jnp.argmax(values, axis=-1).astype(jnp.int32)
-    if not axis_names:
-        return here
-    local_size = values.shape[-1]
-    best = jnp.max(values, axis=-1)
-    holds_best = best == jax.lax.pmax(best, axis_names)
-    here = here + jax.lax.axis_index(axis_names) * local_size
-    return jax.lax.pmin(jnp.where(holds_best, here, jnp.iinfo(jnp.int32).max), axis_names)
+    # Which on a CPU takes seven times as long as both of these passes.
+    is_best = ~(values < vocab_max(values, axis_names)[..., None])
+    ids = token_ids(values.shape[-1], axis_names)
+    here = jnp.min(jnp.where(is_best, ids, jnp.iinfo(jnp.int32).max), axis=-1)
+    return jax.lax.pmin(here, axis_names) if axis_names else here
 
 
 def vocab_top(values: Local, count: int, axis_names: AxisNames = ()) -> Top:

@@ -18,7 +18,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import Entropy, Needs, evidence
-from fly_jax.verification.reductions import one_by_one
+from fly_jax.verification.reductions import one_by_one, vocab_argmax
 from fly_jax.verification.sampling import Sampling, sample
 
 ROWS, VOCAB = 4, 7
@@ -244,3 +244,14 @@ def test_draft_sampling_moves_no_vocabulary() -> None:
     sizes = sizes_exchanged(program.as_text())
     assert sizes
     assert max(sizes) <= 4 * 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_largest_value_is_found_where_numpy_finds_it(dtype: str) -> None:
+    """The first of equal ones; where all are hidden, or none is a number, a token all the same."""
+    values = np.random.default_rng(5).integers(0, 9, (6, 4, 100)).astype(np.float32)
+    values[1], values[2, :, 7], values[3, 0, 50] = -np.inf, np.inf, np.nan
+    found = jax.jit(vocab_argmax)(jnp.asarray(values, dtype))
+    expected = values.argmax(axis=-1)
+    expected[3, 0] = 0
+    np.testing.assert_array_equal(found, expected)

@@ -65,6 +65,7 @@ setup(
             *_BENCH,
             "beartype>=0.22",  # with it tests check the shapes that annotations name
             "hypothesis>=6.100",
+            "zstandard",  # by which JAX keeps programs in less time
             # The planner's tests compile for TPUs; libtpu is made for this platform alone.
             'jax[tpu]; sys_platform == "linux" and platform_machine == "x86_64"',
             "mypy==2.*",

@@ -28,7 +28,8 @@ from fly_jax.models.llama import Llama
 _STEPS_PER_REPORT = 10
 # Checkpoints after the best one.
 PATIENCE = 5
-_MEASURED = "mean_accepted_tokens"
+# How good a model is; of equally good ones the first is the best.
+_MEASURED, _BEFORE = "mean_accepted_tokens", "negative_step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,8 @@ def train(
     with _manager(directory, is_measured=measured is not None) as manager:
         state = _restored(manager, recipe, fresh, manager.latest_step())
         first = int(state.step)
+        if first:
+            logging.info("Continuing after step %d of %d.", first, recipe.last_step)
         rows = batches(first)
         tokens_per_step = recipe.batch_size * recipe.row_length
         total, initial = recipe.last_step * tokens_per_step, first * tokens_per_step
@@ -221,7 +224,7 @@ def train(
                     continue
                 metrics = None
                 if measured is not None:
-                    metrics = {_MEASURED: measured(model(state))}
+                    metrics = {_MEASURED: measured(model(state)), _BEFORE: -step}
                     found = f"Step {step}: {metrics[_MEASURED]:.3f} mean accepted tokens."
                     bar.write(found, file=sys.stderr)
                 arguments = ocp.args.StandardSave(state._asdict())
@@ -244,7 +247,7 @@ def _manager(directory: Path, *, is_measured: bool) -> ocp.CheckpointManager:
     """Keeps the newest checkpoint, from which a run goes on, and the best one."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     if is_measured:
-        measure = operator.itemgetter(_MEASURED)
+        measure = operator.itemgetter(_MEASURED, _BEFORE)
         kept = [managers.LatestN(1), managers.BestN(get_metric_fn=measure, n=1)]
         policy = managers.AnyPreservationPolicy(kept)
         options = ocp.CheckpointManagerOptions(best_fn=measure, preservation_policy=policy)
@@ -262,6 +265,5 @@ def _restored(
             f"{manager.directory} holds a checkpoint of step {step} and a run of "
             f"{recipe.last_step} steps was asked for; give another directory, or more steps."
         )
-    logging.info("Continuing after step %d of %d.", step, recipe.last_step)
     shapes = jax.eval_shape(lambda: fresh._asdict())
     return TrainingState(**manager.restore(step, args=ocp.args.StandardRestore(shapes)))

@@ -11,9 +11,7 @@ from fly_jax.engine.batch import generate
 from fly_jax.sharding.processes import detect_process, initialize
 from fly_jax.verification.rules import Exact, Fly
 
-RULES = {
-    "exact": (Exact(), 4), "fly": (Fly(window_size=2), 4), "autoregressive": ("autoregressive", 0),
-}  # fmt: skip
+RULES = {"exact": Exact(), "fly": Fly(window_size=2)}
 # Rows of one batch differ in length and end at different rounds; the last batch is not full.
 PROMPTS = ["Ada has 3 apples in a box", "Boris", "Vera's 7 apples", "Boris buys 12", "Ada"]
 MAX_NEW_TOKENS = 12
@@ -26,11 +24,11 @@ def results(pair: Pair) -> dict[str, list[list[object]]]:
         name: [
             [row.token_ids, [why.name for why in row.why], row.num_rounds]
             for row in generate(
-                pair, PROMPTS, rule=rule, num_speculative_tokens=drafted,
+                pair, PROMPTS, rule=rule, num_speculative_tokens=4,
                 max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS,
             )
         ]
-        for name, (rule, drafted) in RULES.items()
+        for name, rule in RULES.items()
     }  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import pytest
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
@@ -127,11 +126,7 @@ def compiled_text(traced: Traced, target: Llama) -> str:
     sharding = target.parameters()["embedding"].sharding
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
-    options: dict[str, str | bool] = {}
-    if is_cpu:
-        options["xla_backend_optimization_level"] = "0"
-        if jaxlib.version.__version_info__ < (0, 11):  # which tests/conftest.py switches off
-            options["xla_cpu_use_fusion_emitters"] = True
+    options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
     hlo = traced.lower().compile(compiler_options=options).as_text()
     assert hlo is not None
     return hlo

@@ -74,16 +74,16 @@ def up_to_the_round(target: LlamaConfig, rules: Sequence[str], **sizes: Any) -> 
 
 @pytest.fixture(scope="module")
 def int8_batch() -> Steps:
-    """405B in int8 with 8 rows, which are split over y.
-
-    Prompts are short: the compiler takes long for wide passes, which exchange the same.
-    """
-    return up_to_the_round(LARGE, ("tensor", "tensor"), int8=True, rows=8, prompt_length=16)
+    """405B in int8 with 8 rows, which are split over y."""
+    return up_to_the_round(LARGE, ("tensor", "tensor"), int8=True, rows=8)
 
 
 @pytest.fixture(scope="module")
 def long_70b() -> Steps:
-    """70B whose cache is split by positions, with a draft in every column, and a short prompt."""
+    """70B whose cache is split by positions, with a draft in every column.
+
+    The prompt is short: the compiler takes long for wide passes, which exchange the same.
+    """
     return up_to_the_round(MIDDLE, ("tensor_long", "narrow_whole"), prompt_length=16)
 
 

@@ -46,7 +46,7 @@ def vocab_max(values: Local, axis_names: AxisNames = ()) -> Found:
 
 def vocab_argmax(values: Local, axis_names: AxisNames = ()) -> Int[Array, "*lead"]:
     """Token of the largest value; of equal ones the lowest id, as `jnp.argmax` has it."""
-    # Which on a CPU takes seven times as long as both of these passes.
+    # On a CPU `jnp.argmax` takes four to seven times as long as these two passes.
     is_best = ~(values < vocab_max(values, axis_names)[..., None])
     ids = token_ids(values.shape[-1], axis_names)
     here = jnp.min(jnp.where(is_best, ids, jnp.iinfo(jnp.int32).max), axis=-1)

@@ -1,16 +1,14 @@
-"""Eight simulated devices for every test, programs that compile fast, and one folder for them.
+"""Eight simulated devices for every test, and programs that compile fast.
 
-All is set before any JAX backend exists. Workers, the commands that tests start and the next run
-take each other's programs from the folder; `pytest --cache-clear` empties it. Nearly all the time
-of the tests is that of compiling small programs, and what they compute does not depend on how well
-LLVM does it.
+All is set before any JAX backend exists. Nearly all the time of the tests is that of compiling
+small programs, and what they compute does not depend on how well LLVM does it. None is kept on
+disk: compiled so fast, a program takes as long to read as to compile.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +16,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-os.environ["FLY_JAX_COMPILATION_CACHE"] = str(
-    Path(__file__).parents[1] / ".pytest_cache/d/programs"
-)
+os.environ["FLY_JAX_COMPILATION_CACHE"] = "off"
 os.environ["FLY_JAX_WEIGHTS_CACHE"] = "off"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jaxlib
@@ -34,7 +29,6 @@ shape_checks.install()
 
 from fly_jax.decoding.programs import Programs  # noqa: E402
 from fly_jax.decoding.state import DecodeState  # noqa: E402
-from fly_jax.sharding.mesh import enable_compilation_cache  # noqa: E402
 
 # A module in one piece: cutting it into pieces for more cores is work of its own.
 added = ["--xla_cpu_parallel_codegen_split_count=1"]
@@ -47,7 +41,6 @@ os.environ["XLA_FLAGS"] = " ".join([*given, *added])
 gc.set_threshold(100_000, 20, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # from now on no command that a test runs in this process changes their number
-enable_compilation_cache()
 
 
 _TESTS = Path(__file__).parent
@@ -64,6 +57,11 @@ _SLOW = (
     "decoding/test_mesh_decoding.py",
     "decoding/test_steady_state.py",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait, for a server or for other processes."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -83,16 +81,6 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(scope="module")
-def uncached() -> Iterator[None]:
-    """For what libtpu compiles: without a TPU it is written into a cache and cannot be read."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, math.inf)
-    yield
-    jax.config.update(name, before)
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ OPTIONS = [
 def _settings(monkeypatch: Patch) -> Iterator[None]:
     """JAX's options are as they were when a test is done."""
     monkeypatch.delenv("FLY_JAX_COMPILATION_CACHE")
-    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     yield
     for name, value in before.items():

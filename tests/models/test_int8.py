@@ -100,9 +100,8 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
         if at >= time:
             break
         some = tokens[:, at : at + width]
-        # A batch attends as far as its longest row, a token fed alone to fewer steps than others.
-        step_size = 64 if widths == (1,) else 128
-        attended = None if len(rows) > 1 else -(-at // step_size) * step_size
+        # All of the cache, but a token that is fed alone, which attends to no more than it must.
+        attended = -(-at // 64) * 64 if widths == (1,) else None
         found, cache = step(model.parameters(), some, cache, attended)
         logits.append(found)
         at += some.shape[1]

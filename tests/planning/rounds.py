@@ -25,13 +25,10 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
 EOS = (1,)
-BY_LIBTPU = [
-    pytest.mark.usefixtures("uncached"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
-    ),
-]
+BY_LIBTPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
+)
 LEVEL_TOKENS = 3
 
 

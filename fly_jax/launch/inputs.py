@@ -152,10 +152,12 @@ def load_opened(
     longest: int,
 ) -> Pair:
     """Reads the weights, laid out for what is to be decoded, and says where they lie."""
+    from fly_jax.decoding.drafters.chain import check_confidence
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
     from fly_jax.models.layouts import Workload
 
+    check_confidence([one.config for one in models.drafts], config.drafting.draft_confidence)
     devices = create_mesh(mesh)
     if devices.size > 1:
         say(describe(devices))

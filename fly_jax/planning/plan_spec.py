@@ -156,13 +156,15 @@ class PlanSpec:
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
         check_chain(self.target, self.drafts)
-        head, k = self.draft.head, self.num_speculative_tokens
-        if isinstance(head, Block) and k > head.most_tokens:
-            raise FlyJaxError(
-                f"A round of {k} draft tokens was asked for, and a block of this head has "
-                f"{head.most_tokens}; give num_speculative_tokens={head.most_tokens} or less."
-            )
         levels = self.rounds.static.level_speculative_tokens
+        sizes = [("num_speculative_tokens", self.num_speculative_tokens)]
+        sizes += [("level_speculative_tokens", one) for one in levels]
+        for one, (name, size) in zip(self.drafts, sizes, strict=False):
+            if isinstance(one.head, Block) and size > one.head.most_tokens:
+                raise FlyJaxError(
+                    f"{name} is {size}, and a block of its head has {one.head.most_tokens} draft "
+                    f"tokens; give {name}={one.head.most_tokens} or less."
+                )
         if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(
                 f"level_accepted_tokens is {self.level_accepted_tokens}; a pass of a draft with "

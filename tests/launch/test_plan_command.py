@@ -114,7 +114,6 @@ def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments:
     assert (spec.rule.budget is not None) == ("risk_budget" in given)
 
 
-@pytest.mark.usefixtures("uncached")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_what_would_run_is_compiled(tiny_pair: Folders, capsys: Captured) -> None:
     target, draft = tiny_pair
@@ -166,3 +165,6 @@ def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
     refused("plan", *H200, *reversed(PARD), "--level_accepted_tokens=2", words=["pard_token"])
     for flags in ((), ("--level_accepted_tokens=6",), ("--level_accepted_tokens=0.5",)):
         refused("plan", *H200, *PARD, *flags, words=["gives 1 to 5 tokens"])
+    qwen = [f"--{name}=qwen-3-8b" for name in ("target", "draft")]
+    block = [*qwen, "--draft=dspark-qwen-3-8b", "--level_speculative_tokens=8", *H200[:2]]
+    refused("plan", *block, words=["level_speculative_tokens is 8", "7 draft tokens"])

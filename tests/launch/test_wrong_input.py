@@ -39,6 +39,7 @@ REFUSED = {
         (["--mesh=3x3"], ["9", "8"]),
         (["--num_speculative_tokens=6"], ["num_speculative_tokens=6", "window"]),
         (["--num_speculative_tokens=5000"], ["5000", "96"]),
+        (["--draft_confidence=0.4"], ["draft_confidence is 0.4", "DSpark"]),
         (["--rule=exact", "--temperature=0.5"], ["exact", "sampled"]),
         (["--rule=sampled", "--temperature=0"], ["sampled", "exact"]),
         (["--temperature=nan"], ["nan"]),

@@ -36,8 +36,8 @@ def checked_drafter(
     """The drafter: the one that was given, the lookup alone, or None where K is 0.
 
     Raises:
-      FlyJaxError: K is asked for and nothing proposes, too few or many draft models, or one of
-        another vocabulary.
+      FlyJaxError: K is asked for and nothing proposes, too few or many draft models, one of
+        another vocabulary, or a confidence that none of them has.
     """
     if not static.num_speculative_tokens:
         return None
@@ -63,7 +63,9 @@ def checked_drafter(
                 f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
                 "model of the target's family."
             )
-    check_chain(target.config, [one.config for one in models], static.lookup)
+    configs = [one.config for one in models]
+    check_chain(target.config, configs, static.lookup)
+    check_confidence(configs, static.draft_confidence)
     if models and models[-1].config.head is not None:
         *above, head = models
         kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
@@ -79,6 +81,15 @@ def check_chain(
         check_nothing_below(config, below or lookup)
         if config.head is not None:
             _check_head(above, config, "target" if above is target else "draft model above it")
+
+
+def check_confidence(drafts: Sequence[LlamaConfig], least: float) -> None:
+    """Raises FlyJaxError for a draft_confidence where no draft says how probable its tokens are."""
+    if least and not any(isinstance(one.head, Block) and one.head.has_confidence for one in drafts):
+        raise FlyJaxError(
+            f"draft_confidence is {least}, and no draft says how probable its tokens are to be "
+            "accepted; leave it out, or give a DSpark head with a confidence head as a draft."
+        )
 
 
 def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:

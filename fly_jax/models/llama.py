@@ -48,6 +48,7 @@ Matmul = Callable[[str, Array, Array], Array]
 
 # With so many tokens at most, a CPU is faster with the matrix in front of them.
 _FEW_TOKENS = 128
+_CACHED_BYTES = 2**26  # of a model that a CPU's caches hold most of
 _STEPS = (1, 4, 8)  # in which their number grows
 # Weights of so many bytes make a model large: its programs compile long and its rounds take long.
 LARGE_BYTES = 2**30
@@ -56,6 +57,16 @@ LARGE_BYTES = 2**30
 def matmul(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
     """The plain product; of `dtype`, or of the activations'."""
     return jnp.einsum(equation, x, matrix.astype(x.dtype), preferred_element_type=dtype)
+
+
+def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -> bool:
+    """Whether the layers' matrices of an unstacked model lie [*out, *in].
+
+    Those of integers do, and those that are read from memory (`in_front`). Small ones are packed in
+    the cache that holds them, where products of uneven numbers of tokens are faster behind them.
+    """
+    numbers = sum(math.prod(spec.shape) for spec in parameter_specs(config).values())
+    return has_integers or numbers * jnp.dtype(dtype).itemsize > _CACHED_BYTES
 
 
 def is_grouped(matrix: Array, scale: Array | None) -> bool:
@@ -325,7 +336,7 @@ class Llama(nnx.Module):
 
     @property
     def is_unstacked(self) -> bool:
-        """Each layer has arrays of its own, matrices with their outputs before their inputs."""
+        """Each layer has arrays of its own; its matrices lie as `turns_layers` says."""
         return isinstance(self._layer_weights()["query"], tuple)
 
     @property
@@ -340,6 +351,10 @@ class Llama(nnx.Module):
         return scale_name("query") in self.layers
 
     @property
+    def _turns_layers(self) -> bool:
+        return turns_layers(self.config, self.dtype, has_integers=self.has_integers)
+
+    @property
     def _computes_alone(self) -> bool:
         """Activations are rounded to int8: a different last bit may become another integer."""
         if not (self.is_unstacked and self.has_integers):
@@ -351,8 +366,8 @@ class Llama(nnx.Module):
         """The same model as programs on a CPU take it best, where its layers are not too many.
 
         It has one array per layer, run one after the other: a scan copies each layer's matrices out
-        of the stack before every product. And its matrices lie [*out, *in] (`in_front`,
-        `of_integers`). docs/performance.md has the figures.
+        of the stack before every product. And its matrices lie as `turns_layers` says.
+        docs/performance.md has the figures.
         """
         if self.is_unstacked:
             return self
@@ -394,7 +409,9 @@ class Llama(nnx.Module):
         return [name for name, spec in specs if name in outer and spec.axes[0] in spec.inputs]
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
-        """Outputs before inputs, of a layer's matrix; None of others, and of grouped ones."""
+        """Outputs before inputs, of a layer's matrix; None of what lies as `parameter_specs` says."""
+        if not self._turns_layers:
+            return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
         scales = weights.get(scale_name(name))
         if not spec.inputs or (scales is not None and is_grouped(weights[name][0], scales[0])):
@@ -406,10 +423,12 @@ class Llama(nnx.Module):
         self, weights: Parameters, multiply: Matmul | None = None, dtype: DTypeLike | None = None
     ) -> Product:
         """Products with parameters, by equations for matrices that lie [*in, *out]."""
+        turned = self._turns_layers
 
         def of(equation: str, x: Array, name: str) -> Array:
             matrix, scale = weights[name], weights.get(scale_name(name))
-            if not self.is_unstacked or is_grouped(matrix, scale):
+            is_turned = self.is_unstacked and (turned or name not in self.layers)
+            if not is_turned or is_grouped(matrix, scale):
                 chosen = multiply or functools.partial(matmul, dtype=dtype)
                 return product(equation, x, matrix, scale, chosen)
             if scale is not None:

@@ -95,7 +95,7 @@ def test_the_file_is_one_of_safetensors(checkpoint: Path, tmp_path: Path) -> Non
     model = unstacked(checkpoint, where)
     (file,) = where.iterdir()
     tensors = load_file(file)
-    np.testing.assert_array_equal(tensors["layer_001.up"], model.parameters()["up"][1])
+    np.testing.assert_array_equal(tensors["layer_001.up"], model.stacked().parameters()["up"][1].T)
 
 
 def zeroed(data: bytearray) -> bytearray:

@@ -12,7 +12,9 @@ import pytest
 from golden import GOLDEN, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_golden import TOLERANCE, stored, uncached
 
+from fly_jax.models import llama
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama, in_front, matmul, of_integers, with_turned
@@ -88,6 +90,12 @@ def test_integers_are_summed_exactly(rows: int, time: int, has_heads: bool) -> N
     np.testing.assert_allclose(found[..., :24], expected, rtol=1e-6)
 
 
+@pytest.fixture
+def as_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices lie as those that are read from memory."""
+    monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "mistral"])
 @pytest.mark.parametrize("int8", [False, True])
 def test_stacked_again_it_is_the_same(name: str, int8: bool) -> None:
@@ -98,6 +106,23 @@ def test_stacked_again_it_is_the_same(name: str, int8: bool) -> None:
     assert_same(apart.stacked(), model)
 
 
+@pytest.mark.usefixtures("as_a_large_model")
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "mistral"])
+def test_matrices_that_no_cache_holds_lie_turned_and_give_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    golden = stored(name)
+    for apart in (
+        golden.model.unstacked(),
+        load_llama(GOLDEN / name, unstacked=True, weights_cache=tmp_path),
+    ):
+        sizes = (golden.model.config.ffw_size, golden.model.config.embed_size)
+        assert apart.parameters()["up"][0].shape == sizes
+        found = uncached(apart, golden.tokens)
+        np.testing.assert_allclose(found, golden.logits, atol=TOLERANCE)
+        assert_same(apart.stacked(), golden.model)
+
+
 def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
     model = load_llama(GOLDEN / "llama3")
     model.unstack()
@@ -105,6 +130,7 @@ def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
     assert_same(load_llama(tmp_path), load_llama(GOLDEN / "llama3"))
 
 
+@pytest.mark.usefixtures("as_a_large_model")
 def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:
     """Behind them the compiler would pack the matrix, which is all of a pass's time."""
     model = Llama.random(load_llama(GOLDEN / "llama3").config, jax.random.key(0)).unstacked()

@@ -50,7 +50,7 @@ from fly_jax.models.checkpoints.hugging_face import (
     tensor_shape,
 )
 from fly_jax.models.checkpoints.source import Arranging, Source, Stored, fingerprint, identity
-from fly_jax.models.llama import Llama, parameter_sharding
+from fly_jax.models.llama import Llama, parameter_sharding, turns_layers
 from fly_jax.models.quantise import quantised, quantised_rows
 from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from fly_jax.sharding.mesh import forget_oldest, kept_folder, make_folder
@@ -195,6 +195,7 @@ def load_llama(
 
 def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
     """`Llama.unstacked` of tensors as they lie, one array per layer."""
+    turned = turns_layers(config, source.dtype, has_integers=source.int8)
     parameters: dict[str, Any] = {}
     for group in groups(config):
         for name, spec in group.specs(config, int8=source.int8).items():
@@ -202,7 +203,10 @@ def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
             sizes = dict(zip(spec.axes, spec.shape, strict=True))
             axes = sorted(spec.axes, key=spec.inputs.__contains__)
             tensor = source.tensor(group, name)[: sizes.get("vocab")]
-            part = jax.device_put(tensor.reshape([sizes[axis] for axis in axes]), jax.devices()[0])
+            lying = tensor.reshape([sizes[axis] for axis in axes])
+            if group.layer is not None and not turned:
+                lying = lying.transpose([axes.index(axis) for axis in spec.axes])
+            part = jax.device_put(lying, jax.devices()[0])
             if name == "token_rows":
                 _check_rows(part, config, source.describe(group, name))
             parameters[name] = part if group.layer is None else (*parameters.get(name, ()), part)
@@ -357,7 +361,7 @@ class _Kept:
         self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool
     ) -> None:
         """Finds where each tensor will lie; those that have no type of their own get `dtype`."""
-        self.config, self.int8, self._source, self._dtype = source.config, int8, source, dtype
+        self.config, self.int8, self._source, self.dtype = source.config, int8, source, dtype
         self._places = _places(self.config, dtype, int8=int8)
         self._size = max(place.end for place in self._places.values())
 
@@ -371,7 +375,7 @@ class _Kept:
         found = kept_folder(folder, "FLY_JAX_WEIGHTS_CACHE", "weights")
         if found is None:
             return False
-        types = [_VERSION, self._dtype.name, self.int8, identity(path), fingerprint(path)]
+        types = [_VERSION, self.dtype.name, self.int8, identity(path), fingerprint(path)]
         digest = hashlib.sha256(json.dumps(types).encode()).hexdigest()[:32]
         data = self._in_file(found / f"{digest}.safetensors", say)
         if data is not None:

@@ -59,11 +59,6 @@ _SLOW = (
 )
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: some tests wait, for a server or for other processes."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with the slow files, which are marked as such."""
     places: dict[pytest.Item, int] = {}

@@ -409,7 +409,7 @@ class Llama(nnx.Module):
         return [name for name, spec in specs if name in outer and spec.axes[0] in spec.inputs]
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
-        """Outputs before inputs, of a layer's matrix; None of what lies as `parameter_specs` says."""
+        """Outputs before inputs, of a layer's matrix; None of what lies as in `parameter_specs`."""
         if not self._turns_layers:
             return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()

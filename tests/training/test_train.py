@@ -100,6 +100,35 @@ def test_what_a_teacher_expects(model: Llama, tmp_path: Path, monkeypatch: Patch
     jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
+def test_the_loss_is_that_of_each_slot_by_hand(monkeypatch: Patch) -> None:
+    """Of steps one and two tokens ahead, within a document, over the tokens that are known."""
+    ahead, known = (1, 2), [3, 4, 9]
+    logits = np.random.default_rng(0).normal(size=(len(ahead), 8, len(known))).astype(np.float32)
+    kind = heads.Kind(ahead[0], len(ahead), lambda *_: iter(jnp.asarray(logits)[:, None]), 1e-3)
+    monkeypatch.setitem(heads.KINDS, "by hand", kind)
+    config = dataclasses.replace(CONFIG, vocab_size=12, draft_vocab_size=1 + len(known))
+    rows = jnp.full(12, len(known), jnp.int32).at[jnp.asarray(known)].set(jnp.arange(len(known)))
+    row = laid_out(heard(), 8)
+    batch = jax.tree.map(lambda one: one[None], row)
+    found = heads.loss("by hand", config, {"token_rows": rows}, batch)
+
+    whole = 0.0
+    for step, scores in zip(ahead, logits, strict=True):
+        losses, weights = 0.0, 0.0
+        for slot, own in enumerate(scores):
+            place = slot + step  # whose next token the teacher expects
+            if place > 7 or row.row.segments[place] != row.row.segments[slot]:
+                continue
+            weight = float(row.row.weights[place])
+            weights += weight
+            surprise = float(np.log(np.exp(own).sum()) - own[0])
+            # Token 3 has a share of 0.7, and token 5 is none that the head knows.
+            losses += weight * float(row.shares[place, 0]) * surprise
+        whole += 0.8 ** (step - 1) * losses / weights
+    assert weights > 1
+    assert float(found) == pytest.approx(whole / 1.8, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_teacher_of_any_type_is_read(
     folders: tuple[Path, Path], dtype: Dtype, tmp_path: Path

@@ -26,7 +26,7 @@ from fly_jax.models.architectures import LlamaConfig, parameter_specs, scale_nam
 from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
-from fly_jax.models.llama import Llama, Parameters, in_front, of_integers
+from fly_jax.models.llama import Llama, Parameters, in_front, matmul, of_integers, turns_layers
 
 _PRODUCTS = ("products alone", "int8 products alone")
 VARIANTS = (*_PRODUCTS, "scan", "one array per layer", "int8")
@@ -80,6 +80,7 @@ def _products(folder: Path, width: int, variant: str) -> Callable[[], float]:
     """The same of the matrix products alone, each of which waits for the one before it."""
     model = _model(folder, variant)
     parameters, inputs = model.parameters(), _inputs(model.config)
+    turned = turns_layers(model.config, model.dtype, has_integers=model.has_integers)
 
     @jax.jit
     def run(parameters: Parameters) -> jax.Array:
@@ -90,10 +91,12 @@ def _products(folder: Path, width: int, variant: str) -> Callable[[], float]:
                 for matrix, scale in zip(matrices, scales, strict=True):
                     given = jnp.full((1, width, count), 1.0) + last
                     rows = matrix.reshape(-1, count)
-                    if scale is None:
+                    if scale is not None:
+                        product = of_integers(given, rows, scale.reshape(-1))
+                    elif turned or name in ("embedding", "unembedding"):
                         product = in_front("bti,oi->bto", given, rows)
                     else:
-                        product = of_integers(given, rows, scale.reshape(-1))
+                        product = matmul("bti,io->bto", given, matrix.reshape(count, -1))
                     last = jnp.max(product) * 1e-9
             return last
 

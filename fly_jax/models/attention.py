@@ -109,15 +109,9 @@ class Part(NamedTuple):
 
 
 def attend_cached(
-    query: Queries,
-    key: New,
-    value: New,
-    cache: KVCache,
-    layer: Int[Array, ""],
-    layout: Layout | None,
-    window: Int[Array, ""] | None = None,
-    ahead: Ahead = 0,
-) -> Queries:
+    query: Queries, key: New, value: New, cache: KVCache, layer: Int[Array, ""],
+    layout: Layout | None, window: Int[Array, ""] | None = None, ahead: Ahead = 0,
+) -> Queries:  # fmt: skip
     """Attends to a layer's entries in the cache and to the pass's own tokens before each query.
 
     On a mesh each device has a contiguous block of query heads, and reads the key/value heads that
@@ -194,14 +188,9 @@ def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
 
 
 def attend_alone(
-    query: Queries,
-    key: New,
-    value: New,
-    cache: KVCache,
-    layer: Int[Array, ""],
-    window: Int[Array, ""] | None = None,
-    ahead: Ahead = 0,
-) -> Queries:
+    query: Queries, key: New, value: New, cache: KVCache, layer: Int[Array, ""],
+    window: Int[Array, ""] | None = None, ahead: Ahead = 0,
+) -> Queries:  # fmt: skip
     """`attend_cached` on one device, by loops over rows, over queries and over blocks of keys.
 
     Keys lie at their positions, whether they are the cache's or the pass's own, and a query reads
@@ -346,22 +335,10 @@ class _Heads(NamedTuple):
 
 
 def _attend_shard(
-    query: Queries,
-    key: New,
-    value: New,
-    keys: Cached,
-    values: Cached,
-    layer: Int[Array, ""],
-    start: Int[Array, " rows"],
-    window: Int[Array, ""] | None,
-    ahead: Ahead,
-    *,
-    heads: _Heads,
-    attended: int | None,
-    gathers: bool,
-    more_rows: MeshAxes,
-    lengths: MeshAxes,
-) -> Queries:
+    query: Queries, key: New, value: New, keys: Cached, values: Cached, layer: Int[Array, ""],
+    start: Int[Array, " rows"], window: Int[Array, ""] | None, ahead: Ahead, *, heads: _Heads,
+    attended: int | None, gathers: bool, more_rows: MeshAxes, lengths: MeshAxes,
+) -> Queries:  # fmt: skip
     """One device's part: its heads for all rows of its activations, and its part of the cache.
 
     Args:

@@ -46,9 +46,10 @@ except ImportError:  # older ones have them only here; tpu-inference asks for on
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.
 Matmul = Callable[[str, Array, Array], Array]
 
-# With so many tokens at most, a CPU is faster with the matrix in front of them.
+# With so many tokens at most, a CPU is faster with the matrix in front of them, unless its caches
+# hold most of the layers: those of so many bytes.
 _FEW_TOKENS = 128
-_CACHED_BYTES = 2**26  # of a model that a CPU's caches hold most of
+_CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
 # Weights of so many bytes make a model large: its programs compile long and its rounds take long.
 LARGE_BYTES = 2**30
@@ -65,7 +66,8 @@ def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -
     Those of integers do, and those that are read from memory (`in_front`). Small ones are packed in
     the cache that holds them, where products of uneven numbers of tokens are faster behind them.
     """
-    numbers = sum(math.prod(spec.shape) for spec in parameter_specs(config).values())
+    specs = parameter_specs(config).values()
+    numbers = sum(math.prod(spec.shape) for spec in specs if spec.axes[0] == "layers")
     return has_integers or numbers * jnp.dtype(dtype).itemsize > _CACHED_BYTES
 
 
@@ -184,7 +186,7 @@ class Llama(nnx.Module):
       layout: how its arrays lie on a mesh; None on one device.
       embedding, final_norm, unembedding, token_rows, fusion: the parameters outside the layers.
       layers: those of the layers by name, each stacked on axis 0 and run by a scan, or, after
-        `unstacked`, one array per layer, its matrices turned.
+        `unstacked`, one array per layer, its matrices as `turns_layers` says.
       int8: the matrices are int8 with scales, the embedding among them. Matrices of integers stay
         so on the device: a product widens them as it reads them, or, `unstacked`, rounds the
         activations (`of_integers`).

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.chain import check_chain
+from fly_jax.decoding.drafters.chain import check_chain, check_confidence
 from fly_jax.decoding.programs import attention_steps, cache_capacity
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
@@ -156,14 +156,15 @@ class PlanSpec:
         for draft in self.drafts:
             shared_vocabulary(self.target, draft)
         check_chain(self.target, self.drafts)
+        check_confidence(self.drafts, self.rounds.static.draft_confidence)
         levels = self.rounds.static.level_speculative_tokens
         sizes = [("num_speculative_tokens", self.num_speculative_tokens)]
         sizes += [("level_speculative_tokens", one) for one in levels]
         for one, (name, size) in zip(self.drafts, sizes, strict=False):
             if isinstance(one.head, Block) and size > one.head.most_tokens:
                 raise FlyJaxError(
-                    f"{name} is {size}, and a block of its head has {one.head.most_tokens} draft "
-                    f"tokens; give {name}={one.head.most_tokens} or less."
+                    f"{name} is {size}, and its head drafts at most {one.head.most_tokens} tokens "
+                    f"in a block; give {name}={one.head.most_tokens} or less."
                 )
         if self.below and not 1 <= (self.level_accepted_tokens or 0) <= levels[0] + 1:
             raise FlyJaxError(

@@ -167,4 +167,4 @@ def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
         refused("plan", *H200, *PARD, *flags, words=["gives 1 to 5 tokens"])
     qwen = [f"--{name}=qwen-3-8b" for name in ("target", "draft")]
     block = [*qwen, "--draft=dspark-qwen-3-8b", "--level_speculative_tokens=8", *H200[:2]]
-    refused("plan", *block, words=["level_speculative_tokens is 8", "7 draft tokens"])
+    refused("plan", *block, words=["level_speculative_tokens is 8", "at most 7 tokens"])

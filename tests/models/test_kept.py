@@ -16,6 +16,7 @@ from tiny_pair import write_pair
 
 from fly_jax.decoding.pair import load_pair, open_pair
 from fly_jax.errors import FlyJaxError
+from fly_jax.models import llama
 from fly_jax.models.architectures import groups
 from fly_jax.models.checkpoints import load
 from fly_jax.models.checkpoints.load import load_llama, open_weights
@@ -62,10 +63,15 @@ def assert_equal(one: Llama, other: Llama) -> None:
             np.testing.assert_array_equal(a, b, name)
 
 
-@pytest.mark.parametrize(("dtype", "int8"), TYPES)
+@pytest.mark.parametrize(
+    ("dtype", "int8", "cached_bytes"), [*((*one, 0) for one in TYPES), ("float32", False, 2**30)]
+)
 def test_converted_mapped_and_read_by_groups_are_the_same(
-    checkpoint: Path, tmp_path: Path, dtype: str, int8: bool
-) -> None:
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    dtype: str, int8: bool, cached_bytes: int,
+) -> None:  # fmt: skip
+    """Of large models, and of one that is small for a CPU's caches."""
+    monkeypatch.setattr(llama, "_CACHED_BYTES", cached_bytes)
     where = tmp_path / "kept"
     by_groups = load_llama(checkpoint, dtype=dtype, int8=int8)
     in_memory = unstacked(checkpoint, None, dtype, int8)

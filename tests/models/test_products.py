@@ -106,21 +106,19 @@ def test_stacked_again_it_is_the_same(name: str, int8: bool) -> None:
     assert_same(apart.stacked(), model)
 
 
-@pytest.mark.usefixtures("as_a_large_model")
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "mistral"])
-def test_matrices_that_no_cache_holds_lie_turned_and_give_the_same(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_matrices_lie_turned_where_no_cache_holds_them_and_give_the_same(
+    name: str, is_large: bool, request: pytest.FixtureRequest
 ) -> None:
+    if is_large:
+        request.getfixturevalue("as_a_large_model")
     golden = stored(name)
-    for apart in (
-        golden.model.unstacked(),
-        load_llama(GOLDEN / name, unstacked=True, weights_cache=tmp_path),
-    ):
-        sizes = (golden.model.config.ffw_size, golden.model.config.embed_size)
-        assert apart.parameters()["up"][0].shape == sizes
-        found = uncached(apart, golden.tokens)
-        np.testing.assert_allclose(found, golden.logits, atol=TOLERANCE)
-        assert_same(apart.stacked(), golden.model)
+    apart, config = golden.model.unstacked(), golden.model.config
+    sizes = (config.embed_size, config.ffw_size)
+    assert apart.parameters()["up"][0].shape == (sizes[::-1] if is_large else sizes)
+    np.testing.assert_allclose(uncached(apart, golden.tokens), golden.logits, atol=TOLERANCE)
+    assert_same(apart.stacked(), golden.model)
 
 
 def test_it_is_saved_as_it_was(tmp_path: Path) -> None:

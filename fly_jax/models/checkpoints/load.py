@@ -144,7 +144,8 @@ def load_llama(
 
     Beyond its devices' parts of the model, a process needs memory for its parts of one group: a
     layer, or the embedding, a few times over. Of a model that is `unstacked` on a CPU it needs next
-    to none: the arrays are the bytes that were converted, in a mapped file or in memory.
+    to none, unless it is small: the arrays are the bytes that were converted, in a mapped file or
+    in memory.
 
     Args:
       checkpoint: the folder of a Hugging Face checkpoint with safetensors, or of what `convert`
@@ -353,7 +354,7 @@ class _Place:
 
 
 class _Kept:
-    """A checkpoint whose weights lie as they are used, matrices [out, in], in a file or memory."""
+    """A checkpoint whose weights lie as large models use them, [out, in], in a file or memory."""
 
     arranged = staticmethod(arranged)
 

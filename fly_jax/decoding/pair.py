@@ -17,6 +17,7 @@ from fly_jax.decoding.drafters.chain import (
     NGRAM,
     build_drafter,
     check_chain,
+    check_confidence,
     is_registered,
     lies_on_cpu,
     runs_unstacked,
@@ -196,6 +197,11 @@ class OpenPair:
         """Of the weights where none is asked for: the fastest on this backend, which it starts."""
         is_small = self.target.path == EMBEDDED_PAIR[0]
         return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
+
+    def check_drafting(self, config: DecodingConfig) -> None:
+        """Raises FlyJaxError for a draft_confidence that no draft has, before weights are read."""
+        if self.drafter is None and config.drafting.max_speculative_tokens:
+            check_confidence([one.config for one in self.drafts], config.drafting.draft_confidence)
 
     def encode(
         self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"

@@ -147,13 +147,11 @@ def load_opened(
     longest: int,
 ) -> Pair:  # fmt: skip
     """Reads the weights, laid out for what is to be decoded, and says where they lie."""
-    from fly_jax.decoding.drafters.chain import check_confidence
     from fly_jax.decoding.pair import load_pair
     from fly_jax.decoding.programs import cache_capacity
     from fly_jax.models.layouts import Workload
 
-    if models.drafter is None and config.drafting.max_speculative_tokens:
-        check_confidence([one.config for one in models.drafts], config.drafting.draft_confidence)
+    models.check_drafting(config)
     devices = create_mesh(mesh)
     if devices.size > 1:
         say(describe(devices))

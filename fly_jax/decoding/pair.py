@@ -182,7 +182,7 @@ class OpenPair:
 
     @property
     def draft_decodes_alone(self) -> bool:
-        """What drafts first is a language model: no head, lookup or parallel drafter."""
+        """Whether the first drafter is a language model: no head, lookup or parallel drafter."""
         config = self.drafts[0].config if self.drafts else None
         is_model = config is not None and config.head is None and config.pard_token is None
         return is_model or self.self_draft is not None

@@ -237,7 +237,7 @@ def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]
 
 
 def beside_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """What rescued something beside truncation sampling and the draft, as `rows`."""
+    """Loosened decodings beside truncation sampling and the draft alone, as `rows`."""
     shown = [["task", "rule", "score", "beside", "its score", "gained", "lost", "p"]]
     for task, decodings in found.items():
         for name, one in decodings.items():

@@ -82,8 +82,8 @@ def _make_head(values: _TrainFlags) -> None:
     from fly_jax.models.checkpoints.source import identity
     from fly_jax.models.checkpoints.write import carry_tokenizer, save_hf
     from fly_jax.training import heads, rows
-    from fly_jax.training.answers import continued
     from fly_jax.training.expectations import expected
+    from fly_jax.training.teacher_answers import continued
     from fly_jax.training.trainer import steps_done, train
 
     opened = open_pair(values.teacher)

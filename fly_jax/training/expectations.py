@@ -1,4 +1,4 @@
-"""What a teacher expects token by token, and its features: read along once, kept in parts."""
+"""A teacher's expectations token by token, and its features: computed once, kept in parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float16, Int, Int32, UInt16
 from tqdm import tqdm
 
 from fly_jax.models.llama import Llama
-from fly_jax.training.answers import Document
+from fly_jax.training.teacher_answers import Document
 from fly_jax.training.trainer import bfloat16_matmul
 
 # Beyond these a teacher's probabilities are mostly below one in a hundred.
@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 def expected(
     teacher: Llama, documents: Sequence[Document], folder: Path, length: int, layers: Sequence[int]
 ) -> list[Expected]:
-    """What a teacher expects after the last `length` tokens of each, in parts kept on disk.
+    """A teacher's expectations after the last `length` tokens of each, in parts kept on disk.
 
     The inputs of these `layers` of the teacher are the features.
     """
@@ -74,7 +74,7 @@ def expected(
 def _read_along(
     teacher: Llama, texts: Sequence[np.ndarray], length: int, layers: tuple[int, ...]
 ) -> np.ndarray:
-    """What is kept of the last tokens of each text, one text behind the other."""
+    """The features and expectations of each text's last tokens, one text behind the other."""
     found: dict[int, np.ndarray] = {}
     for batch, rows, width in _passes([len(text) for text in texts]):
         tokens = np.zeros((rows, width), np.int32)

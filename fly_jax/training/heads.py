@@ -152,7 +152,7 @@ def _features(heard: HeardRow) -> Array:
 
 
 def _ahead(x: Array | np.ndarray, number: int) -> Array:
-    """What stands so many places later, and zeros behind the end."""
+    """The values so many places later, and zeros behind the end."""
     x = jnp.asarray(x)
     return jnp.pad(x[:, number:], ((0, 0), (0, number), *[(0, 0)] * (x.ndim - 2)))
 
@@ -191,7 +191,7 @@ def _hits(
 
 
 def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected]) -> float:
-    """What exact decoding with K = 4 settles in a round of the answers, the teacher's token too.
+    """Tokens that a round of exact decoding with K = 4 settles of the answers, the teacher's too.
 
     The answers are the teacher's own greedy ones: a draft is accepted where the text goes on so.
     """
@@ -285,7 +285,7 @@ def beginning(
 
 
 def _plain(model: Llama, layers: Sequence[int]) -> dict[str, np.ndarray]:
-    """What is outside the layers, and some of these, in float32 and without scales."""
+    """The matrices outside the layers, and some layers, in float32 and without scales."""
     parameters = model.stacked().parameters()
     found: dict[str, np.ndarray] = {}
     for name, spec in parameter_specs(model.config).items():

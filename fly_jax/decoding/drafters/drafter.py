@@ -47,7 +47,7 @@ class Draft:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What is wanted of a draft, and how its tokens are drawn.
+    """The tokens wanted of a draft, and how they are drawn.
 
     Attributes:
       wanted: tokens wanted of each row, at most K; None for K of every row.

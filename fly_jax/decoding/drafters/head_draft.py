@@ -81,7 +81,7 @@ class HeadDraft(HeadDrafter):
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """What the last round has settled lies in no slot yet."""
+        """The tokens that the last round has settled: they lie in no slot yet."""
         return self._width + 1
 
     @property

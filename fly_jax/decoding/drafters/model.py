@@ -142,7 +142,7 @@ class DraftModel(ModelDrafter):
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """What a pass may feed again, also of a row that is done, or what lies below lacks."""
+        """Tokens a pass may feed again, of a finished row too, or that the level below lacks."""
         own = _CATCH_UP_AFTER if self.rests else _CATCH_UP
         return own if self.below is None else max(own, self.below.unseen)
 
@@ -290,7 +290,7 @@ class _Run:
 
     @property
     def _reader(self) -> Drafter | None:
-        """What lies below, if it reads hidden states."""
+        """The level below, if it reads hidden states."""
         below = self.drafter.below
         return below if below is not None and below.needs_hidden else None
 

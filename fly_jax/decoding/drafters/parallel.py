@@ -30,7 +30,7 @@ class ParallelDraft(ModelDrafter):
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """What each pass feeds again, also of a row that is done."""
+        """Tokens that each pass feeds again, also of a row that is done."""
         return self._width
 
     @property

@@ -1,4 +1,4 @@
-"""What the plugin needs of vLLM on TPU, looked for under the name that it has and the one to come.
+"""The parts of vLLM on TPU that the plugin needs, under its name of today and the one to come.
 
 tpu-inference is being renamed vLLM JAX. Of `vllm-jax` and `vllm-jax-core` only empty packages are
 published: that `vllm_jax` is what will be imported follows from their names alone.
@@ -61,7 +61,7 @@ def versions() -> str:
 
 
 def hook(path: str) -> Any:
-    """What stands at "module:name" of `HOOKS` in the engine; FlyJaxError where nothing does."""
+    """The object at "module:name" of `HOOKS` in the engine; FlyJaxError where there is none."""
     engine = root() or "tpu_inference"
     try:
         return pkgutil.resolve_name(f"{engine}.{path}")

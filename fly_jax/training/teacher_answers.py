@@ -1,4 +1,4 @@
-"""What a teacher says: its answers to prompts, kept in a file from which a later run goes on."""
+"""A teacher's answers to prompts, kept in a file from which a later run goes on."""
 
 from __future__ import annotations
 

@@ -86,15 +86,19 @@ def test_no_round_of_a_head_copies_them_nor_its_features(name: str, rules: str |
     assert not copied_with_head(name, rules, TINY[:1], TINY[0])
 
 
-@pytest.mark.parametrize(("name", "rules"), [("defer", "tensor_whole"), ("auto", None)])
+@pytest.mark.parametrize(
+    ("name", "rules"), [("defer", "tensor_whole"), ("auto", None), ("head below", None)]
+)
 def test_no_round_of_a_block_drafter_copies_them(name: str, rules: str | None) -> None:
+    kind = KINDS[name]
+    configs = TINY[: kind.num_drafts]
     own = Block(
-        target_embed_size=TINY[0].embed_size, layers=(0, 1), block_size=6, mask_token=5,
+        target_embed_size=configs[-1].embed_size, layers=(0, 1), block_size=6, mask_token=5,
         anchor_predicts=True, markov_rank=24, has_confidence=True,
     )  # fmt: skip
-    head = dataclasses.replace(TINY[2], embed_size=144, draft_vocab_size=200, head=own)
-    models, _ = placed(2, rules, (TINY[0], head))
-    kind = KINDS[name]
+    sizes = {"embed_size": own.target_embed_size, "draft_vocab_size": 200}
+    head = dataclasses.replace(TINY[2], **sizes, head=own)
+    models, _ = placed(1 + len(configs), rules, (*configs, head))
     sure = Kind(lambda k: kind.spec(k).with_static(draft_confidence=0.5))
     hlo, capacity = round_hlo(sure, models, rows=ROWS, context=100, k=5)
     assert not repeated(copied(hlo, models, ROWS, capacity))

@@ -147,35 +147,26 @@ def _in_three_lines(pair: dict[str, Any], real: dict[str, Any]) -> list[str]:
     )
     gain = fastest / alone[TARGET_ALONE]["tokens_per_second"]
     code, spec = _read("qwen/code_lookup"), _read("qwen/spec_lookup")
-    on_code, loosened = _fastest(code, "exact"), _fastest(code, "fly")
-    gpu, copied = _read("h100/lookup"), _read("h100/quality_lookup")["tasks"]
-    drafted, judged = _read("h100/draft"), _read("h100/quality_draft")["tasks"]
-    of_model = judged["mbpp"]["fly, K = 15, prompt_lookup_max=3"]
-    small = judged["mbpp"]["fly, K = 8, prompt_lookup_max=3"]
+    on_code = _fastest(code, "exact")
+    gpu, drafted = _read("h100/lookup"), _read("h100/draft")
+    judged = _read("h100/quality_draft")["tasks"]["mbpp"]
+    long, short = (judged[f"fly, K = {k}, prompt_lookup_max=3"] for k in (15, 8))
+    llama_cpp = ", ".join(f"{kind} {one:.0f}" for kind, (one, _) in _llama_cpp().items())
     return [
-        f"1. **On the pair that ships inside**, word problems, one at a time: FLy (K = 15) decodes "
-        f"{fly['speed_up']:.1f} times as fast as one token at a time and "
-        f"{fly['over_tuned_exact']:.2f} times as fast as tuned exact speculation, for "
-        f"{kept['retention']:.1%} of the answers (95% interval {kept['low']:.1%} to "
-        f"{kept['high']:.1%}). On library text it decodes {slow['over_tuned_exact']:.2f} times as "
-        "fast as tuned exact speculation.",
-        f"2. **On a real model, with the target's own text** (Qwen2.5-Coder-1.5B-Instruct, no "
-        f"second model: the lookup drafts, exact). On 2 CPU cores in int8: HumanEval "
-        f"{on_code['speed_up']:.1f} times as fast as one token at a time "
-        f"({on_code['tokens_per_second']:.0f} tokens/s), Spec-Bench "
-        f"{_fastest(spec, 'exact')['speed_up']:.2f} times; llama.cpp on the same prompts and "
-        f"cores: {_llama_cpp()}. On an H100 in bfloat16: "
-        f"{_fastest(gpu, 'exact')['speed_up']:.2f} times over both "
-        f"({_fastest(gpu, 'exact')['tokens_per_second']:.0f} tokens/s). "
-        f"SmolLM2-135M-Instruct gains {gain:.2f} times on a CPU.",
-        f"3. **Loosened on that model**: FLy is faster and costs answers. With a 0.5B draft and "
-        f"K = 15 it decodes {_fastest(drafted, 'fly')['speed_up']:.2f} times as fast on the H100 "
-        f"(exact there: {_fastest(drafted, 'exact')['speed_up']:.2f}) and keeps {_kept(of_model)} "
-        f"of MBPP's answers; with K = 8 {_kept(small)}. With copied drafts alone it is "
-        f"{loosened['speed_up']:.1f} times as fast on the CPU's HumanEval and keeps only "
-        f"{_kept(copied['humaneval']['fly, K = 15'])} of the answers, so exact is the default "
-        "there. The published 2.81x on a 70B and 5.07x on a 405B target are FLy's authors' and "
-        "have not been repeated here, for want of the weights.",
+        f"1. **The pair that ships inside**, word problems: FLy (K = 15) is {fly['speed_up']:.1f} "
+        f"times as fast as one token at a time, {fly['over_tuned_exact']:.2f} times as fast as "
+        f"tuned exact decoding, and keeps {_kept(kept)} of the answers. On library text it is "
+        f"{slow['over_tuned_exact']:.2f} times as fast as tuned exact decoding.",
+        "2. **A real model, its own text** (Qwen2.5-Coder-1.5B-Instruct, exact, by the lookup): "
+        f"{on_code['speed_up']:.1f} times as fast on HumanEval ({on_code['tokens_per_second']:.0f} "
+        f"tokens/s; llama.cpp {llama_cpp}) and {_fastest(spec, 'exact')['speed_up']:.2f} times on "
+        f"Spec-Bench, on 2 CPU cores in int8; {_fastest(gpu, 'exact')['speed_up']:.2f} times over "
+        f"both on an H100. SmolLM2-135M-Instruct gains {gain:.2f} times on a CPU.",
+        f"3. **That model, loosened**: FLy with a 0.5B draft (K = 15) is "
+        f"{_fastest(drafted, 'fly')['speed_up']:.2f} times as fast on the H100 (exact: "
+        f"{_fastest(drafted, 'exact')['speed_up']:.2f}) and keeps {_kept(long)} of MBPP's answers, "
+        f"with K = 8 {_kept(short)}. The 2.81x on a 70B and 5.07x on a 405B target are FLy's "
+        "authors' and have not been repeated here, for want of the weights.",
         "",
     ]
 
@@ -242,11 +233,11 @@ def _real_pair() -> list[str]:
                     f"| {_shown(one['name'])} | {' | '.join(f'{cell:.2f}x' for cell in cells)} |"
                 )
             lines.append("")
-    return [
-        *lines,
-        f"llama.cpp's server, on the prompts of HumanEval: {_llama_cpp()}.",
-        *_quality(),
-    ]
+    llama_cpp = ", ".join(
+        f"{kind} {rate:.1f} tokens/s (first token after {first:.1f} s)"
+        for kind, (rate, first) in _llama_cpp().items()
+    )
+    return [*lines, f"llama.cpp's server, on the prompts of HumanEval: {llama_cpp}.", *_quality()]
 
 
 def _quality() -> list[str]:
@@ -279,14 +270,13 @@ def _kept(one: dict[str, Any]) -> str:
     return f"{one['retention']:.1%} ({one['low']:.1%} to {one['high']:.1%})"
 
 
-def _llama_cpp() -> str:
-    """Its tokens/s behind the first token, by the type of its weights."""
+def _llama_cpp() -> dict[str, tuple[float, float]]:
+    """Its tokens/s behind the first token, and the seconds to that, by the type of its weights."""
     found = {kind: _read(f"qwen/{name}")["measured"][0] for name, kind in _LLAMA_CPP.items()}
-    return ", ".join(
-        f"{kind} {1000 / one['mean_tpot_ms']:.1f} tokens/s (first token after "
-        f"{one['mean_ttft_ms'] / 1000:.1f} s)"
+    return {
+        kind: (1000 / one["mean_tpot_ms"], one["mean_ttft_ms"] / 1000)
         for kind, one in found.items()
-    )
+    }
 
 
 def _fastest(found: dict[str, Any], rule: str) -> dict[str, Any]:
@@ -303,9 +293,10 @@ def _shown(name: str) -> str:
 
 def _ways(real: dict[str, Any], where: str) -> list[str]:
     setting, alone = real["setting"], real["summaries"][_ONE]
+    turns = next(iter(alone.values()))["turns"]
     return [
         f"{setting['target']}, {setting['prompts']} prompts, up to {setting['max_new_tokens']} new "
-        f"tokens, {_turns(real)} ({where}; "
+        f"tokens, {turns} turn{'s' * (turns > 1)} ({where}; "
         "[file](../benchmarks/results/real_model.json)). Tokens/s are without what the prompts "
         f"take; *same* counts the answers that are those of '{real['answers_compared_with']}', "
         "one prompt at a time:",
@@ -314,16 +305,14 @@ def _ways(real: dict[str, Any], where: str) -> list[str]:
         "| batch 4: same |",
         "|---|---|---|---|---|---|---|",
         *(
-            f"{_row(real, name)} {_number(one, 'rescued_per_100_tokens', 1)} "
+            f"| {_way(name)} | {one['tokens_per_second']:.1f} "
+            f"| {_of_four(real, name, 'tokens_per_second', 1)} "
+            f"| {_number(one, 'mean_accepted_tokens', 2)} "
+            f"| {_number(one, 'rescued_per_100_tokens', 1)} "
             f"| {one['same_answers']} | {_of_four(real, name, 'same_answers', 0)} |"
             for name, one in alone.items()
         ),
     ]
-
-
-def _turns(real: dict[str, Any]) -> str:
-    turns = next(iter(real["summaries"][_ONE].values()))["turns"]
-    return f"{turns} turns" if turns > 1 else "one turn"
 
 
 def _categories(real: dict[str, Any]) -> list[str]:
@@ -344,15 +333,6 @@ def _categories(real: dict[str, Any]) -> list[str]:
             cells.append(f"{found['tokens_per_second']:.1f}" + (f" ({mean})" if mean else ""))
         lines.append(f"| {_way(way)} | {' | '.join(cells)} |")
     return lines
-
-
-def _row(real: dict[str, Any], name: str) -> str:
-    one = real["summaries"][_ONE][name]
-    return (
-        f"| {_way(name)} | {one['tokens_per_second']:.1f} "
-        f"| {_of_four(real, name, 'tokens_per_second', 1)} "
-        f"| {_number(one, 'mean_accepted_tokens', 2)} |"
-    )
 
 
 def _of_four(real: dict[str, Any], name: str, field: str, digits: int) -> str:

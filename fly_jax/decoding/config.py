@@ -139,7 +139,7 @@ class DecodingConfig:
     )  # fmt: skip
 
     def __init__(self, **given: Any) -> None:
-        """See the class."""
+        """Takes the settings by name, and raises FlyJaxError for one that there is not."""
         given = _spelled_out(given)
         rule, given_rule = given.get("rule"), None
         if isinstance(rule, Loose):

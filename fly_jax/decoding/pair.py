@@ -40,7 +40,7 @@ from fly_jax.sharding.rules import Layout
 
 
 class CheckedPrompt(tuple[int, ...]):
-    """A prompt that `check_prompt` has passed; a decoder of the same target takes it as it is."""
+    """A prompt that `check_prompt` has passed; an engine of the same target takes it as it is."""
 
 
 def check_prompt(
@@ -189,7 +189,7 @@ class OpenPair:
 
     @property
     def max_context(self) -> int:
-        """Of the target."""
+        """Positions that the target was trained on."""
         return self.target.config.max_context
 
     @property
@@ -206,7 +206,7 @@ class OpenPair:
     def encode(
         self, prompt: str | Sequence[Mapping[str, str]], *, name: str = "The prompt"
     ) -> CheckedPrompt:
-        """The tokens of a text or a conversation, for a decoder of this pair.
+        """The tokens of a text or a conversation, for an engine of this pair.
 
         Raises:
           FlyJaxError: the target cannot continue them, see `check_prompt`, or its chat template

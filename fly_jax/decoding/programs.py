@@ -139,7 +139,7 @@ class Programs:
 
     @property
     def config(self) -> LlamaConfig:
-        """The target's."""
+        """The target's description."""
         return self._shapes.config
 
     def attention_buckets(self, length: int, rows: int) -> AttentionBuckets:

@@ -311,14 +311,14 @@ class DecodingFlags:
 
 @flag_group("Sampling")
 class SeedFlags:
-    """The draws."""
+    """The seed of what is drawn."""
 
     seed: int = parameter(0, "seed of the draws", low=0, high=2**31 - 1)
 
 
 @flag_group("Audit")
 class AuditFlags:
-    """An audit."""
+    """Where mismatches are written down."""
 
     audit: str | None = parameter(
         None,

@@ -51,7 +51,7 @@ _COUNTED = (
 
 @flag_group("Generation")
 class GenerateFlags(RunFlags, AuditFlags):
-    """Those of the command."""
+    """Flags of the command `generate`."""
 
     prompt: tuple[str, ...] = parameter((), "what to continue")
     compare: bool = parameter(

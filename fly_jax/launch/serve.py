@@ -57,7 +57,7 @@ _SHARED_BLOCK = 64  # so that nobody can guess a prompt token by token
 
 @flag_group("Server")
 class ServeFlags(ModelFlags, DecodingFlags, ProcessFlags):
-    """Those of the command."""
+    """Flags of the command `serve`."""
 
     host: str = parameter("127.0.0.1", "address to listen on; 0.0.0.0 for all that there are")
     port: int = parameter(8000, "port to listen on; 0 for any that is free", low=0, high=65535)

@@ -108,7 +108,7 @@ class PlanSpec:
 
     @property
     def num_speculative_tokens(self) -> int:
-        """K."""
+        """Draft tokens of a round: K."""
         return self.rounds.static.num_speculative_tokens
 
     @property

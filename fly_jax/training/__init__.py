@@ -1,1 +1,1 @@
-"""Training of heads."""
+"""Training of heads that draft for a model: EAGLE-3, DSpark and PARD."""

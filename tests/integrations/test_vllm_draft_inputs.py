@@ -10,7 +10,7 @@ import numpy as np
 
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.integrations.vllm_tpu import draft_inputs
-from fly_jax.integrations.vllm_tpu.draft_inputs import Fed, TargetStep
+from fly_jax.integrations.vllm_tpu.draft_inputs import Pass, TargetStep
 
 ROWS, TOKENS, LIMIT = 4, 10, 40
 
@@ -22,7 +22,7 @@ def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     positions = [first + i for first, tokens, _, _ in requests for i in range(len(tokens))]
     pad, missing = TOKENS - len(flat), ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
-    return draft_inputs.take_in(
+    return draft_inputs.context_of(
         TargetStep(
             tokens=np.array(flat + [99] * pad),
             positions=np.array(positions + [5] * pad),
@@ -81,7 +81,7 @@ class Model:
             self.cache[row, : len(text)] = text
         self.furthest = [len(text) - 1 for text in TEXTS]
 
-    def choices(self, fed: Fed) -> np.ndarray:
+    def choices(self, fed: Pass) -> np.ndarray:
         """After each of the tokens; nonsense after padding."""
         chosen = np.full(len(fed.tokens), 3)
         for row in range(len(TEXTS)):

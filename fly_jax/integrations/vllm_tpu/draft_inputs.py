@@ -36,8 +36,8 @@ class TargetStep(NamedTuple):
     num_requests: Int[Array, " 1"]
 
 
-class TakenIn(NamedTuple):
-    """The draft model's inputs after it, in the same layout.
+class Context(NamedTuple):
+    """The draft model's inputs after a pass of the target, in the same layout.
 
     Attributes:
       tokens: those that the target kept, and then the request's next one.
@@ -54,7 +54,7 @@ class TakenIn(NamedTuple):
     distribution: Int32[Array, " 3"]
 
 
-def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
+def context_of(step: TargetStep, *, max_length: int) -> Context:
     """The tokens that the target kept of each request, and what follows, up to `max_length`."""
     num_rows = step.lengths.shape[0]
     is_live = jnp.arange(num_rows) < step.num_requests
@@ -66,7 +66,7 @@ def take_in(step: TargetStep, *, max_length: int) -> TakenIn:
     positions = step.positions[jnp.minimum(step.starts[row], step.tokens.shape[0] - 1)] + place
     lengths = step.lengths - jnp.where(is_live, step.num_rejected, 0) + is_live
     zero = jnp.zeros_like(step.num_requests)
-    return TakenIn(
+    return Context(
         tokens=tokens.astype(jnp.int32),
         positions=jnp.clip(positions, 0, max_length - 1).astype(jnp.int32),
         starts=starts,
@@ -97,7 +97,7 @@ def decoding_step(
     Int32[Array, " requests+1"],
     Int32[Array, " 3"],
 ]:
-    """Hidden states and positions of the last tokens of what was `TakenIn`, for a pass of them."""
+    """Hidden states and positions of the last tokens of a `Context`, for a pass of them."""
     starts = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
     return hidden[last], positions[last], starts, jnp.repeat(distribution[2:], 3)
 
@@ -119,7 +119,7 @@ class Progress(NamedTuple):
     num_drafted: Int32[Array, " requests"]
 
 
-class Fed(NamedTuple):
+class Pass(NamedTuple):
     """The last tokens and what was looked up, for a pass, laid out as those of a `TargetStep`."""
 
     tokens: Int32[Array, " tokens"]
@@ -142,7 +142,7 @@ def begin(
     return Progress(text, length, jnp.where(rows < distribution[2], 1, k))
 
 
-def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
+def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Pass:
     """The inputs of the next pass; no request reaches further than K passes of one token would."""
     text, length, num_drafted = progress
     num_rows, width = len(length), 1 + lookup.num_tokens
@@ -157,7 +157,7 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
     tokens = jnp.concatenate([last, proposed], axis=1)
     starts, row, place = _flat(counts, num_rows * width)
     place = jnp.minimum(place, width - 1)
-    return Fed(
+    return Pass(
         tokens[row, place].astype(jnp.int32),
         jnp.minimum(first[row] + place, max_length - 1).astype(jnp.int32),
         starts,
@@ -165,7 +165,7 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Fed:
     )
 
 
-def extended(progress: Progress, fed: Fed, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
+def extended(progress: Progress, fed: Pass, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
     """The draft tokens that a pass adds, whose model chose these after what it was fed."""
     text, length, num_drafted = progress
     num_rows, width = len(length), len(chosen) // len(length)

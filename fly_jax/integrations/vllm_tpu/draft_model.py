@@ -80,7 +80,7 @@ class Drafted(NamedTuple):
     num_passes: Int32[Array, ""]
 
 
-def _laid_out(metadata: Any, given: draft_inputs.TakenIn | draft_inputs.Fed, **others: Any) -> Any:
+def _laid_out(metadata: Any, given: draft_inputs.Context | draft_inputs.Pass, **others: Any) -> Any:
     at = {"input_positions": given.positions, "query_start_loc": given.starts}
     return dataclasses.replace(metadata, seq_lens=given.lengths, **at, **others)
 
@@ -123,8 +123,8 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self.model_fn = model.model.step_fn_no_options
         self.compute_logits_fn = model.compute_logits_fn
         self._drafted = jax.jit(self._draft, donate_argnums=(0, 1))
-        take_in = self._on_each(draft_inputs.take_in, max_length=self.runner.max_model_len)
-        self._taken_in = jax.jit(take_in)
+        context_of = self._on_each(draft_inputs.context_of, max_length=self.runner.max_model_len)
+        self._context_of = jax.jit(context_of)
         if self._lookup is not None:
             self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
 
@@ -151,9 +151,9 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             jnp.where(is_in_prefill, next_prompt_token_id, last_sampled_token_id),
             num_rejected_tokens, num_reqs_dp,
         )  # fmt: skip
-        taken = self._taken_in(step)
-        metadata = _laid_out(attn_metadata, taken, request_distribution=taken.distribution)
-        return None, taken.tokens, taken.last, metadata
+        context = self._context_of(step)
+        metadata = _laid_out(attn_metadata, context, request_distribution=context.distribution)
+        return None, context.tokens, context.last, metadata
 
     def propose(
         self,
@@ -188,7 +188,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         metadata: Any,
         last: Int[Array, " requests"],
     ) -> Drafted:
-        """All passes of a step over what is `TakenIn`; without a lookup there are no texts."""
+        """All passes of a step over a `Context`; without a lookup there are no texts."""
         # 1) What is new of each request; its last token gives the first draft token.
         caches, hidden = self._passed(caches, leaves, tokens, metadata)
         hidden, positions, starts, distribution = self._on_each(draft_inputs.decoding_step)(

@@ -128,7 +128,7 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:  # not in a thread: two at a time would count rounds twice
-        """For Prometheus."""
+        """Counters and gauges in Prometheus' text format."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/", response_class=HTMLResponse, include_in_schema=False)

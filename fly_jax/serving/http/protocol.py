@@ -207,7 +207,7 @@ class _GenerationFields(_Fields):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The texts before which an answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -294,7 +294,7 @@ class ChatRequest(_GenerationFields):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """The one conversation."""
+        """The request's conversation, which is its only prompt."""
         return [[one.as_template for one in self.messages]]
 
     @property
@@ -348,7 +348,7 @@ class ApiError(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        """The reply."""
+        """The reply in OpenAI's form for errors."""
         return JSONResponse(self.body.model_dump(), self.status, self.headers)
 
 

@@ -126,7 +126,7 @@ class Lossy(Loose):
     )  # fmt: skip
 
     def clauses(self) -> tuple[Clause, ...]:
-        """The threshold."""
+        """One clause: the draft token is at least so probable."""
         return (Clause((conditions.Probable(self.threshold),)),)
 
 
@@ -183,7 +183,7 @@ class Margin(Loose):
     )  # fmt: skip
 
     def clauses(self) -> tuple[Clause, ...]:
-        """The margin."""
+        """One clause: the logits' margin."""
         return (Clause((conditions.Near(self.gap),)),)
 
 

@@ -237,7 +237,7 @@ class Budget(Loose):
         return self.total
 
     def clauses(self) -> tuple[Clause, ...]:
-        """The rule's."""
+        """Those of the rule within the budget."""
         return self.rule.clauses()
 
 

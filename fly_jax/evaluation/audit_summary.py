@@ -201,7 +201,7 @@ def table(summary: Summary, most_pairs: int) -> str:
             rows.append((*tokens, *map(_shown, means), pair.kind))
         lines += ["", *aligned(rows, {1, 6})]
         if len(summary.pairs) > most_pairs:
-            lines.append(f"and {len(summary.pairs) - most_pairs} more")
+            lines.append(f"and {len(summary.pairs) - most_pairs} more pairs")
     return "\n".join(lines)
 
 

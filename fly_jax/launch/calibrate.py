@@ -15,7 +15,7 @@ from fly_jax.parameters import parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 _HELP = """\
-python -m fly_jax.launch calibrate --prompts_file FILE (--memory OUT | --gate OUT BOUND) [flags]
+python -m fly_jax.launch calibrate --prompts_file FILE (--memory OUT | --gate OUT) [flags]
 
 Learns from prompts without answers, which it continues.
 

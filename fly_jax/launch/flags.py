@@ -117,6 +117,10 @@ class Flags(Generic[_Values]):
             )
         given = {name: self._flags[name].value for name in self._flags}
         found = {name: tuple(of) if isinstance(of, list) else of for name, of in given.items()}
+        for name, of in found.items():
+            for text in of if isinstance(of, tuple) else (of,):
+                if str(text).startswith("--") and str(text)[2:].partition("=")[0] in self._flags:
+                    raise FlyJaxError(f"--{name} needs a value before {text}; {self._advice}.")
         for one in parameters_of(self._kind):  # type: ignore[arg-type]
             dataclasses.replace(one, name=f"--{one.name}").check_given(found[one.name])
         if rest:
@@ -140,8 +144,8 @@ class Flags(Generic[_Values]):
             return self._flags([self.command, *arguments])[1:]
         except flags.UnrecognizedFlagError as error:
             close = difflib.get_close_matches(error.flagname, list(self._flags), n=1)
-            hint = f"did you mean --{close[0]}" if close else self._advice
-            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
+            hint = f"did you mean --{close[0]}?" if close else f"{self._advice}."
+            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}") from error
         except flags.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {self._advice}.") from error
@@ -326,8 +330,7 @@ class AuditFlags:
     )
     audit_exact: bool | None = parameter(
         None,
-        "audit: continue each prompt with the target's own text as well, so that the audit knows "
-        "what differs; takes a second decoding (greedy only); --noaudit_exact to leave it out",
+        "audit: decode once more, by the target alone (greedy), to see what differs; on by default",
         kind=bool,
     )
 

@@ -22,6 +22,7 @@ REFUSED = {
         (["--batch_size=0"], ["batch_size", "0"]),
         (["--seed=-1"], ["seed", "-1"]),
         (["--prompt"], ["--prompt"]),
+        (["--audit", "--json"], ["--audit needs a value", "--json"]),
         (["--json", "generate"], ["generate"]),
         (["train", "--mesh=8x8"], ["No --teacher"]),
     ],

@@ -53,6 +53,7 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
         (BOTH, {"tools": [{}]}, "tools"),
         (BOTH, {"echo": True}, "echo is True"),
         (BOTH, {"fly_window_size": 3}, "give it within"),
+        (BOTH, {"rule": "exact"}, "rule stands beside the field fly"),
         (TEXT, {"logprobs": 6}, "less than or equal to 5"),
         (TEXT, {"logprobs": True}, "valid integer"),
         (TEXT, {"best_of": 3}, "best_of is 3"),

@@ -76,7 +76,7 @@ class Guard:
 
         async def telling(message: Message) -> None:
             is_error = message["type"] == "http.response.start" and message["status"] >= 400
-            if is_error and not has_left:  # who has left, or was told to, gets nothing more
+            if is_error and not has_left and scope["path"] != "/health":  # which asks for nothing
                 self._on_refused(message["status"])
             await send(message)
 

@@ -196,7 +196,7 @@ class _GenerationFields(_Fields):
     @model_validator(mode="after")
     def _others_are_not_misspelt(self) -> Self:
         for name in self.model_extra or {}:
-            if name in VLLM_NAMES:
+            if name in VLLM_NAMES or name in FlyFields.model_fields:
                 raise ValueError(f"{name} stands beside the field fly; give it within")
             if len(name) > _LONGEST_NAME:
                 continue

@@ -144,8 +144,8 @@ class Flags(Generic[_Values]):
             return self._flags([self.command, *arguments])[1:]
         except flags.UnrecognizedFlagError as error:
             close = difflib.get_close_matches(error.flagname, list(self._flags), n=1)
-            hint = f"did you mean --{close[0]}?" if close else f"{self._advice}."
-            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}") from error
+            hint = f"the nearest is --{close[0]}" if close else self._advice
+            raise FlyJaxError(f"{self.command} has no flag --{error.flagname}; {hint}.") from error
         except flags.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {self._advice}.") from error

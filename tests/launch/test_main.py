@@ -60,7 +60,7 @@ def launched(flag: str, out: int | IO[str] = subprocess.PIPE) -> tuple[int, str 
 
 
 def test_process_refuses_without_a_traceback() -> None:
-    sentence = "generate has no flag --promt; did you mean --prompt?\n"
+    sentence = "generate has no flag --promt; the nearest is --prompt.\n"
     assert launched("--promt=x") == (2, "", sentence)
 
 

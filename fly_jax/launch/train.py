@@ -149,7 +149,7 @@ def _make_head(values: _TrainFlags) -> None:
         measured=lambda one: heads.mean_accepted_tokens(values.head, one, held_out),
     )
     folder = directory / values.head
-    save_hf(made, folder)
+    save_hf(made, folder, of=values.teacher)
     carry_tokenizer(opened.target.path, opened.target.source, folder)
     say(f"The head is in {folder}: give --draft {folder}.")
 

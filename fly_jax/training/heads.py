@@ -214,7 +214,7 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
 
 def layers_read(num_layers: int) -> tuple[int, ...]:
     """Layers of a teacher whose inputs heads read, the last one's among them."""
-    return (min(2, num_layers - 1), num_layers // 2, num_layers - 1)
+    return (min(2, max(num_layers // 2 - 1, 0)), num_layers // 2, num_layers - 1)
 
 
 def beginning(

@@ -34,15 +34,12 @@ _CARRIED = ("*.json", "*.model", "*.jinja")  # the configuration and the tokeniz
 _NOT_CARRIED = "*.safetensors.index.json"
 
 
-def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None:
+def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16, of: str = "") -> None:
     """Writes `config.json` and `model.safetensors` as transformers reads them.
 
-    A head's are as speculators and vLLM read them, without the embedding, which is the target's.
+    A head's are as speculators and vLLM read them; `of` names the target.
     """
     config, written = model.config, jnp.dtype(dtype)
-    if config.head is not None:
-        shared = dataclasses.replace(config.head, has_embedding=False)
-        config = dataclasses.replace(config, head=shared)
     own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
     values = model.stacked().parameters()
     parameters = {name: np.asarray(values[name]).astype(of or written) for name, of in own.items()}
@@ -61,6 +58,8 @@ def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16) -> None
         tensors |= {"t2d": is_known, "d2t": known - np.arange(len(known))}
     folder.mkdir(parents=True, exist_ok=True)
     description = config_fields(config) | {"dtype": written.name, "torch_dtype": written.name}
+    if config.head is not None:
+        description["speculators_config"]["verifier"]["name_or_path"] = of or None
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     shutil.copymode(folder / "config.json", folder / WEIGHTS)  # save_file's is its owner's alone

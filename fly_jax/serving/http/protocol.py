@@ -198,10 +198,8 @@ class _GenerationFields(_Fields):
         for name in self.model_extra or {}:
             if name in VLLM_NAMES or name in FlyFields.model_fields:
                 raise ValueError(f"{name} stands beside the field fly; give it within")
-            if len(name) > _LONGEST_NAME:
-                continue
-            meant = difflib.get_close_matches(name, type(self).model_fields, 1, _ALIKE)
-            if meant:
+            known = type(self).model_fields if len(name) <= _LONGEST_NAME else ()
+            if meant := difflib.get_close_matches(name, known, 1, _ALIKE):
                 raise ValueError(f"there is no field {name!r}; write {meant[0]!r}, or leave it out")
         return self
 

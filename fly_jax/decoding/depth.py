@@ -16,8 +16,10 @@ from fly_jax.verification.rules import Verdict, Why
 _HALF_LIFE = 16.0
 # Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
 _PRIOR_TOKENS = 4.0
-_PRIOR_STRICT_RATE = 0.9
-_PRIOR_LOOSE_RATE = 0.95
+# So many of them never fade: where nothing has been drafted for long, its rates are hoped for anew.
+_LASTING_TOKENS = 0.25
+_PRIOR_STRICT_RATE = 0.75
+_PRIOR_LOOSE_RATE = 0.85
 
 
 @jax.tree_util.register_dataclass
@@ -25,24 +27,25 @@ _PRIOR_LOOSE_RATE = 0.95
 class AcceptanceStats:
     """The counts of a row's draft, and the machine's seconds, from which the next K is chosen.
 
-    The counts fade from round to round.
+    The counts fade from round to round, with a draft or without.
 
     Attributes:
       matched: [rows], draft tokens that the lossless rule took.
       rescued: [rows], mismatches that were kept.
       refused: [rows], mismatches that ended a block.
       cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      seconds: [depths], what a round of each depth takes; empty where K is fixed.
+      costs: [2, depths], the seconds of a round of each depth, and how many draft tokens it gives
+        of those that are expected; empty where K is fixed.
     """
 
     matched: RowFloats
     rescued: RowFloats
     refused: RowFloats
     cut: RowFloats
-    seconds: Float32[Array, " depths"]
+    costs: Float32[Array, "2 depths"]
 
 
-def initial_stats(rows: int, seconds: Float32[Array, " depths"]) -> AcceptanceStats:
+def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
     mismatches = _PRIOR_TOKENS * (1 - _PRIOR_STRICT_RATE)
     refused = _PRIOR_TOKENS * (1 - _PRIOR_LOOSE_RATE)
@@ -52,13 +55,13 @@ def initial_stats(rows: int, seconds: Float32[Array, " depths"]) -> AcceptanceSt
         rescued=full * (mismatches - refused),
         refused=full * refused,
         cut=full * 0.0,
-        seconds=seconds,
+        costs=costs,
     )
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
     """With a guess for rows that begin: what all rows have seen so far, or `initial_stats`'."""
-    guess = initial_stats(1, stats.seconds)
+    guess = initial_stats(1, stats.costs)
     names = ("matched", "rescued", "refused", "cut")
     seen = {name: jnp.sum(getattr(stats, name)) for name in names}
     total = sum(seen.values())
@@ -71,9 +74,8 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
 
 
 def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> AcceptanceStats:
-    """Counts what became of a round's draft; a row without one, or not live, stays as it is."""
+    """Counts what became of a round's draft, if a row had one; one not live stays as it is."""
     why = verdict.why
-    live &= why[:, 0] != Why.DROPPED
 
     def count(kept: DraftFlags, before: RowFloats) -> Array:
         faded = before * 0.5 ** (1 / _HALF_LIFE) + jnp.sum(kept, axis=1, dtype=jnp.float32)
@@ -89,7 +91,8 @@ def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> Accepta
 
 def strict_rate(stats: AcceptanceStats) -> RowFloats:
     """Share of the draft tokens that the lossless rule takes."""
-    return stats.matched / (stats.matched + stats.rescued + stats.refused + stats.cut)
+    total = stats.matched + stats.rescued + stats.refused + stats.cut
+    return (stats.matched + _LASTING_TOKENS * _PRIOR_STRICT_RATE) / (total + _LASTING_TOKENS)
 
 
 def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
@@ -100,7 +103,8 @@ def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> R
     `strict_tail` positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
     """
     kept = stats.matched + stats.rescued
-    loose = kept / (kept + stats.refused)
+    loose = kept + _LASTING_TOKENS * _PRIOR_LOOSE_RATE
+    loose /= kept + stats.refused + _LASTING_TOKENS
     position = jnp.arange(1, depth + 1)
     strict = strict_rate(stats)
     rate = jnp.where(position <= depth - column(strict_tail), loose[:, None], strict[:, None])
@@ -110,7 +114,9 @@ def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> R
 def choose_depth(
     stats: AcceptanceStats, live: RowFlags, depths: tuple[int, ...], strict_tail: Count
 ) -> tuple[Int32[Array, ""], Float32[Array, " depths"]]:
-    """Index of the depth that promises most tokens a second, and the tokens of each row there."""
-    expected = [expected_tokens(stats, k, strict_tail) for k in depths]
+    """Index of the depth that promises most tokens a second, and draft tokens expected of each."""
+    seconds, given = stats.costs
+    expected = [expected_tokens(stats, k, strict_tail) - 1 for k in depths]
     totals = jnp.stack([jnp.sum(jnp.where(live, one, 0)) for one in expected])
-    return jnp.argmax(totals / stats.seconds).astype(jnp.int32), totals
+    promised = (jnp.sum(live) + given * totals) / seconds
+    return jnp.argmax(promised).astype(jnp.int32), totals

@@ -102,7 +102,7 @@ class Rows(NamedTuple):
     Attributes:
       limits: length at which each row is done.
       budget: risk budget of each row, in nats; None for a rule without one.
-      seconds: those of a round of each depth, empty where K is fixed; None if no rate is kept.
+      costs: see `AcceptanceStats`, empty where K is fixed; None if no rate is kept.
     """
 
     text: Int[Any, "rows capacity"]
@@ -110,7 +110,7 @@ class Rows(NamedTuple):
     limits: Int[Any, " rows"]
     seeds: UInt32[Any, " rows"]
     budget: Float32[Any, " rows"] | None
-    seconds: Float32[Any, " depths"] | None = None
+    costs: Float32[Any, "2 depths"] | None = None
 
 
 class Programs:
@@ -185,7 +185,7 @@ class Programs:
         """Rows (on the host) of whose prompts nothing has been run; traced of abstract models."""
         depths = self.static.depths
         if depths or self.static.deferred_window:
-            rows = rows._replace(seconds=np.zeros(len(depths), np.float32))
+            rows = rows._replace(costs=np.zeros((2, len(depths)), np.float32))
         rows = jax.tree.map(self.put, rows)
         return self._call(_begin, self._shapes, positions, self._resting, rows)
 
@@ -266,7 +266,7 @@ def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows)
         drafter=None if drafter is None else drafter.init(number, positions, dtype),
         keys=jax.vmap(jax.random.key)(rows.seeds),
         rule=RuleState(rows.budget),
-        stats=None if rows.seconds is None else initial_stats(number, rows.seconds),
+        stats=None if rows.costs is None else initial_stats(number, rows.costs),
         window=None if shapes.windows is None else no_windows(number, *shapes.windows),
     )
     return _whole_numbers(shapes.layout, state)
@@ -298,7 +298,7 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
         limits=zeros,
         seeds=zeros.astype(jnp.uint32),
         budget=None if state.rule.budget is None else zeros.astype(jnp.float32),
-        seconds=None if state.stats is None else state.stats.seconds,
+        costs=None if state.stats is None else state.stats.costs,
     )
     return _begin(shapes, state.target.capacity, drafter, rows)
 

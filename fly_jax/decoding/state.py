@@ -62,10 +62,10 @@ class DecodeState:
         target, drafter = map_caches(attending, (self.target, self.drafter))
         return dataclasses.replace(self, target=target, drafter=drafter)
 
-    def choosing(self, seconds: Float32[Array, " depths"]) -> DecodeState:
-        """The same rows, with the seconds of a round from which the next ones choose K."""
+    def choosing(self, costs: Float32[Array, "2 depths"]) -> DecodeState:
+        """The same rows, with the costs of a round from which the next ones choose K."""
         assert self.stats is not None
-        return dataclasses.replace(self, stats=dataclasses.replace(self.stats, seconds=seconds))
+        return dataclasses.replace(self, stats=dataclasses.replace(self.stats, costs=costs))
 
     def without_stats(self) -> DecodeState:
         """The same rows, with nothing known of what is accepted."""
@@ -120,7 +120,7 @@ class RoundOutput:
       budget: [rounds, rows], risk budget that is left after the round; None without one.
       rolled_back: [rounds, rows], a deferred window failed; None where none is ever deferred.
       depth: [rounds], draft tokens that were asked for; None where K is not chosen.
-      expected: [rounds], tokens that were expected of all live rows, from their rates; likewise.
+      expected: [rounds], draft tokens expected of all live rows, from their rates; likewise.
       draft_tokens: [rounds, rows, K], what was drafted; None unless the round is asked to report
         its evidence.
       evidence: of [rounds, rows, K + 1], what the rule decided on; None likewise.

@@ -1,9 +1,8 @@
-"""Seconds of rounds of each K, from which `decoding/depth.py` chooses, and when to look again."""
+"""Seconds of rounds of each K, from which `decoding/depth.py` chooses."""
 
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -17,15 +16,12 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
 # What a dispatch shows counts so much against those before it, and at most so many times as much.
 _WEIGHT, _MOST = 0.2, 2.0
-# What rounds give of what is expected follows more slowly: rates follow what is accepted already.
-_GIVEN_WEIGHT = 0.05
+# Draft tokens that were kept and expected: so many before the first round; so much of them fades.
+_FIRST_TOKENS, _FADING = 8.0, 0.02
+# What is kept of them is never taken for less, lest nothing were ever drafted again.
+_LEAST_KEPT = 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
-# Rounds without a draft before one is tried again; twice as many each time that it does not pay.
-_FIRST_WAIT, _LONGEST_WAIT = 64, 1024
-# Dispatches of such a try: in the first one a draft model takes in what it has missed.
-_TRIES = 2
-
 # How often a round of each depth is timed before the first request; the fastest counts.
 _TIMINGS = 3
 
@@ -33,23 +29,28 @@ Program = tuple[int, int]
 
 
 class Round(NamedTuple):
-    """The depth of a round, its tokens, and those expected, had every seat been live.
+    """The depth of a round, and how many draft tokens were kept, and expected to be, of all rows.
 
     Where nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
+    `num_passes` are the draft model's: with a lookup below they depend on the text.
     """
 
     depth: int
-    tokens: int
+    kept: int
     expected: float
     is_drafted: bool = True
+    num_passes: int = 0
 
 
 class DepthCosts:
     """Seconds of a round of each depth, by the program: its rows, and how far it attends.
 
-    Beside them is what rounds give of what is expected of them. That is less than all: texts end
-    within a block, their slots wait for the next dispatch, and mismatches come in clusters; the
-    deeper is drafted, the more is lost.
+    They are those of the target's pass and, for each pass of a draft model, those of one. How many
+    passes a draft takes, of those that it takes where a lookup below finds nothing, is followed
+    over all depths: where text repeats itself, a depth gets cheaper that has not run for long.
+
+    Beside them is how many draft tokens rounds give of those that are expected: texts end within a
+    block, and mismatches come in clusters.
 
     Attributes:
       depths: what K is chosen from, in ascending order.
@@ -62,18 +63,27 @@ class DepthCosts:
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
-        self._seconds: dict[Program, np.ndarray] = {}
-        self._given: dict[Program, np.ndarray] = {}
-        # Rounds in a row without a draft, and with one.
-        self._num_plain = self._num_drafted = 0
-        self._wait, self._tries = _FIRST_WAIT, 0
-        self._tried = itertools.cycle(self.depths[1:])
-        self._trial = self.num_speculative_tokens
+        self._seconds: dict[Program, np.ndarray] = {}  # without the draft model's passes
+        self._pass_seconds: dict[Program, float] = {}
+        self._num_passes = np.zeros(len(self.depths), np.float32)  # where a lookup finds nothing
+        self._passes_run = 1.0  # of those
+        self._drafts = np.full((2, len(self.depths)), _FIRST_TOKENS, np.float32)
 
-    def learn(self, program: Program, seconds: Sequence[float]) -> None:
-        """Takes what a round of each depth takes."""
-        self._seconds[program] = np.asarray(seconds, np.float32)
-        self._given[program] = np.ones(len(seconds), np.float32)
+    def learn(
+        self, program: Program, seconds: Sequence[float], num_passes: Sequence[float] = ()
+    ) -> None:
+        """Takes what a round of each depth takes, and the passes of a draft model in it.
+
+        The target's pass over the fewest draft tokens is taken to take as long as over none.
+        """
+        self._seconds[program] = found = np.asarray(seconds, np.float32)
+        self._pass_seconds[program] = 0.0
+        if any(num_passes) and self.depths[0] == 0:
+            self._num_passes = np.asarray(num_passes, np.float32)
+            at = int(np.flatnonzero(self._num_passes)[0])
+            each = max(float((found[at] - found[0]) / self._num_passes[at]), 0.0)
+            self._pass_seconds[program] = each
+            self._seconds[program] = np.maximum(found - each * self._num_passes, found[0])
 
     def measure(
         self,
@@ -88,6 +98,7 @@ class DepthCosts:
         Nobody is in the slots of `state`, which is donated; the first `rows` then decode `one`.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
+        num_passes = dict.fromkeys(self.depths, 0.0)
         assert attended is not None
         for depth in self.depths * _TIMINGS:
             for row in range(rows):
@@ -96,28 +107,29 @@ class DepthCosts:
             state = jax.block_until_ready(state.attending(attended).choosing(only))
             begin = time.perf_counter()
             state, output = programs.run(state, inputs, rows)
-            num_rounds = len(rounds_run(jax.device_get(output), rows))
-            found[depth] = min(found[depth], (time.perf_counter() - begin) / num_rounds)
+            run = rounds_run(jax.device_get(output))
+            seconds, drafted = time.perf_counter() - begin, [one for one in run if one.is_drafted]
+            if depth and drafted:  # those behind it for which a lookup found nothing are plain ones
+                seconds -= min(found.get(0, 0.0), seconds / len(run)) * (len(run) - len(drafted))
+                run = drafted
+            found[depth] = min(found[depth], seconds / len(run))
+            num_passes[depth] = sum(one.num_passes for one in run) / len(run)
         for row in range(rows):
             state = programs.release(state.attending(None), row)
-        self.learn((rows, attended), list(found.values()))
+        self.learn((rows, attended), list(found.values()), list(num_passes.values()))
         return state
 
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
-        """[depths], the seconds from which the next rounds choose, if no token depends on K."""
+        """[2, depths], the `AcceptanceStats.costs` of the next rounds, if no token depends on K."""
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
-        if self._num_plain >= self._wait:  # how much is accepted is seen only where there is some
-            self._tries, self._num_plain, self._trial = _TRIES, 0, next(self._tried)
-            self._wait = min(2 * self._wait, _LONGEST_WAIT)
-        if self._tries:
-            self._tries -= 1
-            return _only(self._trial, self.depths)
-        # A deeper round, which has not been seen for long, gives no more than a shallower one.
-        known = known / np.minimum.accumulate(self._given[program])
+        known = known + self._pass_seconds[program] * self._passes_run * self._num_passes
         stays = np.equal(self.depths, self.current)
-        return np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
+        seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
+        # A deeper round, which has not been seen for long, gives no more than a shallower one.
+        given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
+        return np.stack((seconds, np.minimum.accumulate(given)))
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Takes what a dispatch has done, and the seconds, if nothing else ran meanwhile."""
@@ -125,39 +137,39 @@ class DepthCosts:
         for one in rounds:
             self.num_rounds[one.depth] += 1
             self.current = one.depth
-            self._num_plain = self._num_plain + 1 if one.depth == 0 else 0
-            self._num_drafted = self._num_drafted + 1 if one.depth else 0
-        if self._num_drafted >= _FIRST_WAIT:
-            self._wait = _FIRST_WAIT
         if program not in self._seconds or len({one.depth for one in drafted}) != 1:
             return
         at = self.depths.index(drafted[0].depth)
-        given = sum(one.tokens for one in drafted) / sum(one.expected for one in drafted)
-        _move(self._given[program], at, given, _GIVEN_WEIGHT)
+        if drafted[0].depth:
+            seen = np.sum([(one.kept, one.expected) for one in drafted], axis=0)
+            self._drafts[:, at] += seen - _FADING * self._drafts[:, at]
+        num_passes = sum(one.num_passes for one in drafted) / len(drafted)
+        if self._num_passes[at]:
+            self._passes_run += _WEIGHT * (num_passes / self._num_passes[at] - self._passes_run)
         is_one = len(drafted) == len(rounds) and before == self.current
         if seconds is not None and is_one:
-            _move(self._seconds[program], at, seconds / len(rounds))
+            of_passes = self._pass_seconds[program] * num_passes
+            _move(self._seconds[program], at, seconds / len(rounds) - of_passes)
 
 
-def rounds_run(output: RoundOutput, num_seats: int) -> list[Round]:
+def rounds_run(output: RoundOutput) -> list[Round]:
     """The rounds of a dispatch (on the host), where K is chosen, that had something to do."""
     assert output.depth is not None
     assert output.expected is not None
-    num_live = np.sum((output.count > 0) | (output.num_drafted > 0), axis=1)
-    tokens, drafted = np.sum(output.count, axis=1), np.sum(output.num_drafted, axis=1)
-    expected = output.expected / np.maximum(num_live, 1) * num_seats
-    return [
-        Round(int(output.depth[at]), int(tokens[at]), float(expected[at]), bool(drafted[at]))
-        for at, live in enumerate(num_live)
-        if live
-    ]
+    is_live = (output.count > 0) | (output.num_drafted > 0)
+    kept = np.sum(output.count - (output.count > 0), axis=1)
+    drafted = np.any(output.num_drafted, axis=1)
+    parts = (output.depth, kept, output.expected, drafted, output.num_draft_passes)
+    rounds = zip(np.any(is_live, axis=1), *(one.tolist() for one in parts), strict=True)
+    return [Round(*one) for is_run, *one in rounds if is_run]
 
 
 def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
-    """[depths], seconds with which this one is chosen whatever is accepted."""
-    return np.where(np.equal(depths, depth), 1, np.inf).astype(np.float32)
+    """[2, depths], costs by which this one is chosen whatever is accepted."""
+    seconds = np.where(np.equal(depths, depth), 1, np.inf)
+    return np.stack((seconds, np.ones(len(depths)))).astype(np.float32)
 
 
-def _move(figures: np.ndarray, at: int, seen: float, weight: float = _WEIGHT) -> None:
+def _move(figures: np.ndarray, at: int, seen: float) -> None:
     """Takes one of some running figures towards what was seen."""
-    figures[at] += weight * (min(seen, _MOST * figures[at]) - figures[at])
+    figures[at] += _WEIGHT * (min(seen, _MOST * figures[at]) - figures[at])

@@ -15,8 +15,10 @@ import numpy as np
 from jax.stages import Traced
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec
+from fly_jax.decoding.depth import AcceptanceStats
 from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair, check_prompt
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
@@ -164,6 +166,7 @@ class Engine:
         self._offline = offline
         self._pending: Dispatch | None = None
         self._state: DecodeState | None = None
+        self._stats: AcceptanceStats | None = None  # of the state that was given back
         self._compiled: set[object] = set()
 
     @classmethod
@@ -362,9 +365,15 @@ class Engine:
         self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
 
     def forget(self) -> None:
-        """Gives the caches back; raises FlyJaxError while requests wait or are being decoded."""
+        """Gives the caches back, and keeps how often drafts were accepted, if K follows from it.
+
+        FlyJaxError while requests wait or are being decoded.
+        """
         self._check_idle("give its caches back")
         self.slots.forget()
+        follows = self.costs is not None and not self.spec.static.deferred_window
+        if follows and self._state is not None:
+            self._stats = self._state.stats
         self._state = None
 
     def trace_slots(self) -> Traced:
@@ -409,6 +418,8 @@ class Engine:
             # Ctrl-C may come where a program has taken the state and not given it back.
             self.slots.forget()
             self._state = self._slots().without_stats()
+            if self._stats is not None and not self._stats.matched.is_deleted():
+                self._state = dataclasses.replace(self._state, stats=self._stats)
         return self._state
 
     def _compile(
@@ -460,7 +471,11 @@ class Engine:
     ) -> DecodeState:
         """Times rounds of each K, by positions and rows, in slots that then hold nothing."""
         assert self.costs is not None
-        request = RequestState(Request([0], self.max_length), self._own)
+        # A lookup alone is to find something, at every depth; one below a draft model is not to.
+        period = self.spec.static.num_speculative_tokens + 1
+        length = 2 * period + Lookup.max_ngram if isinstance(self.drafter, Lookup) else 1
+        prompt = [at % period for at in range(min(length, self.max_length - 1))]
+        request = RequestState(Request(prompt, self.max_length), self._own)
         row = self._prefill.rows([request], 1)
         for attended, number in places:
             seated = self._programs.put_numbers(np.arange(self._row_steps[-1]) < number)
@@ -536,10 +551,10 @@ class Engine:
         state = self._held().attending(attended)
         if self.costs is not None:
             may_vary = self._load_may_change_text or all(one.is_settled for _, one in live)
-            seconds = self.costs.next((rows, attended), may_vary=may_vary)
+            costs = self.costs.next((rows, attended), may_vary=may_vary)
             if self._programs.spans_processes:  # which must all choose the same
-                seconds = np.asarray(broadcast(seconds.tolist()), np.float32)
-            state = state.choosing(self._programs.put(seconds))
+                costs = np.asarray(broadcast(costs.tolist()), np.float32)
+            state = state.choosing(self._programs.put(costs))
         state, output = self._programs.run(state, self._inputs(sampled=samples), rows)
         self._state = state.attending(None)
         for leaf in jax.tree.leaves(output):
@@ -564,7 +579,7 @@ class Engine:
         if self.listener is not None:
             self.listener(output, dispatch.occupants)
         if self.costs is not None:
-            rounds = rounds_run(output, dispatch.num_seats)
+            rounds = rounds_run(output)
             program = (len(dispatch.occupants), dispatch.attended)
             self.costs.observe(program, rounds, taken if dispatch.is_timed else None)
         found = []

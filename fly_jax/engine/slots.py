@@ -151,11 +151,6 @@ class Dispatch:
     seated: tuple[Seated, ...] = ()
 
     @property
-    def num_seats(self) -> int:
-        """Slots that somebody was in."""
-        return sum(one is not None for one in self.occupants)
-
-    @property
     def teaching(self) -> list[int]:
         """Slots from which a memory may learn: of greedy requests whose tokens are handed out."""
         return [

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pairs import CAPACITY, ROWS, SPECS, pair_engine
+from random_pairs import CAPACITY, ROWS, SPECS, pair_engine, random_target
 
-from fly_jax import Exact, FlyJaxError, Verdict, Why
+from fly_jax import Engine, Exact, FlyJaxError, Lookup, Request, Verdict, Why
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth, expected_tokens, observe
-from fly_jax.engine.depth_costs import DepthCosts
+from fly_jax.decoding.state import RoundOutput
+from fly_jax.engine import depth_costs
+from fly_jax.engine.depth_costs import DepthCosts, Round, rounds_run
 
 counts = st.floats(0.5, 50, width=32)
 
@@ -22,7 +24,7 @@ counts = st.floats(0.5, 50, width=32)
 def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> AcceptanceStats:
     """Of each row the draft tokens that were matched, rescued, refused and cut."""
     by_kind = [jnp.asarray(kind, jnp.float32) for kind in zip(*counts, strict=True)]
-    return AcceptanceStats(*by_kind, seconds=jnp.asarray(seconds))
+    return AcceptanceStats(*by_kind, costs=jnp.asarray((seconds, (1.0,) * len(seconds))))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -30,8 +32,9 @@ def stats_of(*counts: Sequence[float], seconds: Sequence[float] = (1.0,)) -> Acc
 def test_expected_tokens(
     matched: float, rescued: float, refused: float, cut: float, depth: int, tail: int
 ) -> None:
-    strict = matched / (matched + rescued + refused + cut)
-    loose = (matched + rescued) / (matched + rescued + refused)
+    hoped = 0.25  # of tokens, which never fade
+    strict = (matched + hoped * 0.75) / (matched + rescued + refused + cut + hoped)
+    loose = (matched + rescued + hoped * 0.85) / (matched + rescued + refused + hoped)
     expected, survives = 1.0, 1.0
     for position in range(1, depth + 1):
         survives *= loose if position + tail <= depth else strict
@@ -80,9 +83,9 @@ def test_a_forced_depth_is_that_fixed_k(
 ) -> None:
     """With sampling too: a draw depends on its position, and not on how many others there are."""
     depths = (2, 3, 5)
-    seconds = np.full(3, np.inf, np.float32)
-    seconds[index] = 1.0
-    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: seconds)
+    costs = np.full((2, 3), np.inf, np.float32)
+    costs[0, index], costs[1] = 1.0, 1.0
+    monkeypatch.setattr(DepthCosts, "next", lambda *_, may_vary: costs)
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
 
     def decode(spec: RoundSpec) -> list[tuple[list[int], list[Why], int]]:
@@ -100,10 +103,45 @@ def test_every_depth_is_measured() -> None:
     assert engine.costs is not None
     assert np.isinf(engine.costs.next((ROWS, CAPACITY), may_vary=True)).any(), "nothing is known"
     engine.warm_up_for(engine.requests([[1, 2, 3]], 20))
-    seconds = engine.costs.next((ROWS, CAPACITY), may_vary=True)
-    assert seconds.shape == (3,)
-    assert np.all(np.isfinite(seconds))
-    assert np.all(seconds > 0)
+    costs = engine.costs.next((ROWS, CAPACITY), may_vary=True)
+    assert costs.shape == (2, 3)
+    assert np.all(np.isfinite(costs))
+    assert np.all(costs > 0)
+
+
+def test_a_lookup_finds_something_where_its_rounds_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else they would cost no more than one token at a time, and the largest K seem free."""
+    measured: list[Round] = []
+
+    def noted(output: RoundOutput) -> list[Round]:
+        measured.extend(rounds_run(output))
+        return rounds_run(output)
+
+    spec = RoundSpec(Exact(), RoundStatic(5, Lookup(3), depths=(0, 2, 5)))
+    engine = Engine(random_target(0), None, spec, num_slots=2, max_length=64)
+    monkeypatch.setattr(depth_costs, "rounds_run", noted)
+    engine.warm_up_for([Request([1, 2, 3], 20)])
+    assert {one.depth: one.is_drafted for one in measured} == {0: False, 2: True, 5: True}
+
+
+def test_without_a_draft_for_long_its_rates_are_hoped_for_anew() -> None:
+    """One round that is refused ends that hope again."""
+    rounds = 200
+    dropped = np.full((1, 4), Why.DROPPED, np.int8)
+    zeros = jnp.zeros(1, jnp.int32)
+    nothing = Verdict(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(dropped), zeros)
+    dropped[0, 0] = Why.REFUSED_GATE
+    refused = Verdict(zeros, zeros, zeros.astype(jnp.int8), jnp.asarray(dropped), zeros)
+    live, stats = jnp.array([True]), stats_of((0.0, 0.0, 8.0, 0.0), seconds=(1.0, 2.0))
+    chosen = []
+    for _ in range(rounds):
+        depth = int(choose_depth(stats, live, (0, 4), 0)[0])
+        chosen.append(depth)
+        stats = observe(stats, refused if depth else nothing, live)
+    assert 1 <= sum(chosen) <= rounds / 25
+    assert 1 not in chosen[:30]
 
 
 @pytest.mark.parametrize("depths", [(3, 2), (2, 2, 6), (-1, 6), (2, 4)])

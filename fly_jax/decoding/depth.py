@@ -15,7 +15,7 @@ from fly_jax.verification.rules import Verdict, Why
 # What a round has seen counts half after this many rounds: text changes as it goes on.
 _HALF_LIFE = 16.0
 # Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
-_PRIOR_TOKENS = 4.0
+_PRIOR_TOKENS = 8.0
 # So many of them never fade: where nothing has been drafted for long, its rates are hoped for anew.
 _LASTING_TOKENS = 0.25
 _PRIOR_STRICT_RATE = 0.75
@@ -60,16 +60,19 @@ def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceSta
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
-    """With a guess for rows that begin: what all rows have seen so far, or `initial_stats`'."""
+    """With a guess for rows that begin: half `initial_stats`', half what all rows have seen so far.
+
+    The text before may have been of another kind.
+    """
     guess = initial_stats(1, stats.costs)
     names = ("matched", "rescued", "refused", "cut")
     seen = {name: jnp.sum(getattr(stats, name)) for name in names}
     total = sum(seen.values())
     scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    begun = {
-        name: jnp.where(total > 0, seen[name] * scale, getattr(guess, name)[0]) for name in names
-    }
-    values = {name: getattr(stats, name).at[rows].set(one) for name, one in begun.items()}
+    values = {}
+    for name, prior in ((name, getattr(guess, name)[0]) for name in names):
+        known = jnp.where(total > 0, seen[name] * scale, prior)
+        values[name] = getattr(stats, name).at[rows].set((known + prior) / 2)
     return dataclasses.replace(stats, **values)
 
 

@@ -108,10 +108,7 @@ class Pair:
         drafts = given.get("num_speculative_tokens") != 0
         if not drafts:
             del given["num_speculative_tokens"]
-        only_looks_up = not self.drafts and (
-            self.drafter == NGRAM or bool(self.drafter is None and given.get("prompt_lookup_max"))
-        )
-        config = config or default_config(is_embedded=self.is_embedded, only_looks_up=only_looks_up)
+        config = config or default_config(is_embedded=self.is_embedded)
         config = config.replace(**given) if given else config
         if self.drafter == NGRAM and not config.to_dict()["prompt_lookup_max"]:
             config = config.replace(prompt_lookup_max=Lookup.max_ngram)

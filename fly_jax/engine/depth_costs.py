@@ -17,7 +17,7 @@ from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 # What a dispatch shows counts so much against those before it, and at most so many times as much.
 _WEIGHT, _MOST = 0.2, 2.0
 # Draft tokens that were kept and expected: so many before the first round; so much of them fades.
-_FIRST_TOKENS, _FADING = 8.0, 0.02
+_FIRST_TOKENS, _FADING = 32.0, 0.02
 # What is kept of them is never taken for less, lest nothing were ever drafted again.
 _LEAST_KEPT = 0.5
 # Another depth is chosen where it promises so much more.

@@ -133,7 +133,8 @@ def _config(values: _CalibrateFlags) -> DecodingConfig:
         return DecodingConfig(rule="exact").replace(**DecodingFlags(decoding=drafted).given)
     decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
     given = DecodingFlags(config=values.config, decoding=decoding)
-    config = given.to_config(values)
+    # Other models are decoded exactly where nothing is said, and then there is no gate.
+    config = given.to_config(values if values.is_embedded else None)
     _bound(values), strictness.strictness_of(config)
     return config.replace(window_size=strictness.windows_of(config, values.window_size)[0])
 

@@ -299,13 +299,13 @@ class DecodingFlags:
         return {name: value for name, value in self.decoding.items() if value not in (None, ())}
 
     def to_config(self, models: ModelFlags | None = None) -> DecodingConfig:
-        """The flags over a file's, or over what suits the models; FlyJaxError for a wrong one."""
+        """The flags over a file's, or over what suits the models; FlyJaxError for a wrong one.
+
+        Without models, which a plan has not, over FLy as published.
+        """
         if not self.config:
-            draft = None if models is None or models.is_embedded else models.draft
-            looks_up = draft == ("ngram",) or (draft == () and self.given.get("prompt_lookup_max"))
-            config = default_config(
-                is_embedded=models is not None and models.is_embedded, only_looks_up=bool(looks_up)
-            )
+            suits = models and default_config(is_embedded=models.is_embedded)
+            config = suits or DecodingConfig()
         else:
             with joint_errors():  # all take process 0's file, as they do its prompts
                 read = load_config(self.config).to_dict() if process_id() == 0 else None

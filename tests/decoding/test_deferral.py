@@ -35,7 +35,7 @@ class Rates:
     """The row's fading counts of what was matched, rescued, refused and cut."""
 
     def __init__(self) -> None:
-        self.counts = [4 * 0.75, 4 * 0.1, 4 * 0.15, 0.0]
+        self.counts = [8 * 0.75, 8 * 0.1, 8 * 0.15, 0.0]
 
     def see(self, *counts: int) -> None:
         fade = 0.5 ** (1 / 16)

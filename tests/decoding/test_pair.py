@@ -121,13 +121,21 @@ def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> Non
     assert named.spec(**given).static.lookup == fly_jax.Lookup()
     assert named.spec(**given, prompt_lookup_max=2).static.lookup == fly_jax.Lookup(max_ngram=2)
     assert named.spec(**given, prompt_lookup_tokens=3).static.lookup == fly_jax.Lookup(num_tokens=3)
-    for unsaid in (named.config(), alone.config(prompt_lookup_max=2)):  # copies are not loosened
-        assert (unsaid.rule, unsaid.num_speculative_tokens) == ("exact", 7)
-    assert named.config(rule="fly").rule == "fly"
     (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
     (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
     assert one.token_ids == same.token_ids == tokens(alone)[0]
     assert one.num_draft_tokens == same.num_draft_tokens > 0
+
+
+def test_what_is_not_said_is_exact_with_three_tokens(
+    folders: tuple[Path, Path], pair: Pair, alone: Pair
+) -> None:
+    """And a rule that loosens has the published fifteen."""
+    named = load_pair(folders[0], "ngram", dtype="float32")
+    for unsaid in (pair.config(), named.config(), alone.config(prompt_lookup_max=2)):
+        assert (unsaid.rule, unsaid.num_speculative_tokens) == ("exact", 3)
+    for loosened in (pair.config(rule="fly"), named.config(rule="margin")):
+        assert loosened.num_speculative_tokens == 15
 
 
 def test_a_config_from_a_file_decodes(pair: Pair, tmp_path: Path) -> None:

@@ -78,7 +78,13 @@ def test_what_was_generated(audit: Path, tokenizer: Tokenizer, of_pair: Decoded)
 
 def test_deferred_windows(tmp_path: Path, of_pair: Decoded, capsys: Captured) -> None:
     path = tmp_path / "audit.jsonl"
-    flags = ["--boundary=defer", "--entropy_threshold=0.01", "--noaudit_exact", f"--audit={path}"]
+    flags = [
+        "--rule=fly",
+        "--boundary=defer",
+        "--entropy_threshold=0.01",
+        "--noaudit_exact",
+        f"--audit={path}",
+    ]
     found = of_pair(*GIVEN, *SIZES, *flags)
     events = [event for event in lines(path) if event["event"] == "rescue"]
     assert len(events) == sum(one["num_rescued_tokens"] for one in found)

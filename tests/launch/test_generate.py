@@ -25,7 +25,7 @@ KEYS = {
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
 BORIS = ["--prompt=Boris", *SIZES]
-BOTH = [f"--prompt={PROMPTS[0]}", *BORIS]
+BOTH = ["--rule=fly", f"--prompt={PROMPTS[0]}", *BORIS]
 
 
 def test_several_drafts(tiny_pair: Folders, of_pair: Decoded) -> None:

@@ -38,7 +38,7 @@ REFUSED = {
         (["--draft=/nowhere/draft"], ["/nowhere/draft"]),
         (["--mesh=8y8"], ["8y8"]),
         (["--mesh=3x3"], ["9", "8"]),
-        (["--num_speculative_tokens=6"], ["num_speculative_tokens=6", "window"]),
+        (["--rule=fly", "--num_speculative_tokens=6"], ["num_speculative_tokens=6", "window"]),
         (["--num_speculative_tokens=5000"], ["5000", "96"]),
         (["--draft_confidence=0.4"], ["draft_confidence is 0.4", "DSpark"]),
         (["--rule=exact", "--temperature=0.5"], ["exact", "sampled"]),

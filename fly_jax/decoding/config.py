@@ -356,10 +356,8 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
 def default_config(*, is_embedded: bool) -> DecodingConfig:
     """How a pair is decoded where nobody says how, in Python and on the command line.
 
-    The pair that ships with the package as it was tuned. Any other one exactly, with K = 3, which
-    was never slower than one token at a time on the pair that was measured; FLy kept 91% of its
-    answers, and 68% where the lookup proposes alone (docs/real_pair.md). A rule that loosens has K
-    as published.
+    The pair that ships with the package as it was tuned; any other one exactly, with K = 3, and
+    with the published K where a rule loosens: docs/real_pair.md says why.
     """
     values: dict[str, Any] = {"rule": "exact", "lossless_speculative_tokens": 3}
     if is_embedded:

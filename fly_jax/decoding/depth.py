@@ -15,11 +15,11 @@ from fly_jax.verification.rules import Verdict, Why
 # What a round has seen counts half after this many rounds: text changes as it goes on.
 _HALF_LIFE = 16.0
 # Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
-_PRIOR_TOKENS = 8.0
+_PRIOR_TOKENS = 4.0
 # So many of them never fade: where nothing has been drafted for long, its rates are hoped for anew.
 _LASTING_TOKENS = 0.25
-_PRIOR_STRICT_RATE = 0.75
-_PRIOR_LOOSE_RATE = 0.85
+_PRIOR_STRICT_RATE = 0.9
+_PRIOR_LOOSE_RATE = 0.95
 
 
 @jax.tree_util.register_dataclass
@@ -60,20 +60,17 @@ def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceSta
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
-    """With a guess for rows that begin: half `initial_stats`', half what all rows have seen so far.
-
-    The text before may have been of another kind.
-    """
+    """With a guess for rows that begin: half `initial_stats`', half what all rows have seen."""
     guess = initial_stats(1, stats.costs)
     names = ("matched", "rescued", "refused", "cut")
     seen = {name: jnp.sum(getattr(stats, name)) for name in names}
     total = sum(seen.values())
     scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    values = {}
-    for name, prior in ((name, getattr(guess, name)[0]) for name in names):
-        known = jnp.where(total > 0, seen[name] * scale, prior)
-        values[name] = getattr(stats, name).at[rows].set((known + prior) / 2)
-    return dataclasses.replace(stats, **values)
+    for name in names:
+        prior = getattr(guess, name)[0]
+        begun = (jnp.where(total > 0, seen[name] * scale, prior) + prior) / 2
+        stats = dataclasses.replace(stats, **{name: getattr(stats, name).at[rows].set(begun)})
+    return stats
 
 
 def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> AcceptanceStats:

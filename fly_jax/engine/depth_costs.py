@@ -45,12 +45,9 @@ class Round(NamedTuple):
 class DepthCosts:
     """Seconds of a round of each depth, by the program: its rows, and how far it attends.
 
-    They are those of the target's pass and, for each pass of a draft model, those of one. How many
-    passes a draft takes, of those that it takes where a lookup below finds nothing, is followed
-    over all depths: where text repeats itself, a depth gets cheaper that has not run for long.
-
-    Beside them is how many draft tokens rounds give of those that are expected: texts end within a
-    block, and mismatches come in clusters.
+    They are the target's pass and the draft model's passes. How many of these a draft takes is
+    followed for all depths: with a lookup below, they get cheaper where text repeats itself.
+    Beside them is how many draft tokens rounds give of those that are expected.
 
     Attributes:
       depths: what K is chosen from, in ascending order.
@@ -133,7 +130,7 @@ class DepthCosts:
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
         """Takes what a dispatch has done, and the seconds, if nothing else ran meanwhile."""
-        before, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
+        last, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
             self.current = one.depth
@@ -146,10 +143,11 @@ class DepthCosts:
         num_passes = sum(one.num_passes for one in drafted) / len(drafted)
         if self._num_passes[at]:
             self._passes_run += _WEIGHT * (num_passes / self._num_passes[at] - self._passes_run)
-        is_one = len(drafted) == len(rounds) and before == self.current
+        is_one = len(drafted) == len(rounds) and last == self.current
         if seconds is not None and is_one:
-            of_passes = self._pass_seconds[program] * num_passes
-            _move(self._seconds[program], at, seconds / len(rounds) - of_passes)
+            before = self._seconds[program][at]
+            now = seconds / len(rounds) - self._pass_seconds[program] * num_passes
+            self._seconds[program][at] += _WEIGHT * (min(now, _MOST * before) - before)
 
 
 def rounds_run(output: RoundOutput) -> list[Round]:
@@ -168,8 +166,3 @@ def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
     """[2, depths], costs by which this one is chosen whatever is accepted."""
     seconds = np.where(np.equal(depths, depth), 1, np.inf)
     return np.stack((seconds, np.ones(len(depths)))).astype(np.float32)
-
-
-def _move(figures: np.ndarray, at: int, seen: float) -> None:
-    """Takes one of some running figures towards what was seen."""
-    figures[at] += _WEIGHT * (min(seen, _MOST * figures[at]) - figures[at])

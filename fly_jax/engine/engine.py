@@ -365,10 +365,7 @@ class Engine:
         self._compile(chunks, self._buckets.all(lengths), drawn, lambda _, __: None)
 
     def forget(self) -> None:
-        """Gives the caches back, and keeps how often drafts were accepted, if K follows from it.
-
-        FlyJaxError while requests wait or are being decoded.
-        """
+        """Gives the caches back; raises FlyJaxError while requests wait or are being decoded."""
         self._check_idle("give its caches back")
         self.slots.forget()
         follows = self.costs is not None and not self.spec.static.deferred_window

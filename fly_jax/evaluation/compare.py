@@ -14,16 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from tqdm import tqdm
 
-from fly_jax.decoding.config import DecodingConfig, Depth, Drafting
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Drafter, Terms
-from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.pair import Pair
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import RequestState
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.audit_summary import aligned
 from fly_jax.verification.correction_memory import CorrectionMemory
-from fly_jax.verification.rules import Fly
 
 _Check = Callable[[int, str], bool | None]
 
@@ -151,20 +149,6 @@ def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def three_rules(
-    fly: Fly | None = None,
-    num_speculative_tokens: Depth = Drafting.num_speculative_tokens,
-    lookup: Lookup | None = None,
-) -> dict[str, DecodingConfig]:
-    """Greedy decoding one token at a time, with exact speculation, and with FLy."""
-    config = DecodingConfig(num_speculative_tokens=num_speculative_tokens, lookup=lookup)
-    return {
-        "autoregressive": config.replace(rule="autoregressive"),
-        "exact": config.replace(rule="exact"),
-        "fly": config.replace(rule=fly or "fly"),
-    }
-
-
 def compare(
     pair: Pair,
     prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -185,7 +169,7 @@ def compare(
     only the one that decodes has its caches.
 
     Args:
-      configs: the rules by name, the baseline first; `three_rules` if not given.
+      configs: the rules by name, the baseline first; `DecodingConfig.side_by_side` if not given.
       draft_share: measures rounds of the same K as well in which something drafts that takes no
         time, for the share of the draft models.
       categories: of each prompt, for figures of each category where prompts are decoded alone.
@@ -197,7 +181,7 @@ def compare(
     """
     if not prompts:
         raise FlyJaxError("No prompt was given; a comparison needs at least one.")
-    configs = three_rules() if configs is None else configs
+    configs = configs or {one.rule: one for one in DecodingConfig().side_by_side()}
     ids: Sequence[Sequence[int]] = [
         pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
     ]

@@ -78,7 +78,7 @@ def _run(values: _BenchFlags) -> None:
     if values.picture is not None:
         check_picture(Path(values.picture))
     config = values.to_config(values)
-    configs = decodings(values.decode, config, proposes=values.has_draft or config.to_lookup())
+    configs = decodings(values.decode, config, proposes=values.proposes(config))
     longest = max(configs.values(), key=lambda one: one.drafting.max_speculative_tokens)
     inputs = open_inputs(values, longest)
     categories = [prompt.category for prompt in inputs.prompts]
@@ -118,7 +118,7 @@ def _run(values: _BenchFlags) -> None:
 
 
 def decodings(
-    given: Sequence[str], config: DecodingConfig, *, proposes: object
+    given: Sequence[str], config: DecodingConfig, *, proposes: bool
 ) -> dict[str, DecodingConfig]:
     """The configs of a bench by their names, all checked; the first is what others are held to.
 

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     values = given.parse(arguments, _HELP)
     items = _items(values)
     config = values.to_config(values)
-    proposes = values.has_draft or config.to_lookup()
+    proposes = values.proposes(config)
     rules = ("autoregressive", "exact", config.rule) if proposes else ("autoregressive",)
     decode = values.decode or rules
     others = [one for one in decode if one != DRAFT]

@@ -251,6 +251,10 @@ class ModelFlags:
         """A draft was given, or is there without."""
         return self.target is None or bool(self.draft)
 
+    def proposes(self, config: DecodingConfig) -> bool:
+        """A draft, or the config's lookup, proposes to the target."""
+        return self.has_draft or config.to_lookup() is not None
+
     @property
     def is_embedded(self) -> bool:
         """The pair is the one that ships with the package."""

@@ -94,8 +94,7 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
             if process_id() == 0:
                 check_writable(Path(values.audit))
     config = values.to_config(values)
-    proposes = values.has_draft or config.to_lookup()
-    if not proposes and (config.num_speculative_tokens or compares):
+    if not values.proposes(config) and (config.num_speculative_tokens or compares):
         if compares or "rule" in values.given or values.config is not None:
             wanted = "--compare" if compares else f"the rule {config.rule}"
             raise FlyJaxError(

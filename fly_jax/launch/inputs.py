@@ -94,7 +94,7 @@ def waiting(why: str) -> Iterator[None]:
 
 def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
     """The config, or one for a target that nothing proposes to."""
-    return config if values.has_draft or config.to_lookup() else config.without_draft()
+    return config if values.proposes(config) else config.without_draft()
 
 
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:

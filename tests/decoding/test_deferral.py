@@ -35,7 +35,7 @@ class Rates:
     """The row's fading counts of what was matched, rescued, refused and cut."""
 
     def __init__(self) -> None:
-        self.counts = [8 * 0.75, 8 * 0.1, 8 * 0.15, 0.0]
+        self.counts = [4 * 0.9, 4 * 0.05, 4 * 0.05, 0.0]
 
     def see(self, *counts: int) -> None:
         fade = 0.5 ** (1 / 16)
@@ -43,9 +43,9 @@ class Rates:
 
     def pays(self, j: int, k: int) -> bool:
         matched, rescued, refused, _ = self.counts
-        loose = (matched + rescued + 0.25 * 0.85) / (matched + rescued + refused + 0.25)
+        loose = (matched + rescued + 0.25 * 0.95) / (matched + rescued + refused + 0.25)
         expected = sum(loose**i for i in range(k + 1))
-        strict = (matched + 0.25 * 0.75) / (sum(self.counts) + 0.25)
+        strict = (matched + 0.25 * 0.9) / (sum(self.counts) + 0.25)
         completed = min(strict ** (j + WINDOW - k), 0.65)
         return completed * (k + 1 - j + expected) > expected
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 from tiny_pair import write_pair
 
+from fly_jax.decoding.config import DecodingConfig
 from fly_jax.decoding.pair import Pair, load_pair
 from fly_jax.engine.batch import generate
 from fly_jax.errors import FlyJaxError
-from fly_jax.evaluation.compare import Comparison, RuleResult, compare, three_rules
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.evaluation.compare import Comparison, RuleResult, compare
+from fly_jax.verification.rules import Fly
 
 PROMPTS = ["Ada has 3 apples", "Boris", "Vera's 12"]
 
@@ -57,14 +58,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(target, draft, dtype="float32")
 
 
-def test_three_rules(pair: Pair) -> None:
-    configs = three_rules(Fly(window_size=2), 4)
-    assert [*configs] == ["autoregressive", "exact", "fly"]
-    specs = {name: pair.spec(config) for name, config in configs.items()}
-    assert [spec.rule for spec in specs.values()] == [Exact(), Exact(), Fly(window_size=2)]
-    assert [spec.static.num_speculative_tokens for spec in specs.values()] == [0, 4, 4]
-
-
 def test_rules_decode_the_same_prompts(pair: Pair) -> None:
     asked: list[tuple[int, str]] = []
 
@@ -72,7 +65,8 @@ def test_rules_decode_the_same_prompts(pair: Pair) -> None:
         asked.append((index, text))
         return None if index == 2 else index == 0
 
-    configs = three_rules(Fly(window_size=2), 4)
+    config = DecodingConfig(rule="fly", window_size=2, num_speculative_tokens=4)
+    configs = {one.rule: one for one in config.side_by_side()}
     comparison = compare(pair, PROMPTS, configs, max_new_tokens=16, batch_size=2, check=check)
     plain, exact, fly = comparison.results
     assert plain.texts == exact.texts

@@ -16,10 +16,12 @@ from fly_jax.verification.rules import Verdict, Why
 _HALF_LIFE = 16.0
 # Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
 _PRIOR_TOKENS = 4.0
-# So many of them never fade: where nothing has been drafted for long, its rates are hoped for anew.
-_LASTING_TOKENS = 0.25
 _PRIOR_STRICT_RATE = 0.9
 _PRIOR_LOOSE_RATE = 0.95
+# What K is chosen by hopes for less, of more tokens, lest one refusal end drafting; so many of them
+# never fade: where nothing has been drafted for long, these rates are hoped for anew.
+_HOPED_TOKENS, _LASTING_TOKENS = 8.0, 0.25
+_HOPED_STRICT_RATE, _HOPED_LOOSE_RATE = 0.75, 0.85
 
 
 @jax.tree_util.register_dataclass
@@ -47,29 +49,24 @@ class AcceptanceStats:
 
 def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
-    mismatches = _PRIOR_TOKENS * (1 - _PRIOR_STRICT_RATE)
-    refused = _PRIOR_TOKENS * (1 - _PRIOR_LOOSE_RATE)
-    full = jnp.full((rows,), 1.0, jnp.float32)
-    return AcceptanceStats(
-        matched=full * _PRIOR_TOKENS * _PRIOR_STRICT_RATE,
-        rescued=full * (mismatches - refused),
-        refused=full * refused,
-        cut=full * 0.0,
-        costs=costs,
-    )
+    counts = _counts(_PRIOR_TOKENS, _PRIOR_STRICT_RATE, _PRIOR_LOOSE_RATE)
+    return AcceptanceStats(*(jnp.full((rows,), one, jnp.float32) for one in counts), costs)
+
+
+def _counts(tokens: float, strict: float, loose: float) -> tuple[float, float, float, float]:
+    """Draft tokens that are matched, rescued, refused and cut, of so many, with these rates."""
+    return tokens * strict, tokens * (loose - strict), tokens * (1 - loose), 0.0
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
-    """With a guess for rows that begin: half `initial_stats`', half what all rows have seen."""
-    guess = initial_stats(1, stats.costs)
-    names = ("matched", "rescued", "refused", "cut")
-    seen = {name: jnp.sum(getattr(stats, name)) for name in names}
-    total = sum(seen.values())
-    scale = _PRIOR_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
-    for name in names:
-        prior = getattr(guess, name)[0]
-        begun = (jnp.where(total > 0, seen[name] * scale, prior) + prior) / 2
-        stats = dataclasses.replace(stats, **{name: getattr(stats, name).at[rows].set(begun)})
+    """With a guess for rows that begin: half hope, half what all rows have seen so far."""
+    total = jnp.sum(stats.matched + stats.rescued + stats.refused + stats.cut)
+    scale = _HOPED_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    hoped = _counts(_HOPED_TOKENS, _HOPED_STRICT_RATE, _HOPED_LOOSE_RATE)
+    for name, hope in zip(("matched", "rescued", "refused", "cut"), hoped, strict=True):
+        counts = getattr(stats, name)
+        begun = (jnp.where(total > 0, jnp.sum(counts) * scale, hope) + hope) / 2
+        stats = dataclasses.replace(stats, **{name: counts.at[rows].set(begun)})
     return stats
 
 
@@ -92,7 +89,7 @@ def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> Accepta
 def strict_rate(stats: AcceptanceStats) -> RowFloats:
     """Share of the draft tokens that the lossless rule takes."""
     total = stats.matched + stats.rescued + stats.refused + stats.cut
-    return (stats.matched + _LASTING_TOKENS * _PRIOR_STRICT_RATE) / (total + _LASTING_TOKENS)
+    return (stats.matched + _LASTING_TOKENS * _HOPED_STRICT_RATE) / (total + _LASTING_TOKENS)
 
 
 def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
@@ -103,7 +100,7 @@ def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> R
     `strict_tail` positions, where no window fits. With both rates a it is (1 - a^(K+1)) / (1 - a).
     """
     kept = stats.matched + stats.rescued
-    loose = kept + _LASTING_TOKENS * _PRIOR_LOOSE_RATE
+    loose = kept + _LASTING_TOKENS * _HOPED_LOOSE_RATE
     loose /= kept + stats.refused + _LASTING_TOKENS
     position = jnp.arange(1, depth + 1)
     strict = strict_rate(stats)

@@ -43,9 +43,9 @@ class Rates:
 
     def pays(self, j: int, k: int) -> bool:
         matched, rescued, refused, _ = self.counts
-        loose = (matched + rescued + 0.25 * 0.95) / (matched + rescued + refused + 0.25)
+        loose = (matched + rescued + 0.25 * 0.85) / (matched + rescued + refused + 0.25)
         expected = sum(loose**i for i in range(k + 1))
-        strict = (matched + 0.25 * 0.9) / (sum(self.counts) + 0.25)
+        strict = (matched + 0.25 * 0.75) / (sum(self.counts) + 0.25)
         completed = min(strict ** (j + WINDOW - k), 0.65)
         return completed * (k + 1 - j + expected) > expected
 

@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[1]
 _REAL_PAIR = {
     "qwen/code_draft": "HumanEval, the 0.5B drafts",
     "qwen/code_lookup": "HumanEval, the lookup drafts alone",
-    "qwen/code_short": "HumanEval, the 0.5B drafts three tokens, or K is chosen",
-    "qwen/code_lookup_auto": "HumanEval, the lookup drafts alone, K is chosen",
+    "qwen/code_short": "HumanEval, the 0.5B drafts three tokens",
     "qwen/spec_short": "Spec-Bench, the 0.5B drafts three tokens, or K is chosen",
     "qwen/spec_lookup_auto": "Spec-Bench, the lookup drafts alone, K is chosen",
     "qwen/spec_draft": "Spec-Bench, the 0.5B drafts more",

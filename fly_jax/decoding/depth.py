@@ -50,7 +50,8 @@ class AcceptanceStats:
 def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceStats:
     """A guess that a few rounds overrule."""
     counts = _counts(_PRIOR_TOKENS, _PRIOR_STRICT_RATE, _PRIOR_LOOSE_RATE)
-    return AcceptanceStats(*(jnp.full((rows,), one, jnp.float32) for one in counts), costs)
+    matched, rescued, refused, cut = (jnp.full((rows,), one, jnp.float32) for one in counts)
+    return AcceptanceStats(matched, rescued, refused, cut, costs)
 
 
 def _counts(tokens: float, strict: float, loose: float) -> tuple[float, float, float, float]:

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from fly_jax.decoding.config import default_config
+from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     of_validation,
 )
+from fly_jax.serving.http.request_builder import RequestBuilder
 
 HELLO = [{"role": "user", "content": "Hello"}]
 # Of other servers, and with values that say nothing.
@@ -119,3 +122,12 @@ def test_a_refusal_names_the_field_and_no_type_of_pydantic(
         CompletionRequest.model_validate({"prompt": "a"} | fields)
     within = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
     assert str(of_validation(within)) == sentence
+
+
+def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:
+    """A real model's server drafts three tokens; FLy's window of six fits into no such block."""
+    real = default_config(is_embedded=False)
+    assert RequestBuilder.of(real).rules == ("margin",)
+    assert RequestBuilder.of(real.replace(rule="fly")).rules == ("fly", "margin")
+    with pytest.raises(FlyJaxError, match="num_speculative_tokens=3"):
+        RequestBuilder.of(real, ["fly"])

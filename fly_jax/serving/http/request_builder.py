@@ -40,6 +40,8 @@ class RequestBuilder:
         """
         if not config.num_speculative_tokens:
             return cls(config, ())
+        # One engine has one K, that of the server's own rule, for whatever requests ask.
+        config = config.replace(num_speculative_tokens=config.num_speculative_tokens)
         given = _USUAL_RULES if rules is None else tuple(rules)
         own = (config.rule,) if config.is_loosened else ()
         found = []

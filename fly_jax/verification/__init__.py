@@ -1,1 +1,1 @@
-"""Which draft tokens to keep, from the target's logits alone: what other engines import."""
+"""The verdict on draft tokens, from the target's logits alone; other engines import this."""

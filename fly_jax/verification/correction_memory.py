@@ -26,7 +26,7 @@ MIN_COUNT = 6  # lambda of the paper
 CAPACITY = 65_536
 NUM_KEYS = 4_096
 
-# What fills the rest of the keys: sorts after every token, and is none.
+# Pads the keys: it is no token, and sorts after all of them.
 _NO_TOKEN = np.iinfo(np.int32).max
 _FORMAT = 1
 
@@ -38,7 +38,7 @@ def is_remembered(
     draft_tokens: Int[Array, "*shape"],
     target_tokens: Int[Array, "*shape"],
 ) -> Bool[Array, "*shape"]:
-    """True where the pair is among the keys; by halving: both in one number would need 64 bits."""
+    """Tells whether each pair is a key, by binary search: one number for both needs 64 bits."""
     keys = jnp.asarray(keys)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -59,18 +59,18 @@ def is_remembered(
 
 @dataclasses.dataclass(eq=False)
 class CorrectionMemory:
-    """How often the target has put which token in the place of which draft token.
+    """Counts of corrections: how often the target put its own token in place of a draft token.
 
-    It holds at most `capacity` pairs. When one more comes, an eighth of them goes: those with the
-    lowest counts, and of equal ones those that were not seen for the longest time. On the device
-    are the `num_keys` most frequent of the pairs with a count above `min_count`.
+    It holds at most `capacity` pairs. When one more comes, an eighth of them is dropped: those with
+    the lowest counts, and among equal ones those that were not seen for the longest time. The
+    device gets the `num_keys` most frequent of the pairs with a count above `min_count`.
 
     Attributes:
       vocabulary: digest of the tokens that the ids mean; see `Tokenizer.digest`.
       min_count: a pair is looked up only if it was counted more often than this.
       capacity: most pairs that are counted.
       num_keys: pairs on the device, and so the size of `keys`.
-      note: whatever whoever fills the memory wants to find again in its file.
+      note: text for its file, of whoever fills the memory.
       version: grows whenever a pair becomes or ceases to be one to look up.
 
     Raises:
@@ -100,7 +100,7 @@ class CorrectionMemory:
         return len(self._counts)
 
     def count(self, draft_token: int, target_token: int) -> int:
-        """How often a pair was seen, as far as is known."""
+        """Returns how often a pair was seen; 0 for one that is not held."""
         return self._counts.get((draft_token, target_token), 0)
 
     def add(self, pairs: Iterable[Pair], times: int = 1) -> None:
@@ -114,7 +114,7 @@ class CorrectionMemory:
                 self.version += 1
 
     def keys(self) -> np.ndarray:
-        """The pairs to look up, [num_keys, 2] int32, sorted; what is left is filled up."""
+        """The pairs to look up, [num_keys, 2] int32, sorted and padded."""
         nominees = [pair for pair, count in self._counts.items() if count > self.min_count]
         nominees.reverse()  # of equal counts the latest
         nominees = heapq.nlargest(self.num_keys, nominees, key=self._counts.__getitem__)
@@ -133,7 +133,7 @@ class CorrectionMemory:
         return [(*pair, count) for pair, count in self._counts.items()]
 
     def merged(self, other: CorrectionMemory) -> CorrectionMemory:
-        """A memory with the counts of both, such as two processes made; with this one's limits."""
+        """A memory with the counts of both and this one's limits, say of two processes."""
         other.check_vocabulary(self.vocabulary, "The memory to merge with")
         merged = copy.copy(self)
         merged._counts, merged.note, merged.version = {}, "", 1
@@ -178,10 +178,7 @@ class CorrectionMemory:
 
 
 def load_memory(path: Path, vocabulary: str, *, min_count: int = MIN_COUNT) -> CorrectionMemory:
-    """Reads what `CorrectionMemory.save` wrote, for a vocabulary of this digest.
-
-    FlyJaxError for a file that cannot be read, is damaged or no memory, or of another vocabulary.
-    """
+    """Reads a saved memory; FlyJaxError if it is unreadable, damaged or of another vocabulary."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -30,11 +30,11 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def data_tree(declaring: _Class) -> _Class:
-    """Makes a frozen dataclass, unless it is one, that JAX takes as a tree: a class decorator.
+    """Registers a frozen dataclass with JAX as a tree, making one of any other class: a decorator.
 
     Fields with `STATIC` metadata, or declared as `parameter(..., static=True)`, are structure and
-    must be hashable; all others are data, and None, in their place, is structure too: there is no
-    such number. Rebuilding an instance around tracers runs no checks.
+    must be hashable. All others are data; None in place of a number is structure too. Rebuilding an
+    instance around tracers runs no checks.
     """
     if "__dataclass_fields__" not in vars(declaring):
         declaring = cast(_Class, dataclasses.dataclass(frozen=True)(declaring))
@@ -66,7 +66,7 @@ def data_tree(declaring: _Class) -> _Class:
 
 
 def narrowed(numbers: Any) -> np.ndarray:
-    """Numbers as devices have them; raises FlyJaxError for one that would be another."""
+    """Numbers as int32, float32 or bool; FlyJaxError for one that these do not hold."""
     array = np.asarray(numbers)
     if array.dtype == bool:
         return array
@@ -85,7 +85,7 @@ def narrowed(numbers: Any) -> np.ndarray:
 
 
 def column(number: Any) -> Any:
-    """A number, ready to meet [rows, positions]."""
+    """A number in a shape that broadcasts against [rows, positions]."""
     return number[:, None] if np.ndim(number) == 1 else number
 
 

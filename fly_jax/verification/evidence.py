@@ -30,10 +30,10 @@ from fly_jax.verification.sampling import (
     processed_log_probs,
 )
 
-# The id of no token: what stands at the positions where nothing was drafted.
+# Stands for a draft token at the positions where nothing was drafted.
 ABSENT = -1
 
-# Where the draws of verification begin; the text positions of `sample_at` are far below.
+# First number of verification's draws; the text positions of `sample_at` are far below.
 _FIRST_DRAW = 2**30
 
 EntropyMeasure = Literal["top_k", "full", "normalized"]
@@ -41,13 +41,13 @@ EntropyMeasure = Literal["top_k", "full", "normalized"]
 
 @dataclasses.dataclass(frozen=True)
 class Entropy:
-    """Which entropy of the target's untempered softmax is measured; hashable, static under `jit`.
+    """The entropy of the target's untempered softmax to measure; hashable, static under `jit`.
 
     Attributes:
-      measure: "top_k": -sum p ln p over the `top_k` most probable tokens, with their probabilities
-        in the full softmax (not renormalised), in nats: the gate of FLy's reference code and of
-        vLLM. "full": over the whole vocabulary, in nats. "normalized": "full" divided by
-        ln(vocabulary size), between 0 and 1: the paper's formula.
+      measure: "top_k": -sum p ln p over the `top_k` most probable tokens, with their
+        probabilities in the full softmax (not renormalised), in nats: the gate of FLy's
+        reference code and of vLLM. "full": over the whole vocabulary, in nats. "normalized":
+        "full" divided by ln(vocabulary size), between 0 and 1: the paper's formula.
       top_k: tokens that "top_k" looks at.
     """
 
@@ -67,7 +67,7 @@ class Entropy:
 
     @property
     def name(self) -> str:
-        """In one word: "top_3", "full" or "normalized"."""
+        """The measure in one word: "top_3", "full" or "normalized"."""
         return f"top_{self.top_k}" if self.measure == "top_k" else self.measure
 
 
@@ -75,8 +75,7 @@ class Entropy:
 class Needs:
     """The numbers that evidence carries besides what every rule reads; static under `jit`.
 
-    What is not asked for is not computed. `a | b` is what either of two asks for; FlyJaxError if
-    these are two entropies.
+    Others are not computed. `a | b` asks for what either asks for; FlyJaxError for two entropies.
 
     Attributes:
       entropy: the entropy to measure, if any.
@@ -116,7 +115,7 @@ class TopTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TargetEvidence:
-    """One number per row and position; K draft tokens make K + 1 positions.
+    """The evidence on the draft: one number per row and position; K draft tokens make K + 1.
 
     The last position follows the last draft token. It, and every position at or after a row's
     `num_drafted`, has no draft token: `draft_logit` and `draft_log_prob` are -inf and `accepted` is
@@ -135,8 +134,7 @@ class TargetEvidence:
       entropy: by the measure asked for, of the raw logits.
       full_entropy: over the whole vocabulary, in nats.
       scaled_uniform: when sampling, u q(x): the lossless rule took the draft token iff its
-        probability is above this. It is -1 in rows that are decoded greedily, and None where all
-        are.
+        probability is above this; -1 in rows that are decoded greedily, None where all are.
     """
 
     argmax: Int32[Array, "rows positions"]
@@ -153,12 +151,12 @@ class TargetEvidence:
 
     @property
     def gap(self) -> Float32[Array, "rows positions"]:
-        """How far the draft token's logit lies below the largest one: nats between the two."""
+        """The distance of the draft token's logit below the largest, in nats."""
         return self.argmax_logit - self.draft_logit
 
     @property
     def log_prob(self) -> Float32[Array, "rows positions"]:
-        """Of the draft token in the target's plain softmax, in nats."""
+        """The draft token's log-probability in the target's plain softmax, in nats."""
         return self.draft_logit - self.log_sum_exp
 
 
@@ -245,7 +243,7 @@ class EvidenceInputs(NamedTuple):
 def draw_noise(
     row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"], vocab_size: int
 ) -> tuple[Float32[Array, "rows time"], Float32[Array, "rows time vocab"]]:
-    """Uniform and Gumbel noise of each position of a block, from the key of its row alone."""
+    """The uniform and Gumbel noise of each position of a block, from the key of its row alone."""
     # Two keys for each position, made in one go: programs with fewer hashes compile faster.
     draws = _FIRST_DRAW + 2 * positions + jnp.arange(2)[:, None, None]
     uniform, gumbel = jax.vmap(position_keys, (None, 0))(row_keys, draws)
@@ -280,7 +278,7 @@ def _reduce(
     inputs: EvidenceInputs, *, needs: Needs, vocab_size: int, axis_names: AxisNames
 ) -> TargetEvidence:
     """The evidence from this device's shard of the vocabulary and a few numbers of the others'."""
-    # What only compares and picks reads the logits as they are: widened first, they are copied.
+    # Comparing and picking read the raw logits: to widen them first would copy them.
     raw, logits = inputs.logits, inputs.logits.astype(jnp.float32)
     argmax = reductions.vocab_argmax(raw, axis_names)
     argmax_logit = reductions.vocab_max(raw, axis_names).astype(jnp.float32)
@@ -325,7 +323,7 @@ def _entropy(
 
 
 def _surprise(log_probs: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """-p ln p, which is 0 where p is 0."""
+    """The term -p ln p of an entropy, which is 0 where p is 0."""
     return -jnp.exp(log_probs) * finite_or_zero(log_probs)
 
 

@@ -39,7 +39,7 @@ def vocab_sum(values: Num[Array, "*lead local"], axis_names: AxisNames = ()) -> 
 
 
 def vocab_max(values: Local, axis_names: AxisNames = ()) -> Found:
-    """Largest value in the whole vocabulary."""
+    """The largest value in the whole vocabulary."""
     local = jnp.max(values, axis=-1)
     return jax.lax.pmax(local, axis_names) if axis_names else local
 
@@ -95,7 +95,7 @@ def one_by_one(values: Local, count: int) -> Top:
 def vocab_pick(
     values: Local, tokens: Int[Array, "*lead"], missing: float, axis_names: AxisNames = ()
 ) -> Found:
-    """The value of one token per position; `missing`, a lower bound, for an id not in it."""
+    """The value of one token per position; `missing`, a lower bound, for an id out of range."""
     local_size = values.shape[-1]
     index = tokens - token_ids(local_size, axis_names)[0]
     is_here = (index >= 0) & (index < local_size)
@@ -110,7 +110,7 @@ def finite_or_zero(values: Shaped[Array, "*lead"]) -> Shaped[Array, "*lead"]:
 
 
 def vocab_split(layout: Layout, shape: Sequence[int]) -> tuple[PartitionSpec, AxisNames]:
-    """How an array of rows first and the vocabulary last lies, and the axes of the vocabulary."""
+    """The partition of an array (rows first, vocabulary last), and the axes of the vocabulary."""
     lead = ("rows", *(None,) * len(shape))[: len(shape) - 1]
     spec = layout.spec((*lead, "vocab"), shape)
     entries = (*spec, *(None,) * len(shape))[: len(shape)]

@@ -1,7 +1,8 @@
-"""From logits to tokens: greedy, or sampled after temperature, top-k and top-p.
+"""Tokens from logits: greedy, or sampled after temperature, top-k and top-p.
 
-Top-k and top-p both keep a token iff those above it weigh less than a limit, each 1 or each its
-probability; so ties with the last one kept are kept. That one is found exactly, on any mesh.
+Top-k and top-p both keep a token iff the tokens above it weigh less than a limit. Each weighs 1
+for top-k and its probability for top-p, so ties with the last one kept are kept. That one is
+found exactly, on any mesh.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Kept = tuple[_Found, _Found | None, _Found]
 
 @data_tree
 class Sampling:
-    """How a distribution is made of logits: all numbers are data, scalars or one for each row.
+    """The steps from logits to a distribution; its numbers are data, scalars or one for each row.
 
     Applied in this order: temperature, top-k, then top-p on what top-k left, renormalised. A step
     that is None is not in the program.
@@ -43,8 +44,8 @@ class Sampling:
       temperature: divides the logits. A row of temperature 0 is decoded greedily, so that one
         program serves greedy and sampled rows together.
       top_k: keeps so many of the most probable tokens; 0 keeps all.
-      top_p: keeps the fewest most probable tokens with at least this probability together; 1 keeps
-        all.
+      top_p: keeps the fewest most probable tokens with at least this probability together; 1
+        keeps all.
     """
 
     temperature: Number = parameter(1.0, "0 is greedy", low=0.0)
@@ -60,7 +61,7 @@ class Sampling:
         check_parameters(self)
 
     def of_rows(self, num_rows: int) -> Sampling:
-        """The same, with an array of one number for each row everywhere."""
+        """A copy in which every number is an array of one for each row."""
 
         def each(number: Number | Count, dtype: type) -> Array:
             return jnp.broadcast_to(jnp.asarray(number, dtype), (num_rows,))
@@ -87,7 +88,7 @@ def sampling_per_row(samplings: Sequence[Sampling | None]) -> Sampling:
 
 
 def is_greedy(sampling: Sampling, num_lead: int) -> Bool[Array, "*#lead"]:
-    """True for the rows whose temperature is 0, in a shape that meets `num_lead` dimensions."""
+    """Tells which rows have temperature 0, in a shape that meets `num_lead` dimensions."""
     return _lead(sampling.temperature, num_lead) == 0
 
 
@@ -107,10 +108,9 @@ def sample(
     keys: Key[Array, "*lead"] | None = None,
     layout: Layout | None = None,
 ) -> Int32[Array, "*lead"]:
-    """One token per position: the most probable one, or a draw from the processed distribution.
+    """Draws a token per position: the most probable one, or one of the processed distribution.
 
-    A position's draw depends on its own key and nothing else: neither on other positions nor on
-    the mesh.
+    A position's draw depends on its own key alone: neither on other positions nor on the mesh.
 
     Args:
       logits: raw logits of the whole vocabulary, of rows first.
@@ -153,10 +153,10 @@ def sample_at(
     positions: Int[Array, "rows time"],
     layout: Layout | None = None,
 ) -> Int32[Array, "rows time"]:
-    """`sample`, where the draw of a text position has noise of its own: that of its row and place.
+    """Draws as `sample`, with noise that depends on the row and the text position alone.
 
-    Whichever model draws the token at a position, and in whatever pass, draws it with the same
-    noise, so that draft models in a chain agree as often as they can.
+    Every model, in every pass, draws the token at a position with the same noise, so that draft
+    models in a chain agree as often as they can.
 
     Args:
       row_keys: a PRNG key for each row, needed with `sampling`; it may be the one that the row's
@@ -170,7 +170,7 @@ def sample_at(
 
 
 def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, " rows"]:
-    """A key for each row: those given, or the row's own of one key; it knows no other row."""
+    """A key for each row: the given ones, or the given one folded with the row's index."""
     if key is None:
         raise FlyJaxError("Sampling was asked for without a PRNG key; pass key=jax.random.key(…).")
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -188,15 +188,12 @@ def keys_of_rows(key: Key[Array, "*#rows"] | None, num_rows: int) -> Key[Array, 
 def position_keys(
     row_keys: Key[Array, " rows"], positions: Int[Array, "rows time"]
 ) -> Key[Array, "rows time"]:
-    """A key for each position of each row."""
+    """The keys of positions: each row's key folded with the position."""
     return jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(row_keys, positions)
 
 
 def gumbel_noise(keys: Key[Array, "*lead"], vocab_size: int) -> Float32[Array, "*lead vocab"]:
-    """Standard Gumbel noise; on a mesh it is made outside `jax.shard_map`, in its full shape.
-
-    Only then is it the same for every layout; each device still makes its own shard alone.
-    """
+    """Draws Gumbel noise, the same on every mesh if it is called outside `jax.shard_map`."""
     draw = functools.partial(jax.random.gumbel, shape=(vocab_size,), dtype=jnp.float32)
     make: Callable[..., Array] = draw
     for _ in keys.shape:
@@ -254,9 +251,9 @@ def _truncate(
 ) -> _Kept:
     """Finds what top-k (0 for all) and then top-p (1 for all) keep; None is no such step.
 
-    It gives the largest logit (0 if that is not finite), the smallest that is kept (None if all
+    Returns the largest logit (0 if that is not finite), the smallest that is kept (None if all
     are), and the sum over those kept of exp((logit - largest) / temperature). Over a sharded
-    vocabulary both together take four exchanges and one of them three.
+    vocabulary both steps together take four exchanges, and either alone three.
     """
     if axis_names and (top_k is not None or top_p is not None):
         return _truncate_sharded(logits, temperature, top_k, top_p, axis_names)
@@ -314,7 +311,7 @@ def _ordered(values: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
 
 
 def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
-    """From a float's bits to an integer in the same order, and back."""
+    """Maps a float's bits to an integer in the same order, and back."""
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 
@@ -393,7 +390,7 @@ def _truncate_sharded(
 
 
 def _best_step(local: int, devices: int) -> int:
-    """Logits of a shard from one splitter to the next: those with the fewest comparisons."""
+    """The distance between splitters, in logits of a shard, with the fewest comparisons."""
 
     def comparisons(step: int) -> int:
         # Finds its own by 32 halvings, weighs all, picks between two, and compares these pairwise.
@@ -414,7 +411,7 @@ def _weight_above(
 def _compacted(
     values: _Shard, which: Bool[Array, "*lead local"], size: int
 ) -> Float32[Array, "*lead {size}"]:
-    """Those values, of which there are at most `size`, and then -inf."""
+    """The marked values, at most `size` of them, and then -inf."""
     place = jnp.cumsum(which, axis=-1, dtype=jnp.int32) - 1
     is_here = which[..., None, :] & (place[..., None, :] == jnp.arange(size)[:, None])
     return jnp.max(jnp.where(is_here, values[..., None, :], -jnp.inf), axis=-1)

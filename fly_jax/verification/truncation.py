@@ -21,11 +21,11 @@ def truncated(
     protected: Bool[Array, "*rows vocab"] | None = None,
     layout: Layout | None = None,
 ) -> Float[Array, "rows positions vocab"]:
-    """The logits, with -inf for every token outside the rule's support: drawing obeys the rule.
+    """The logits, with -inf for every token outside the rule's support, so that any draw obeys it.
 
-    The support is the target's most probable token, and each that `accept` would rescue if it were
-    drafted there and nothing else were looked at: it meets all conditions of one of the rule's
-    clauses and is not barred. Deferred windows judge what follows, and are left out.
+    The support is the target's most probable token and every token that `accept` would rescue if it
+    were drafted there: it meets all conditions of one of the rule's clauses and is not barred.
+    Deferred windows judge what follows, and are left out.
 
     Args:
       rule: greedy, without memory and budget, its numbers scalars.

@@ -1,4 +1,4 @@
-"""One call for an engine: given draft tokens and the target's logits, what is kept?"""
+"""The call that engines make: the verdict on draft tokens, given the target's logits."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def verify(
 
     Under `jit` the rule and the sampling are ordinary arguments: their numbers are data, each a
     scalar or one for each row, and other numbers are no other program. Only `layout` is static.
-
-    It is `evidence` and then `accept`, which say what the arguments are that are not named here.
+    It is `evidence` and then `accept`; see these for the other arguments.
 
     Args:
       rule: how mismatches are treated; `Exact()` is lossless, `per_row` unites several.
@@ -66,11 +65,10 @@ class FlatVerdict:
     """The decision of `verify_flat`.
 
     Attributes:
-      tokens: what is emitted, -1 elsewhere. At the positions of the draft tokens, one request after
-        the other: those kept, and the target's in place of the first that is not. A token that
-        follows a block that was kept whole stands at the request's bonus position: with
-        `bonus_tokens` those of all requests come last, one for each; without, each follows its
-        request's draft.
+      tokens: what is emitted, -1 elsewhere. The positions of draft tokens, one request after
+        another, have the tokens kept, and the target's in place of the first that is not. The bonus
+        token of a block that was kept whole stands at the request's bonus position: with
+        `bonus_tokens` these come last, one for each request; without, after its draft.
       verdict: the same, one row for each request.
     """
 
@@ -95,12 +93,12 @@ def verify_flat(
     state: RuleState | None = None,
     layout: Layout | None = None,
 ) -> FlatVerdict:
-    """`verify` for the flat layout of vLLM: the tokens of all requests, one request after another.
+    """Verifies in the flat layout of vLLM: the tokens of all requests, one request after another.
 
     With the same keys it decides and draws as `verify` does. The logits are reduced where they are;
-    only the few numbers of each position are then put into rows. What stands beyond the requests'
-    tokens is padding. Arguments that are not named here are those of `verify`, with one number or
-    key for each request where that has one for each row; "rows" of the layout are flat positions.
+    only the few numbers of each position are then put into rows. Positions beyond the requests'
+    tokens are padding. The other arguments are those of `verify`, with one number or key for each
+    request where that has one for each row; "rows" of the layout are flat positions.
 
     Args:
       logits: the target's raw logits, at the draft positions: those that predict draft tokens.
@@ -119,7 +117,7 @@ def verify_flat(
             f"The target's logits have shape {logits.shape} for draft tokens of shape "
             f"{draft_tokens.shape}; pass one row of logits for each of them."
         )
-    # 1) Which request a flat position is of, and its place there.
+    # 1) The request of each flat position, and its place there.
     counts = num_drafted + (bonus_tokens is None)
     ends = jnp.cumsum(counts)
     starts = ends - counts
@@ -155,7 +153,7 @@ def verify_flat(
         rule, rows, drafted,
         protected=protected, num_drafted=num_drafted, memory=memory, state=state,
     )  # fmt: skip
-    # 4) What is emitted, where the engine looks for it.
+    # 4) The emitted tokens, where the engine looks for them.
     kept, following = verdict.num_accepted[request], verdict.next_token[request]
     tokens = jnp.select([place < kept, place == kept], [draft, following], -1)
     tokens = jnp.where(flat < ends[-1], tokens, -1)

@@ -28,15 +28,15 @@ from fly_jax.verification.evidence import Entropy, Needs, TargetEvidence
 class Why(enum.IntEnum):
     """The fate of one position; `letter` is for the tokens that were emitted.
 
-    `REFUSED` comes before every other refusal. The others are in the order in which a rule checks:
-    the first that fails is reported; of rules joined by |, that of the one that came furthest.
+    `REFUSED` takes precedence over every other refusal. Of the others a rule reports the first of
+    its checks that fails, in this order; rules joined by | report the one that came furthest.
     """
 
     MATCHED = 0  # kept: the lossless rule accepts it
     RESCUED = 1  # kept: a mismatch that the rule loosens
     REFUSED_GATE = 2  # the target is too sure of another token
     REFUSED_MEMORY = 3  # the memory has not seen this correction often enough
-    REFUSED_BUDGET = 4  # the request's risk budget, or the block's share of it, is spent
+    REFUSED_BUDGET = 4  # the rest of the request's risk budget does not pay for it
     REFUSED_WINDOW = 5  # a drafted token in its deferred window is a mismatch too
     REFUSED_BOUNDARY = 6  # only the block's end stood in the way: the window does not fit
     REFUSED = 7  # never loosened: an exact rule, a protected token, or one of probability 0
@@ -46,7 +46,7 @@ class Why(enum.IntEnum):
 
     @property
     def letter(self) -> str:
-        """m, r, c or b for matched, rescued, corrected and bonus; "-" for what is not emitted."""
+        """The letter of a token: m(atched), r(escued), c(orrected), b(onus); "-" for all else."""
         return _LETTERS.get(self, "-")
 
 
@@ -100,7 +100,7 @@ WindowKind = Literal["paper", "reference"]
 
 
 def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "rows positions"]:
-    """True where the target is undecided enough for a mismatch to be considered for rescue.
+    """Tells where the target is undecided enough for a mismatch to be considered for rescue.
 
     `threshold` is the least entropy, in the measure's unit; `GATE_OFF` or less opens the gate.
     """
@@ -110,7 +110,7 @@ def entropy_gate(evidence: TargetEvidence, threshold: Number) -> Bool[Array, "ro
 
 
 def asked_for(value: _Given | None, name: str, remedy: str) -> _Given:
-    """A value that a rule reads; FlyJaxError if it is not there, as nothing could be decided."""
+    """Returns a value that a rule reads; FlyJaxError if it was not given."""
     if value is None:
         raise FlyJaxError(
             f"This rule needs {name}, which it was not given; pass {remedy}, or call verify."
@@ -143,11 +143,11 @@ class Condition:
 
     @property
     def needs(self) -> Needs:
-        """Nothing beyond what every evidence has, unless a condition says otherwise."""
+        """The needs beyond what every evidence has; none by default."""
         return Needs()
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """True where a mismatch may be rescued as far as this condition goes."""
+        """Tells where this condition lets a mismatch be rescued."""
         raise NotImplementedError
 
 
@@ -160,11 +160,11 @@ class Undecided(Condition):
 
     @property
     def needs(self) -> Needs:
-        """Measured with the gate off too, so that an audit can show it."""
+        """The entropy, measured with the gate off too so that an audit can show it."""
         return Needs(entropy=self.measure)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """H >= threshold, or the threshold is as good as 0."""
+        """Tells where H >= threshold, or everywhere if the gate is off."""
         return entropy_gate(seen.evidence, self.threshold)
 
 
@@ -175,7 +175,7 @@ class Near(Condition):
     nats: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """Max z - z(x) <= nats."""
+        """Tells where max z - z(x) <= nats."""
         return seen.evidence.gap <= column(self.nats)
 
 
@@ -186,13 +186,13 @@ class Probable(Condition):
     threshold: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """P(x) >= threshold."""
+        """Tells where p(x) >= threshold."""
         return seen.evidence.log_prob >= column(log(self.threshold))
 
 
 @data_tree
 class TypicalEnough(Condition):
-    """P(x) > min(epsilon, delta exp(-H)), with the entropy H of the whole softmax, in nats."""
+    """The test p(x) > min(epsilon, delta exp(-H)), with H of the whole softmax, in nats."""
 
     epsilon: Number
     delta: Number
@@ -203,7 +203,7 @@ class TypicalEnough(Condition):
         return Needs(full_entropy=True)
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """The comparison is made between logarithms."""
+        """Tells where ln p(x) > min(ln epsilon, ln delta - H)."""
         found, remedy = seen.evidence.full_entropy, "needs=rule.needs to evidence"
         entropy = asked_for(found, "the full entropy", remedy)
         epsilon, delta = column(log(self.epsilon)), column(log(self.delta))
@@ -220,7 +220,7 @@ class Lenient(Condition):
     lenience: Number
 
     def holds(self, seen: Seen) -> Bool[Array, "rows draft"]:
-        """U < p(x) / (lenience q(x)), with the very u that decided about the token."""
+        """Tells where u < p(x) / (lenience q(x)), with the very u that decided about the token."""
         found = seen.evidence
         near = found.gap <= column(-log(self.lenience))
         if found.scaled_uniform is None:
@@ -256,7 +256,7 @@ class Window:
     kind: WindowKind = dataclasses.field(default="paper", metadata=STATIC)
 
     def is_clean(self, mismatch: Bool[Array, "rows draft"]) -> Bool[Array, "rows draft"]:
-        """True where the window after a position has none of the row's mismatches."""
+        """Tells where the window after a position has none of the row's mismatches."""
         followers = jnp.asarray(column(self.size))
         if self.kind == "reference":
             followers = jnp.maximum(followers - 1, 0)
@@ -269,7 +269,7 @@ class Window:
         return jnp.take_along_axis(count, last, axis=1) == count
 
     def fits(self, num_draft: int, end: Int32[Array, " rows"]) -> Bool[Array, "rows draft"]:
-        """True where the whole window lies within the row's block."""
+        """Tells where the whole window lies within the row's block."""
         return column(self.size) <= end[:, None] - jnp.arange(1, num_draft + 1)
 
 
@@ -287,14 +287,14 @@ class Clause:
     enabled: Switch | None = None
 
     def __and__(self, other: Clause) -> Clause:
-        """All that either of two demands, in the rows that have both."""
+        """Joins two clauses: all demands of both, in the rows that have both."""
         both = [one.enabled for one in (self, other) if one.enabled is not None]
         enabled = functools.reduce(operator.and_, both) if both else None
         return Clause(self.conditions + other.conditions, self.windows + other.windows, enabled)
 
     @property
     def window_size(self) -> Count:
-        """That of the largest window, 0 without one; a Python number unless under `jit`."""
+        """The size of the largest window, 0 without one; a Python number unless under `jit`."""
         sizes = [window.size for window in self.windows]
         return plain(functools.reduce(numpy_of(sizes).maximum, sizes, np.int32(0)))
 
@@ -306,10 +306,10 @@ class Clause:
         affordable: Bool[Array, "rows draft"] | None,
         end: Int32[Array, " rows"],
     ) -> tuple[Bool[Array, "rows draft"], Int[Array, "rows draft"]]:
-        """Whether it allows a rescue at each position, and the `Why` of a refusal.
+        """Tells where it allows a rescue, and gives the `Why` of each refusal.
 
-        Nothing can rescue `barred` tokens; `affordable` is within the risk budget, None without
-        one; `end` has the draft tokens of each row.
+        Nothing can rescue `barred` tokens. `affordable` marks mismatches within the risk budget,
+        None without one. `end` is the number of draft tokens of each row.
         """
         checks = [(condition.why, condition.holds(seen)) for condition in self.conditions]
         if affordable is not None:

@@ -72,7 +72,7 @@ class Fly(Loose):
 
 @data_tree
 class Csd(Loose):
-    """Calibrated speculative decoding: rescues what the target has often corrected for little.
+    """CSD, calibrated speculative decoding: rescues frequent corrections of little consequence.
 
     Zhou et al., arXiv 2604.13634, for greedy decoding. The mismatch of draft token x is rescued iff
       - the memory has seen the target's choice take the place of x more than lambda times (lambda
@@ -98,7 +98,7 @@ class Csd(Loose):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # What an array holds is data.
+        # The content of an array is data.
         given = self.consistency if isinstance(self.consistency, int | float) else None
         if not self.memory and (self.consistency is None or given == 0):
             raise FlyJaxError(
@@ -107,7 +107,7 @@ class Csd(Loose):
             )
 
     def clauses(self) -> tuple[Clause, ...]:
-        """The halves that are on."""
+        """The halves that are on, in one clause."""
         near = () if self.consistency is None else (conditions.Near(-log(self.consistency)),)
         return (Clause((*near, *((conditions.Remembered(),) if self.memory else ()))),)
 
@@ -126,13 +126,13 @@ class Lossy(Loose):
     )  # fmt: skip
 
     def clauses(self) -> tuple[Clause, ...]:
-        """One clause: the draft token is at least so probable."""
+        """The least probability of the draft token, as one clause."""
         return (Clause((conditions.Probable(self.threshold),)),)
 
 
 @data_tree
 class Lenience(Loose):
-    """Speculative sampling that asks less of the draft, by l (appendix of arXiv 2211.17192).
+    """A rule of sampling that asks less of the draft, by l (appendix of arXiv 2211.17192).
 
     When sampling, a draft token x ~ q is kept with probability min(1, p(x) / (l q(x))), by the draw
     of the lossless rule, which is l = 1; a token that is not kept is replaced as by that rule. No
@@ -183,7 +183,7 @@ class Margin(Loose):
     )  # fmt: skip
 
     def clauses(self) -> tuple[Clause, ...]:
-        """One clause: the logits' margin."""
+        """The margin between the logits, as one clause."""
         return (Clause((conditions.Near(self.gap),)),)
 
 
@@ -221,9 +221,8 @@ _LONGEST_TEXT = 256  # so that none is nested too deeply to be read
 def rule_names(text: str) -> tuple[str, ...]:
     """The rules that an expression is made of, in its order.
 
-    Raises:
-      FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
-        many rules or alternatives.
+    FlyJaxError: no expression of rules, an unknown rule, a lossless rule in a combination, or too
+    many rules or alternatives.
     """
     names, num_alternatives = _folded(text, lambda name: _Size((name,), 1))
     for name in names:
@@ -243,7 +242,7 @@ def rule_names(text: str) -> tuple[str, ...]:
 
 
 class _Size(NamedTuple):
-    """The names in an expression, and so many alternatives as its rule would have."""
+    """The names in an expression, and the number of alternatives that its rule would have."""
 
     names: tuple[str, ...]
     num_alternatives: int
@@ -256,7 +255,7 @@ class _Size(NamedTuple):
 
 
 def combined(text: str, rules: Mapping[str, _Rule]) -> _Rule:
-    """The rule that an expression stands for which has passed `rule_names`."""
+    """The rule of an expression that has passed `rule_names`."""
     return _folded(text, rules.__getitem__)
 
 

@@ -33,16 +33,16 @@ from fly_jax.verification.rules.conditions import (
     plain,
 )
 
-# Rules in one combination, and the alternatives that they make.
+# The most rules in one combination, and the most alternatives that they make.
 _MOST_COMBINED = 8
 
 
 class Rule:
-    """Which mismatches are rescued: those that meet all of any one of its `clauses`.
+    """A rule rescues the mismatches that meet all demands of any one of its `clauses`.
 
-    A rule is a frozen dataclass under `data_tree`: its numbers are data under `jit`, scalars or one
-    for each row, and only what kind of conditions it has, and how they are joined, is static.
-    FlyJaxError for a number outside the range that its parameter declares.
+    A rule is a frozen dataclass under `data_tree`. Its numbers are data under `jit`, scalars or one
+    for each row. The kinds of its conditions, and how they are joined, are static. FlyJaxError for
+    a number outside the range that its parameter declares.
     """
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Rule:
 
     @property
     def uses_memory(self) -> bool:
-        """The rule looks mismatches up in a memory of corrections."""
+        """Tells whether the rule looks mismatches up in a memory of corrections."""
         return any(condition.uses_memory for condition in self._conditions())
 
     @property
@@ -77,7 +77,7 @@ class Rule:
 
     @property
     def strict_tail(self) -> Count:
-        """Last positions of a block in which no mismatch can be kept: the smallest window."""
+        """The last positions of a block, where no mismatch can be kept: the smallest window."""
         clauses = self.clauses()
         sizes = [clause.window_size for clause in clauses]
         array = numpy_of([*sizes, *(clause.enabled for clause in clauses)])
@@ -129,7 +129,7 @@ class Loose(Rule):
 
     @property
     def num_rules(self) -> int:
-        """So many rules are combined in it."""
+        """The number of rules that are combined in it."""
         return 1
 
     def clauses(self) -> tuple[Clause, ...]:
@@ -151,7 +151,7 @@ class Loose(Rule):
 
 @data_tree
 class Combination(Loose):
-    """Two rules in one.
+    """A rule made of two.
 
     Attributes:
       operator: "&" rescues what both would, "|" what either would.
@@ -179,11 +179,11 @@ class Combination(Loose):
 
     @property
     def num_rules(self) -> int:
-        """Those of both sides."""
+        """The rules of both sides."""
         return self.left.num_rules + self.right.num_rules
 
     def clauses(self) -> tuple[Clause, ...]:
-        """Of |, those of both; of &, each of the one with each of the other."""
+        """The clauses of both for |; for & each clause of the one joined with each of the other."""
         ones, others = self.left.clauses(), self.right.clauses()
         if self.operator == "|":
             return ones + others
@@ -237,7 +237,7 @@ class Budget(Loose):
         return self.total
 
     def clauses(self) -> tuple[Clause, ...]:
-        """Those of the rule within the budget."""
+        """The clauses of the rule within the budget."""
         return self.rule.clauses()
 
 
@@ -248,19 +248,18 @@ class UnitedRules(Loose):
     alternatives: tuple[Clause, ...]
 
     def clauses(self) -> tuple[Clause, ...]:
-        """Those that it is made of."""
+        """The given clauses."""
         return self.alternatives
 
 
 def per_row(rules: Sequence[Rule], like: Sequence[Rule] = ()) -> Loose:
-    """One rule that gives each row of a batch what the row's own rule would give it alone.
+    """Unites the rules of a batch: each row gets what its own rule would give it alone.
 
-    It has the alternatives of all of them, with a number for each row, and each alternative is
-    switched off in the rows whose rule lacks it. Two batches run the same program if their rules
-    differ in numbers and in the order of rows only, so for a server: pass as `like` a rule of every
-    kind that a request may ask for, and each batch runs the same program, whoever is in it.
-
-    It works on the host; rules that read an entropy must all read the same.
+    The result has the alternatives of all rules, with a number for each row, and switches each off
+    in the rows whose rule lacks it. Two batches run the same program if their rules differ only in
+    numbers and in the order of rows. A server therefore passes as `like` a rule of every kind that
+    a request may ask for: every batch then runs the same program. It works on the host; rules that
+    read an entropy must all read the same.
 
     Args:
       rules: of each row; every number in them one number.
@@ -379,8 +378,8 @@ def barred_tokens(
     draft_tokens: Int[Array, "rows draft"],
     protected: Bool[Array, "*rows vocab"] | None,
 ) -> Bool[Array, "rows draft"]:
-    """True for protected tokens, and where the target gives the draft token probability 0."""
-    # Accelerators round what is less than the smallest normal float32 to 0: so it is 0 on all.
+    """Tells where a token is protected, or the target gives the draft token probability 0."""
+    # Accelerators round numbers below the smallest normal float32 to 0; here every device does.
     smallest = math.log(jnp.finfo(jnp.float32).tiny)
     barred = ~(jnp.minimum(evidence.log_prob, evidence.draft_log_prob) >= smallest)
     if protected is not None:
@@ -394,7 +393,7 @@ def barred_tokens(
 def _affordable(
     evidence: TargetEvidence, mismatch: Bool[Array, "rows draft"], state: RuleState | None
 ) -> Bool[Array, "rows draft"]:
-    """Mismatches that what is left of the rows' budgets pays for."""
+    """Tells which mismatches the rest of the rows' budgets pays for."""
     remedy = "state=rule.initial_state(rows), and from then on what RuleState.after returns"
     budget = None if state is None else state.budget
     left = asked_for(budget, "the state of its rows' budgets", remedy)[:, None]

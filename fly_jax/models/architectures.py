@@ -19,7 +19,7 @@ from fly_jax.models import head_config
 from fly_jax.models.head_config import Block, Eagle3, TargetHead
 from fly_jax.models.rope_scaling import RopeScaling, YarnScaling
 
-# The names that `config.json` has for sizes, and for all that is read and written as it is.
+# The names in `config.json` of sizes, and of all that is read and written unchanged.
 _SIZES = {
     "vocab_size": "vocab_size",
     "embed_size": "hidden_size",
@@ -46,7 +46,7 @@ _YARN_SCALING = _STRETCHED | {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Everything about a Llama, or a model like it, that is static under `jit`; hashable.
+    """The configuration of a Llama or its kin: all that is static under `jit`; hashable.
 
     Attributes:
       vocab_size: tokens that it takes; each has a row of the embedding, unless there is a
@@ -116,17 +116,17 @@ class LlamaConfig:
             raise FlyJaxError(f"The configuration has {given}; {needed}: correct config.json.")
 
     def check_layers(self, num_tensors: int) -> None:
-        """Raises FlyJaxError where there cannot be a tensor for each layer."""
+        """Raises FlyJaxError where there are fewer tensors than layers."""
         has_all = self.num_layers <= num_tensors
         self._check(has_all, f"there are {num_tensors} tensors", "num_layers")
 
     def with_vocabulary(self, size: int) -> LlamaConfig:
-        """The same model without the rows that pad its vocabulary beyond so many tokens."""
+        """A copy without the rows that pad its vocabulary beyond so many tokens."""
         return dataclasses.replace(self, vocab_size=size)
 
     @property
     def unknown_row(self) -> int:
-        """The row in `token_rows` of a token that is never drafted, where not all have one."""
+        """The value in `token_rows` of a token that is never drafted, where not all have a row."""
         assert self.draft_vocab_size is not None
         return self.draft_vocab_size - (self.head is None)
 
@@ -136,7 +136,7 @@ class LlamaConfig:
         return self.num_heads // self.num_kv_heads
 
 
-# A family's models pad one vocabulary to sizes of their own: Qwen 2.5 to 151,936 and 152,064.
+# The models of a family pad one vocabulary to several sizes: Qwen 2.5 to 151,936 and 152,064.
 _MOST_PADDING = 0.01
 
 
@@ -185,7 +185,7 @@ class Architecture:
 
 
 def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
-    """All layers may have a window: version 0.1 has, and its files need not say so."""
+    """Reads the window of all layers: version 0.1 has one, and its files need not state it."""
     window = hf.get("sliding_window", 4096)
     if window is None:
         return {}
@@ -195,7 +195,7 @@ def _read_mistral(hf: Mapping[str, Any], num_layers: int) -> Fields:
 def _read_windows(
     hf: Mapping[str, Any], num_layers: int, is_windowed: Callable[[int], bool]
 ) -> Fields:
-    """The window and its layers, listed or `is_windowed`, as Qwen and SmolLM3 write them down."""
+    """Reads the window and its layers, listed or `is_windowed`, in the form of Qwen and SmolLM3."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     if window is None:
         return {}
@@ -214,7 +214,7 @@ def _read_qwen(hf: Mapping[str, Any], num_layers: int) -> Fields:
 
 
 def _read_smollm3(hf: Mapping[str, Any], num_layers: int) -> Fields:
-    """Some layers, by default every fourth, know nothing of positions."""
+    """Reads the layers without rotary positions, by default every fourth."""
     layers = range(num_layers)
     interval = int(hf.get("no_rope_layer_interval", 4))
     rotated = hf.get("no_rope_layers") or [(layer + 1) % interval for layer in layers]
@@ -310,10 +310,7 @@ GGUF_ARCHITECTURES = {one.gguf: one for one in ARCHITECTURES.values() if one.ggu
 
 
 def read_config(folder: Path) -> LlamaConfig:
-    """Reads `config.json`, and the end-of-text ids that `generation_config.json` adds.
-
-    FlyJaxError for no such file, no JSON, or no model that is known.
-    """
+    """Reads `config.json`, with `generation_config.json`'s ends of text; else FlyJaxError."""
     config = config_of(read_json(folder / "config.json"), str(folder / "config.json"))
     generation = folder / "generation_config.json"
     if not generation.exists():
@@ -324,14 +321,12 @@ def read_config(folder: Path) -> LlamaConfig:
 
 
 def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
-    """The configuration that the fields of a `config.json` describe.
+    """The configuration that the fields of a `config.json` describe; errors name the source.
 
     v4 keeps `rope_theta` and `rope_scaling` at the top level, v5 puts both into `rope_parameters`.
-    Errors name the source.
 
     Raises:
-      FlyJaxError: a family that is not known, a field is missing, or a rotary scaling that is not
-        known.
+      FlyJaxError: an unknown family or rotary scaling, or a field that is missing or wrong.
     """
     head = None
     named = str(fields.get("architectures"))
@@ -395,10 +390,7 @@ def config_of(fields: Mapping[str, Any], source: str = "config.json") -> LlamaCo
 
 
 def config_fields(config: LlamaConfig) -> Fields:
-    """The `config.json` that transformers reads, with the rotary fields in both spellings.
-
-    That of a head is as speculators reads it.
-    """
+    """The `config.json` for transformers, with both rotary spellings; a head's for speculators."""
     if config.head is not None:
         known = config.draft_vocab_size or config.vocab_size
         layer = dataclasses.replace(config, head=None, draft_vocab_size=None)
@@ -474,7 +466,7 @@ def _rope_scaling(
 
 
 def _yarn(rope: Mapping[str, Any], max_context: int) -> YarnScaling:
-    """YaRN, with what the file leaves to the paper and to transformers."""
+    """The YaRN scaling of a file; what it leaves out is the paper's or transformers' default."""
     factor = float(rope["factor"])
 
     def magnitude(weight: float) -> float:
@@ -502,7 +494,7 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> Fields:
-    """The object that a JSON file holds; raises FlyJaxError where there is none."""
+    """Reads the object in a JSON file; FlyJaxError where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -521,7 +513,7 @@ def read_json(path: Path) -> Fields:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixType:
-    """Matrices of integers, with scales.
+    """A type of matrices of integers, with scales.
 
     Attributes:
       dtype: of the integers.
@@ -541,7 +533,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter.
+    """The shape and type of a parameter.
 
     Attributes:
       axes: logical name of each axis.
@@ -558,9 +550,9 @@ class ParameterSpec:
 def parameter_specs(
     config: LlamaConfig, matrices: MatrixType | None = None
 ) -> dict[str, ParameterSpec]:
-    """Every parameter of a model, by its attribute name. Matrices are stored [in, out].
+    """The parameters of a model, by their attribute names. Matrices are stored [in, out].
 
-    A model that has been unstacked for a CPU holds them otherwise (`Llama.unstacked`).
+    An unstacked model on a CPU holds them otherwise (`Llama.unstacked`).
 
     Args:
       matrices: the type of matrices that are integers; each has scales in float32, as a parameter
@@ -610,7 +602,7 @@ def parameter_specs(
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The parameters of a layer, or one outside them, such as `layer_007` or `embedding`."""
+    """A group of parameters: a layer's, or one outside the layers: `layer_007`, `embedding`."""
 
     name: str
     layer: int | None
@@ -629,7 +621,7 @@ class Group:
 
 
 def groups(config: LlamaConfig) -> list[Group]:
-    """Every group of a model; those outside the layers, which are the largest, come first."""
+    """The groups of a model; those outside the layers, which are the largest, come first."""
     outer = [name for name, spec in parameter_specs(config).items() if spec.axes[0] != "layers"]
     layers = [Group(f"layer_{index:03}", index) for index in range(config.num_layers)]
     return [Group(name, None) for name in outer] + layers
@@ -638,7 +630,7 @@ def groups(config: LlamaConfig) -> list[Group]:
 def _of_head(
     specs: dict[str, ParameterSpec], config: LlamaConfig, head: TargetHead
 ) -> dict[str, ParameterSpec]:
-    """A head's parameters: the features are made one, and read as its kind does."""
+    """The parameters of a head: the features are fused into one, and read as its kind does."""
     embed, width = config.embed_size, head.target_embed_size
     wide, vocab = head.num_features * width, config.draft_vocab_size or config.vocab_size
     table = dataclasses.replace(specs.pop("embedding"), shape=(config.vocab_size, embed))
@@ -669,12 +661,12 @@ def _of_head(
 
 
 def scale_name(name: str) -> str:
-    """The parameter that holds the scales of a matrix of integers."""
+    """The name of the parameter that holds the scales of a matrix of integers."""
     return f"{name}_scale"
 
 
 def scale_groups(spec: ParameterSpec, group: int) -> tuple[int, int]:
-    """The axis of a matrix along which inputs share scales, and how many of them do."""
+    """The axis of a matrix along which inputs share scales, and how many inputs share one."""
     axis = max(spec.axes.index(name) for name in spec.inputs)
     return axis, math.gcd(spec.shape[axis], group)
 

@@ -1,7 +1,7 @@
 """Attention over the key/value cache and a pass's own tokens, and the rotary positions in it.
 
-On a mesh every device attends to the part of the cache that it holds. What has to travel for that
-is said in words, within `jax.shard_map`: left to the compiler, whole caches and matrices travel.
+On a mesh every device attends to the part of the cache that it holds. The exchanges for that are
+explicit, within `jax.shard_map`: left to the compiler, whole caches and matrices travel.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def _kept_of_llama(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
-    """How far each frequency is kept: from 1, wholly, to 0, stretched; beyond them is the same."""
+    """The share of each frequency that is kept: 1 or more, wholly; 0 or less, stretched."""
     turns = scaling.original_context * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     return (turns - low) / (high - low)
 
 
 def _kept_of_yarn(scaling: YarnScaling, config: LlamaConfig, number: int) -> np.ndarray:
-    """The same, in equal steps from the pair of so many turns to that of so few."""
+    """The same share, in equal steps from the pair of `fast_turns` to that of `slow_turns`."""
 
     def pair(turns: float) -> float:
-        """Where a pair would stand that turns so often within the original context."""
+        """The place of a pair that turns so often within the original context."""
         wavelength = scaling.original_context / (2 * math.pi * turns)
         return config.head_size * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
@@ -79,7 +79,7 @@ def rotate(
     cosines: Float[Array, "batch time half"],
     sines: Float[Array, "batch time half"],
 ) -> Float[Array, "batch time heads head"]:
-    """Turns the pair (i, i + head/2) of every head by its angle: Hugging Face's pairing."""
+    """Rotates the pair (i, i + head/2) of every head by its angle: Hugging Face's pairing."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosines, sines = cosines[:, :, None], sines[:, :, None]
     turned = jnp.concatenate(
@@ -96,12 +96,12 @@ _BLOCK = 64
 Queries = Float[Array, "rows time heads head"]
 New = Float[Array, "rows kv_heads time head"]
 Ahead = Int[Array, ""] | int
-# Of a cache whose first rows, and some of whose heads, the queries are of.
+# A cache; the queries are those of its first rows, and of some of its heads.
 Cached = Float[Array, "layers cached_rows cached_heads capacity head"]
 
 
 class Part(NamedTuple):
-    """Some of the positions that queries look at; `visible` says which of them each may."""
+    """A part of the positions that queries look at; `visible` says which of them each may."""
 
     keys: Float[Array, "rows kv_heads length head"]
     values: Float[Array, "rows kv_heads length head"]
@@ -165,14 +165,14 @@ def attend_cached(
 
 
 def each_alone(of_one: Callable[..., Array], *arrays: Array) -> Array:
-    """A function's results for each row of the arrays, stacked; one row is computed after another.
+    """Applies a function to each row of the arrays, one row after another; stacks the results.
 
     Float sums, `exp` and fused products round as the compiler orders them, and it orders them by
-    shape. Behind a barrier it cannot see how many rows there are, and so it makes one loop, whose
-    body is the same for one row as for many: a row's bits do not depend on how many stand beside.
+    shape. Behind a barrier it cannot see the number of rows, so it makes one loop, with the same
+    body for one row as for many: a row's bits do not depend on the number of rows beside it.
     """
     count = arrays[0].shape[0]
-    # Of arrays with one row it would see that the loop reads all of them.
+    # With one row it would see that the loop reads the whole arrays.
     padded = [jnp.pad(one, ((0, max(2 - count, 0)), *[(0, 0)] * (one.ndim - 1))) for one in arrays]
 
     def of(index: Array) -> Array:
@@ -191,7 +191,7 @@ def attend_alone(
     query: Queries, key: New, value: New, cache: KVCache, layer: Int[Array, ""],
     window: Int[Array, ""] | None = None, ahead: Ahead = 0,
 ) -> Queries:  # fmt: skip
-    """`attend_cached` on one device, by loops over rows, over queries and over blocks of keys.
+    """Attends as `attend_cached` on one device, by loops over rows, queries and blocks of keys.
 
     Keys lie at their positions, whether they are the cache's or the pass's own, and a query reads
     those before it in blocks of one size. So its bits depend neither on the other tokens of the
@@ -207,7 +207,7 @@ def attend_alone(
     own_width = (-(-time // _BLOCK) + 1) * _BLOCK  # blocks in which the pass's own tokens may lie
 
     def of_row(query: Array, key: Array, value: Array, start: Array, row: Array) -> Array:
-        # Rows whose results nobody wants may be longer than the cache.
+        # Rows whose results are not used may be longer than the cache.
         start = jnp.minimum(start, capacity)
         first_own = start // _BLOCK
 
@@ -220,7 +220,7 @@ def attend_alone(
         own = placed(key), placed(value)
 
         def read(index: Array) -> list[Array]:
-            """A block of keys and one of values."""
+            """Reads a block of keys and one of values."""
             is_cached = index * _BLOCK + jnp.arange(_BLOCK, dtype=jnp.int32) < start
             size = (1, 1, kv_heads, _BLOCK, head)
             return [
@@ -251,7 +251,7 @@ def _attend_block_by_block(
     last: Int[Array, ""],
     window: Int[Array, ""] | None,
 ) -> Float[Array, "heads head"]:
-    """One query's attention up to the last position, its softmax merged from block to block."""
+    """Attends with one query up to the last position, its softmax merged from block to block."""
     grouped = (query * query.shape[-1] ** -0.5).reshape(kv_heads, -1, query.shape[-1])
     lowest = jnp.finfo(jnp.float32).min
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -279,8 +279,8 @@ def _attend_block_by_block(
 def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
     """The mesh axes that split query heads: a device's share whole key/value heads, or one.
 
-    They are those of their matrix but where the heads of a device would be parts of several
-    groups: then fewer, and the compiler moves the queries.
+    They are those of the heads' matrix, unless a device would then have parts of several groups:
+    then they are fewer, and the compiler moves the queries.
     """
     axes = layout.axes_of("q_heads", num_heads)
     while axes:
@@ -294,7 +294,7 @@ def query_axes(layout: Layout, num_heads: int, group: int) -> MeshAxes:
 def attention(
     query: Float[Array, "rows time kv_heads group head"], parts: Sequence[Part]
 ) -> Float[Array, "rows time kv_heads group head"]:
-    """Grouped-query attention over all parts together, with scores and softmax in float32."""
+    """Attends, with grouped queries, to all parts together; scores and softmax are in float32."""
     return _normalised(_mixed(query, parts, ()), query.dtype).reshape(query.shape)
 
 
@@ -327,7 +327,7 @@ def _normalised(
 
 
 class _Heads(NamedTuple):
-    """Which heads a device has: mesh axes that split those of queries, and of keys and values."""
+    """The heads of a device: mesh axes that split those of queries, and of keys and values."""
 
     group: int  # query heads that share a key/value head
     split: MeshAxes = ()
@@ -339,7 +339,7 @@ def _attend_shard(
     start: Int[Array, " rows"], window: Int[Array, ""] | None, ahead: Ahead, *, heads: _Heads,
     attended: int | None, gathers: bool, more_rows: MeshAxes, lengths: MeshAxes,
 ) -> Queries:  # fmt: skip
-    """One device's part: its heads for all rows of its activations, and its part of the cache.
+    """Attends on one device: its heads, for all rows of its activations, in its part of the cache.
 
     Args:
       start: length of each row of its activations.
@@ -384,7 +384,7 @@ def _attend(
     scatters: bool = False,
     joins: bool = False,
 ) -> Float[Array, "rows time some_heads head"]:
-    """`attend_cached` with what is on one device.
+    """Attends as `attend_cached`, to what is on one device.
 
     `scatters` leaves it the heads it came with. `joins` puts the pass's own keys behind the cached
     ones: a CPU copies what it reads of the cache anyhow, and then has one product instead of two.
@@ -428,7 +428,7 @@ def _attend(
 
 
 def _joined(some: Sequence[Array]) -> Array:
-    """One after the other along axis 2, and zeros, or False, up to a width that a CPU likes."""
+    """Joins arrays along axis 2, and pads them with zeros, or False, to a width for CPUs."""
     width = sum(one.shape[2] for one in some)
     fill = [(0, 0)] * some[0].ndim
     fill[2] = (0, -width % _CPU_WIDTH)
@@ -436,7 +436,7 @@ def _joined(some: Sequence[Array]) -> Array:
 
 
 def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | Int[Array, ""], int]:
-    """The first key/value head, of those here, that the query heads here share, and how many."""
+    """The first key/value head here that the query heads here share, and the number of them."""
     needed = max(num_heads // heads.group, 1)
     if needed == kv_heads:
         return 0, kv_heads
@@ -449,11 +449,7 @@ def _shared_heads(heads: _Heads, num_heads: int, kv_heads: int) -> tuple[int | I
 def _scores(
     query: Float[Array, "rows time kv_heads group head"], part: Part
 ) -> Float32[Array, "rows kv_heads group*time length"]:
-    """Scores in float32, the hidden ones at its lowest value.
-
-    The queries of a group are stacked as rows, so that this product and the next are plain batched
-    ones.
-    """
+    """The scores in float32, the hidden ones at its lowest value; a group's queries are rows."""
     rows, time, kv_heads, group, head = query.shape
     stacked = query.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, group * time, head)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

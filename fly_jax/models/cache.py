@@ -1,6 +1,6 @@
 """The key/value cache: one length per row, so that rows may advance by different amounts.
 
-A model's pass only reads it. What the pass adds comes back as `NewEntries` and is written after it:
+A model's pass only reads it. What the pass adds is returned as `NewEntries` and written after it:
 so a branch with a pass returns no cache, and the compiler has no reason to copy one.
 """
 
@@ -24,7 +24,7 @@ NEW_AXES = ("layers", "rows", "kv_heads", None, "head")
 
 Entries = Float[Array, "layers rows kv_heads capacity head"]
 _New = Float[Array, "layers rows kv_heads time head"]
-# Of more rows than a device has in its cache.
+# Entries of perhaps more rows than a device has in its cache.
 _Given = Float[Array, "layers given_rows kv_heads time head"]
 _Starts = Int[Array, " given_rows"]
 
@@ -38,7 +38,7 @@ class NewEntries:
     values: _New
 
     def padded(self, time: int) -> NewEntries:
-        """With zeros for further tokens: what branches of different widths return alike."""
+        """A copy with zeros for further tokens, so that branches of all widths return one shape."""
         missing = time - self.keys.shape[3]
         pad = ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0))
         return NewEntries(jnp.pad(self.keys, pad), jnp.pad(self.values, pad))
@@ -70,17 +70,17 @@ class KVCache:
         return self.keys.shape[3]
 
     def with_length(self, length: RowInts) -> KVCache:
-        """The same entries, valid up to `length`: advances or rolls back without a copy."""
+        """A cache of the same entries, valid up to `length`: it advances or rolls back uncopied."""
         return dataclasses.replace(self, length=length)
 
     def attending(self, positions: int | None) -> KVCache:
-        """The same cache, of which attention reads `positions`."""
+        """A cache of the same entries, of which attention reads `positions`."""
         return dataclasses.replace(self, attended=positions)
 
     def written(self, new: NewEntries, layout: Layout | None) -> KVCache:
-        """With what a pass adds, at and after each row's length; the length stays.
+        """A cache with what a pass adds, at and after each row's length; the length stays.
 
-        The caller keeps length + time within the capacity: XLA would shift what runs over the end.
+        The caller keeps length + time within the capacity: XLA would shift what overruns it.
         """
         write: Callable[[Entries, Array, Array], Entries] = _write
         if layout is not None:
@@ -110,7 +110,7 @@ def empty_cache(
 ) -> KVCache:
     """A cache of zeros in which every row has length 0; on a mesh, call it within `jit`."""
     shape = cache_shape(config, rows, capacity)
-    # An array each, so that a caller may donate both.
+    # Two arrays, so that a caller may donate both.
     keys, values = jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
     if layout is not None:
         keys, values = layout.constrain(keys, CACHE_AXES), layout.constrain(values, CACHE_AXES)
@@ -118,7 +118,7 @@ def empty_cache(
 
 
 def rows_here(values: Array, axis: int, count: int, more_rows: MeshAxes) -> Array:
-    """Within `jax.shard_map`, a device's `count` rows of those that only caches' axes split."""
+    """The `count` rows of a device, within `jax.shard_map`, where only caches' axes split them."""
     if not more_rows:
         return values
     first = jax.lax.axis_index(more_rows) * count
@@ -146,7 +146,7 @@ def _write(entries: Entries, new: _Given, start: _Starts) -> Entries:
 
 
 def _write_part(entries: Entries, new: _New, start: RowInts) -> Entries:
-    """`_write` of a part of a row's positions; `start` is counted from here; it may be negative."""
+    """Writes as `_write` to a part of a row's positions; `start` counts from it, maybe negative."""
     new = new.astype(entries.dtype)
     layers, rows, kv_heads, capacity, head = entries.shape
     time = new.shape[3]

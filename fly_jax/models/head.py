@@ -24,7 +24,7 @@ class Head(Llama):
 
     @classmethod
     def on(cls, head: Llama, target: Llama) -> Self:
-        """The head as one of this target, whose tables it shares if it has none of its own."""
+        """The head for this target, whose tables it shares if it has none of its own."""
         own, theirs, given = head.config.head, target.parameters(), head.parameters()
         assert own is not None
         is_tied = target.config.tied_embeddings and not own.has_unembedding
@@ -40,17 +40,17 @@ class Head(Llama):
         return cls(config, given, head.layout)
 
     def fused(self, features: Features, matmul: Matmul | None = None) -> Hidden:
-        """The target's features of each position as one, as wide as the head."""
+        """Fuses the target's features of each position into one, as wide as the head."""
         features = features.astype(self.dtype)
         product = self._products(self._outer_weights(), matmul)
         return self._constrain(product("btf,fd->btd", features, "fusion"))
 
 
 class Eagle3Head(Head):
-    """EAGLE-3: slot i has the feature of position i and token i + 1, and predicts token i + 2."""
+    """An EAGLE-3 head: slot i has the feature of position i and token i + 1, and predicts i + 2."""
 
     def fused(self, features: Features, matmul: Matmul | None = None) -> Hidden:
-        """The target's features of each position as one; the head may normalise them before."""
+        """Fuses the target's features of each position; the head may normalise them first."""
         head, outer = self._own, self._outer_weights()
         if head.feature_norms == "each":
             parts = enumerate(jnp.split(features.astype(self.dtype), head.num_features, axis=-1))
@@ -86,7 +86,7 @@ class Eagle3Head(Head):
         attend: Callable[[Index, Array, Array, Array], tuple[Array, Added]],
         matmul: Matmul | None = None,
     ) -> tuple[Hidden, Hidden, Added]:
-        """`run` with an attention of any kind, and what that adds."""
+        """Runs as `run`, with an attention of any kind; also returns what that adds."""
         weights = {name: arrays[0] for name, arrays in self._layer_weights().items()}
         normed = self._norm(fed, weights["hidden_norm"])
         beside = self._norm(self._embedded(tokens), weights["attention_norm"])
@@ -105,14 +105,14 @@ class Eagle3Head(Head):
 
 
 class BlockHead(Head):
-    """DFlash and DSpark: keys and values before the block are made of the target's features.
+    """A DFlash or DSpark head: keys and values before the block are made of the target's features.
 
-    The features of a position, made one, stand in every layer's attention in the place of a hidden
-    state, and no layer changes them. The places of a pass (`hidden`) see each other.
+    The fused feature of a position stands in every layer's attention in place of a hidden state,
+    and no layer changes it. The places of a pass (`hidden`) see each other.
     """
 
     def injected(self, features: Features, start: RowInts) -> NewEntries:
-        """Keys and values of every layer of the positions from each row's `start` on."""
+        """The keys and values of every layer for the positions from each row's `start` on."""
         config, outer = self.config, self._outer_weights()
         fused = self._norm(self.fused(features), outer["fused_norm"])
         steps = jnp.arange(fused.shape[1], dtype=jnp.int32)
@@ -144,7 +144,7 @@ class BlockHead(Head):
         return product("btr,rv->btv", rows, "markov_bias")
 
     def probable(self, hidden: Hidden, before: Tokens) -> Float[Array, "rows time"]:
-        """How probable each token is to be accepted, from the block and the token before it."""
+        """The probability that each token is accepted, from the block and the token before it."""
         outer = self._outer_weights()
         if self._own.confidence_reads_markov:
             rows = self._rows("markov_rows", before).astype(self.dtype)

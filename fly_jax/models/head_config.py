@@ -1,4 +1,4 @@
-"""Heads: drafters that read what is inside of one target, and their `config.json`.
+"""Heads: drafters that read a target's hidden states, and their `config.json`.
 
 EAGLE-3 (arXiv 2503.01840, 2605.09992) drafts token by token, DFlash (2602.06036) and DSpark
 (2607.05147) a block in one pass. Each is a Llama or a Qwen with something beside. Their files are
@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 from fly_jax.errors import FlyJaxError
 
-# A `config.json` is one of a head by the names of its classes, or by one of these fields.
+# A `config.json` is a head's if its classes have such names, or it has one of these fields.
 EAGLE3 = "Eagle3"
 HEADS = re.compile(f"{EAGLE3}|DFlash|DSpark")
 HEAD_FIELDS = frozenset({"speculators_model_type", "dflash_config"})
-# Of the package that writes the nested format, the versions whose fields are known.
+# The known versions of the package that writes the nested format.
 _VERSIONS = re.compile(r"0\.[1-9](\..*)?")
-# Fields that say how features are normalised, and the default in all formats: they are not.
+# Fields for the norms of features; by default, in all formats, there are none.
 _NORMS = {"fc_norm": "each", "norm_before_fc": "all"}
 _CLASSES = {
     "eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel",
@@ -48,7 +48,7 @@ class TargetHead:
 
     @property
     def num_features(self) -> int:
-        """Layers of the target that are read."""
+        """The number of the target's layers that are read."""
         return 3 if self.layers is None else len(self.layers)
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
@@ -61,8 +61,9 @@ class Eagle3(TargetHead):
     """An EAGLE-3 head.
 
     Attributes:
-      feature_norms: features are normalised each for itself, all as one, or not (EAGLE-3.1).
-      residual_is_normed: what the layer adds to is normalised, as what goes into its attention is.
+      feature_norms: features are normalised each by itself, all as one, or not (EAGLE-3.1).
+      residual_is_normed: the residual that the layer adds to is normalised, like its attention's
+        input.
       feeds_normed: what a pass gives to the next is normalised, as for the unembedding (3.1).
     """
 
@@ -103,7 +104,7 @@ class Block(TargetHead):
 
 
 def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any], TargetHead]:
-    """The fields of a head's layers, and what it has besides, from those of its `config.json`.
+    """Reads a head's `config.json`: the fields of its layers, and what it has besides.
 
     Raises:
       FlyJaxError: a head of another kind, an unknown version, or a field that is missing or that
@@ -128,7 +129,7 @@ def read_head(fields: Mapping[str, Any], source: str) -> tuple[Mapping[str, Any]
 
 
 def _width(fields: Mapping[str, Any], layer: Mapping[str, Any]) -> int:
-    """Of the target, which is the head's own where nothing else is said."""
+    """The width of the target, which is the head's own where nothing else is said."""
     return int(fields.get("target_hidden_size") or layer.get("hidden_size", 0))
 
 
@@ -216,7 +217,7 @@ def _read_block(
 def written_head(
     head: TargetHead, layer: Mapping[str, Any], draft_vocab_size: int
 ) -> dict[str, Any]:
-    """The `config.json` that speculators and vLLM read: the inverse of `read_head`.
+    """The inverse of `read_head`: a `config.json` for vLLM and speculators.
 
     `layer` has the fields of the head's layers and of its target, as those of a Llama.
     """

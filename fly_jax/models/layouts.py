@@ -1,4 +1,4 @@
-"""Which layout a target and its draft model get on a mesh: chosen by figures, in one place."""
+"""The choice of layouts for a target and its draft model on a mesh, by figures, in one place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import RULES, Layout, axes_in
 
-# Part of a chip's memory that parameters and caches may take; the rest is for what programs need
-# while they run.
+# The share of a chip's memory for parameters and caches; the rest is for running programs.
 _FILLED = 0.95
 _TARGETS = ("tensor_whole", "tensor", "tensor_long")
 _DRAFTS = ("replicated", "narrow_whole", "narrow", "narrow_long", *_TARGETS)
@@ -126,7 +125,7 @@ def cache_bytes(layout: Layout, config: LlamaConfig, workload: Workload) -> int:
 def pass_seconds(
     layout: Layout, config: LlamaConfig, workload: Workload, chip: Chip, tokens: int = 1
 ) -> float:
-    """Roofline time of one pass: all parameters and the cache are read, then comes the network."""
+    """The roofline time of one pass: reading all parameters and the cache, then the network."""
     read = parameter_bytes(layout, config, workload.matrices)
     read += cache_bytes(layout, config, workload)
     wide = layout.axes_of("ffw", config.ffw_size)

@@ -46,22 +46,22 @@ except ImportError:  # older ones have them only here; tpu-inference asks for on
 # An equation of `einsum`, activations [batch, time, *in], and a matrix.
 Matmul = Callable[[str, Array, Array], Array]
 
-# With so many tokens at most, a CPU is faster with the matrix in front of them, unless its caches
-# hold most of the layers: those of so many bytes.
+# Up to so many tokens, a CPU is faster with the matrix in front of them, unless its caches hold
+# most of the layers: those of so many bytes.
 _FEW_TOKENS = 128
 _CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
-# Weights of so many bytes make a model large: its programs compile long and its rounds take long.
+# A model of so many bytes is large: its programs take long to compile, and its rounds to run.
 LARGE_BYTES = 2**30
 
 
 def matmul(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
-    """The plain product; of `dtype`, or of the activations'."""
+    """Multiplies activations by a matrix; the result has `dtype`, or the activations' type."""
     return jnp.einsum(equation, x, matrix.astype(x.dtype), preferred_element_type=dtype)
 
 
 def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -> bool:
-    """Whether the layers' matrices of an unstacked model lie [*out, *in].
+    """Tells whether the layers' matrices of an unstacked model lie [*out, *in].
 
     Those of integers do, and those that are read from memory (`in_front`). Small ones are packed in
     the cache that holds them, where products of uneven numbers of tokens are faster behind them.
@@ -72,12 +72,12 @@ def turns_layers(config: LlamaConfig, dtype: DTypeLike, *, has_integers: bool) -
 
 
 def is_grouped(matrix: Array, scale: Array | None) -> bool:
-    """Whether groups of a matrix's inputs have scales of their own, not its outputs alone."""
+    """Tells whether groups of a matrix's inputs have scales of their own, not its outputs alone."""
     return scale is not None and scale.ndim == matrix.ndim
 
 
 def product(equation: str, x: Array, matrix: Array, scale: Array | None, multiply: Matmul) -> Array:
-    """Activations times a matrix; the outputs of a matrix of integers are scaled, in float32.
+    """Multiplies activations by a matrix; the outputs of integers are scaled, in float32.
 
     Where groups of inputs have scales of their own, the matrix is scaled as it is read.
     """
@@ -90,7 +90,7 @@ def product(equation: str, x: Array, matrix: Array, scale: Array | None, multipl
 
 
 def with_turned(multiply: Matmul) -> Matmul:
-    """The same product of a matrix that lies [*out, *in], by the equation for [*in, *out]."""
+    """A product for a matrix that lies [*out, *in], by the equation for [*in, *out]."""
 
     def of_turned(equation: str, x: Array, matrix: Array) -> Array:
         letters, rest = equation.split(",")
@@ -102,7 +102,7 @@ def with_turned(multiply: Matmul) -> Matmul:
 
 
 def in_front(equation: str, x: Array, matrix: Array, dtype: DTypeLike | None = None) -> Array:
-    """`matmul` of a matrix that lies [*out, *in], as XLA's CPU compiler does it fastest.
+    """Multiplies by a matrix that lies [*out, *in], as XLA's CPU compiler does it fastest.
 
     Behind a few tokens it would pack the whole matrix before each product; in front of them it
     packs the tokens, best in fours or eights. Without the barrier it turns the product round again.
@@ -124,10 +124,10 @@ def of_integers(
     scale: Float32[Array, "*out"],
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "rows time *out"]:
-    """Activations, rounded to int8 with a scale for each token, times a matrix [*out, *in] of int8.
+    """Multiplies activations, rounded to int8 with a scale for each token, by an int8 [*out, *in].
 
-    The sums are integers, and so they are exact: what a token gets does not depend on how many
-    others stand beside it. XLA's CPU compiler is fast with two rows and more.
+    The sums are integers, and so exact: a token's result does not depend on the number of others.
+    XLA's CPU compiler is fast with two rows and more.
     """
     tokens = x.shape[0] * x.shape[1]
     flat = x.reshape(tokens, -1).astype(jnp.float32)
@@ -158,7 +158,7 @@ class Layer(NamedTuple):
     def run(
         self, x: Hidden, normed: Read, attend: Callable[[Array, Array, Array], tuple[Array, Added]]
     ) -> tuple[Hidden, Added]:
-        """Its output, and what `attend` adds; attention reads `normed`, and is added to `x`."""
+        """The layer's output, and what `attend` adds; attention reads `normed`, and adds to `x`."""
         query, key, value = (self.projected(normed, name) for name in ("query", "key", "value"))
         mixed, added = attend(query, key, value)
         x = x + self.product("bthk,hkd->btd", mixed, "output")
@@ -168,7 +168,7 @@ class Layer(NamedTuple):
         return x + self.product("btf,fd->btd", gated, "down"), added
 
     def projected(self, normed: Read, name: str) -> Float[Array, "rows time heads head"]:
-        """Its queries, keys or values, by name; the first two normalised, if so, and rotated."""
+        """The queries, keys or values, by name; the first two normalised (if so) and rotated."""
         found = self.product("btd,dhk->bthk", normed, name)
         if self.config.attention_biases:
             found = found + self.weights[f"{name}_bias"]
@@ -219,7 +219,7 @@ class Llama(nnx.Module):
 
     @classmethod
     def random(cls, config: LlamaConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Llama:
-        """Normal weights scaled by the square root of the fan-in; norms and biases are ones."""
+        """A model of normal weights over the root of the fan-in; norms and biases are ones."""
         return cls(config, _random_parameters(config, key, jnp.dtype(dtype)))
 
     @property
@@ -228,19 +228,15 @@ class Llama(nnx.Module):
         return self.final_norm.get_value().dtype
 
     def hidden(self, tokens: Tokens, cache: KVCache) -> tuple[Hidden, NewEntries]:
-        """Feeds tokens at each row's length: final hidden states, and what they add to the cache.
-
-        The cache is only read (`KVCache.written` writes what is added), so a pass may stand in a
-        branch.
-        """
+        """Feeds tokens at each row's length; returns final hidden states, and entries to write."""
         return self.hidden_and_inputs(tokens, cache)[:2]
 
     def hidden_and_inputs(
         self, tokens: Tokens, cache: KVCache, layers: Sequence[int] = ()
     ) -> tuple[Hidden, NewEntries, Inputs]:
-        """`hidden`, and the inputs of some layers side by side; of none, the hidden states."""
-        # Said for every input: otherwise the compiler carries the rows of another model's cache
-        # over to this one, and gathers whole caches to undo it.
+        """Runs as `hidden`; adds the inputs of `layers` side by side, or the hidden states."""
+        # Every input is constrained: otherwise the compiler would carry over the rows of another
+        # model's cache, and gather whole caches to undo it.
         tokens = self._constrain(tokens, ("rows", None))
         cache = cache.with_length(self._constrain(cache.length, ("rows",)))
         steps = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -250,7 +246,7 @@ class Llama(nnx.Module):
     def _attending(
         self, cache: KVCache
     ) -> Callable[[Index, Array, Array, Array], tuple[Array, NewEntries]]:
-        """Attention of a layer to the cache and to the pass's own tokens, and what it adds."""
+        """The attention of a layer to the cache and the pass's own tokens; returns new entries."""
 
         def attend(
             layer: Index, query: Array, key: Array, value: Array
@@ -267,15 +263,11 @@ class Llama(nnx.Module):
         return attend
 
     def _ahead(self, layer: Index, time: int) -> Ahead:
-        """Of a pass over so many tokens, how many behind its own one a query sees."""
+        """The tokens behind its own that a query sees, in a pass over `time` tokens."""
         return 0
 
     def extend(self, tokens: Tokens, cache: KVCache) -> tuple[Hidden, KVCache]:
-        """`hidden`, and the cache with what was added, outside of any branch.
-
-        The lengths stay: how many of the fed tokens become valid is the caller's decision
-        (`KVCache.with_length`).
-        """
+        """Runs as `hidden`, and writes the entries; the lengths stay, for the caller to set."""
         hidden, new = self.hidden(tokens, cache)
         return hidden, cache.written(new, self.layout)
 
@@ -287,7 +279,7 @@ class Llama(nnx.Module):
         matmul: Matmul | None = None,
         layers: Sequence[int] = (),
     ) -> tuple[Hidden, Inputs]:
-        """`hidden_and_inputs` of whole sequences, without a cache: training and golden logits.
+        """Runs whole sequences as `hidden_and_inputs`, without a cache: training and golden logits.
 
         Args:
           visible: query t may look at key s.
@@ -330,26 +322,23 @@ class Llama(nnx.Module):
         return self._constrain(scores, ("rows", None, "vocab"))
 
     def parameters(self) -> Parameters:
-        """The parameters by name, as plain arrays, which `jit` takes fast.
-
-        They lie as in `parameter_specs`, but for those of an unstacked model: of `stacked`, always.
-        """
+        """The parameters by name, as plain arrays, which lie as the model's own (see `stacked`)."""
         return self._outer_weights() | self._layer_weights()
 
     @property
     def is_unstacked(self) -> bool:
-        """Each layer has arrays of its own; its matrices lie as `turns_layers` says."""
+        """Tells whether each layer has arrays of its own, its matrices as `turns_layers` says."""
         return isinstance(self._layer_weights()["query"], tuple)
 
     @property
     def is_large(self) -> bool:
-        """The weights take a gibibyte or more."""
+        """Tells whether the weights take a gibibyte or more."""
         leaves = jax.tree.leaves(self.parameters())
         return sum(one.size * one.dtype.itemsize for one in leaves) >= LARGE_BYTES
 
     @property
     def has_integers(self) -> bool:
-        """The matrices of its layers are integers with scales."""
+        """Tells whether the matrices of its layers are integers with scales."""
         return scale_name("query") in self.layers
 
     @property
@@ -358,17 +347,17 @@ class Llama(nnx.Module):
 
     @property
     def _computes_alone(self) -> bool:
-        """Activations are rounded to int8: a different last bit may become another integer."""
+        """Tells whether activations are rounded to int8: another last bit, another integer."""
         if not (self.is_unstacked and self.has_integers):
             return False
         weights = self._layer_weights()
         return not is_grouped(weights["query"][0], weights[scale_name("query")][0])
 
     def unstacked(self) -> Llama:
-        """The same model as programs on a CPU take it best, where its layers are not too many.
+        """A model with the same weights, as programs on a CPU take it best if its layers are few.
 
         It has one array per layer, run one after the other: a scan copies each layer's matrices out
-        of the stack before every product. And its matrices lie as `turns_layers` says.
+        of the stack before every product. Its matrices lie as `turns_layers` says.
         docs/performance.md has the figures.
         """
         if self.is_unstacked:
@@ -378,7 +367,7 @@ class Llama(nnx.Module):
         return other
 
     def unstack(self, owner: Llama | None = None) -> None:
-        """Becomes `unstacked` itself, a stack at a time: no more than one is in memory twice.
+        """Makes this model `unstacked`, a stack at a time: no more than one is in memory twice.
 
         With an `owner`, an unstacked model, it shares its unembedding, before and afterwards.
         """
@@ -392,7 +381,7 @@ class Llama(nnx.Module):
             getattr(self, name).set_value(own)
 
     def stacked(self) -> Llama:
-        """The same model with its parameters as in `parameter_specs`, before `unstacked`."""
+        """A model with the same weights, which lie as in `parameter_specs`, before `unstacked`."""
         if not self.is_unstacked:
             return self
         parameters = self.parameters()
@@ -411,7 +400,7 @@ class Llama(nnx.Module):
         return [name for name, spec in specs if name in outer and spec.axes[0] in spec.inputs]
 
     def _turned_axes(self, name: str) -> tuple[int, ...] | None:
-        """Outputs before inputs, of a layer's matrix; None of what lies as in `parameter_specs`."""
+        """The axes of a layer's matrix, outputs first; None if it lies as in `parameter_specs`."""
         if not self._turns_layers:
             return None
         spec, weights = parameter_specs(self.config, INT8)[name], self._layer_weights()
@@ -454,9 +443,10 @@ class Llama(nnx.Module):
         multiply: Matmul | None = None,
         layers: Sequence[int] = (),
     ) -> tuple[Hidden, Added, Inputs]:
-        """Final hidden states, what `attend` adds, stacked, and `hidden_and_inputs`' inputs.
+        """Runs the layers; returns hidden states, what `attend` adds, stacked, and the inputs.
 
-        `attend` is attention of a layer, by its index, its queries, keys and values.
+        `attend` is attention of a layer, by its index, its queries, keys and values; the inputs are
+        those of `hidden_and_inputs`.
         """
         rope = rotation(self.config, positions)
 
@@ -467,7 +457,7 @@ class Llama(nnx.Module):
             return self._constrain(x), added
 
         x, weights = self._constrain(self._embedded(tokens)), self._layer_weights()
-        # Of one layer after the other: what a scan stacks would be of all of them.
+        # Kept while the layers run: a scan's stacked output would have all layers.
         kept = (jnp.zeros_like(x),) * len(layers)
         indices = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         if self.is_unstacked:
@@ -503,7 +493,7 @@ class Llama(nnx.Module):
         return each_alone(of_some, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
 
     def _window(self, layer: Index) -> Index | None:
-        """How many tokens a layer sees, the newest among them; None if all layers see all."""
+        """The number of tokens a layer sees, the newest among them; None if all layers see all."""
         window, windowed = self.config.sliding_window, self.config.windowed_layers
         if window is None:
             return None
@@ -512,7 +502,7 @@ class Llama(nnx.Module):
         return jnp.asarray(sizes, jnp.int32)[layer]
 
     def _layer_rope(self, rope: tuple[Array, Array], layer: Index) -> tuple[Array, Array]:
-        """A layer's cosines and sines: those of position 0 where it knows nothing of positions."""
+        """The cosines and sines of a layer: those of position 0 if it has no rotary positions."""
         if not self.config.unrotated_layers:
             return rope
         unrotated = [one in self.config.unrotated_layers for one in range(self.config.num_layers)]
@@ -560,7 +550,7 @@ def _turned(layer: Array, axes: Sequence[int] | None) -> Array:
 def _kept(
     layers: Sequence[int], index: int | Index, x: Array, kept: tuple[Array, ...]
 ) -> tuple[Array, ...]:
-    """The inputs of the layers that are asked for, with `x`, which goes into one."""
+    """The inputs of the layers that are asked for, updated by `x`, the input of one."""
     pairs = zip(layers, kept, strict=True)
     if isinstance(index, int):
         return tuple(x if index == layer else old for layer, old in pairs)
@@ -570,7 +560,7 @@ def _kept(
 def zero_after(x: Hidden) -> Array:
     """A zero that is known once `x` is.
 
-    What a pass adds to the cache does not depend on how its last layer attends to it: without this
+    What a pass adds to the cache does not depend on its last layer's attention. Without this zero
     the compiler could write to the cache before it has been read, and copies it to be safe. A scan
     gives both at once, and needs no such thing.
     """
@@ -605,7 +595,7 @@ def _rms_norm(
 
 
 def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
-    """Where a parameter lies: as the layout says, or on the first device."""
+    """The sharding of a parameter: as the layout says, or on the first device."""
     if layout is None:
         return SingleDeviceSharding(jax.devices()[0])
     return layout.sharding(spec.axes, spec.shape)

@@ -1,4 +1,4 @@
-"""Published models by name, from presets.toml."""
+"""The published models by name, from presets.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TABLES: dict[str, dict[str, Any]] = tomllib.loads(
 
 
 def _fields(table: dict[str, Any]) -> dict[str, Any]:
-    """A model's own fields, and those of the model that it is like."""
+    """The fields of a model, over those of the model that it is like."""
     own = _tuples(table)
     if "rope_scaling" in own:
         own["rope_scaling"] = RopeScaling(**own["rope_scaling"])

@@ -1,4 +1,4 @@
-"""Matrices rounded to integers, by qwix: as a checkpoint is read, or a target's to draft for it."""
+"""Rounding of matrices to integers, by qwix: as a checkpoint is read, or for a self-draft."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def self_draft_type(name: str) -> MatrixType:
 def quantised(
     name: str, matrix: Float[Array, "*shape"], spec: ParameterSpec, matrices: MatrixType
 ) -> dict[str, Array]:
-    """A matrix of integers of its weights' range, and their scales, named as parameters are."""
+    """Rounds a matrix to integers of its weights' range; returns them and their scales, by name."""
     array = _quantised(matrix, spec, matrices)
     scale = array.scale
     if matrices.group is None:
@@ -62,7 +62,7 @@ def quantised(
 def quantised_rows(
     block: Float32[np.ndarray, "outputs inputs"],
 ) -> tuple[Int8[np.ndarray, "outputs inputs"], Float32[np.ndarray, " outputs"]]:
-    """Rows of a matrix as int8, with scales, on the host: the bits of `quantised`."""
+    """Rounds rows of a matrix to int8, with scales, on the host: the bits of `quantised`."""
     one = np.float32(1)  # XLA multiplies by reciprocals where qwix divides
     scale = np.abs(block).max(axis=1) * (one / np.float32(127.5))  # -128 and 127 are both used
     scale[scale < np.sqrt(np.finfo(np.float32).tiny)] = 1
@@ -71,15 +71,15 @@ def quantised_rows(
 
 
 def self_draft(target: Llama, matrices: MatrixType, *, held: MatrixType | None = None) -> Llama:
-    """A drafter from the target itself, without training: its layers' matrices, rounded.
+    """Makes a drafter of the target itself, without training: its layers' matrices, rounded.
 
     Embedding, norms and unembedding are the target's own arrays, so the drafter lies as the target
     does. A layer is rounded at a time. The drafter is stacked, of an unstacked target too.
 
     Args:
       matrices: one of `SELF_DRAFTS`.
-      held: the type in which what was rounded is kept, if it is not that. A CPU multiplies int8
-        with a scale for each output, and nothing else that is as fast.
+      held: the type in which the rounded matrices are kept, if another. On a CPU only int8 with a
+        scale for each output is fast.
     """
     held = held or matrices
     config, layout, parameters = target.config, target.layout, target.stacked().parameters()
@@ -113,7 +113,7 @@ def _rounded(
     held: MatrixType,
     stored: tuple[Array, Array | None],
 ) -> dict[str, Array]:
-    """A layer's matrix, which may be int8 with scales, rounded to one type and kept in another."""
+    """Rounds a layer's matrix (perhaps int8 with scales) to one type; keeps it in another."""
     matrix, scale = stored
     if scale is not None:
         inputs = [index for index, axis in enumerate(spec.axes) if axis in spec.inputs]

@@ -1,4 +1,4 @@
-"""Text to token ids and back, streaming included, for a checkpoint folder's tokenizer.
+"""Tokenizers of checkpoint folders: text to token ids and back, streaming included.
 
 Both kinds of vocabulary, `tokenizer.json` and SentencePiece's `.model`, answer with the bytes of
 each token: joined and decoded once, they are text however characters are cut.
@@ -26,8 +26,8 @@ from fly_jax.models.architectures import LlamaConfig, read_config, read_json
 
 _SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-# Halves of surrogate pairs, which no text has: within a mark that a message spells out they keep it
-# from being one. The first is taken out again; at the second the text is cut.
+# Halves of surrogate pairs, which no text has. Put inside a mark that a message spells out, they
+# keep it from being a mark. The first is taken out again; at the second the text is cut.
 _WITHIN, _CUT = "\ud800", "\ud801"
 
 
@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id; the model's embedding may have more rows."""
+        """The largest token id plus one; the model's embedding may have more rows."""
         return len(self.vocabulary.names)
 
     @property
@@ -98,7 +98,7 @@ class Tokenizer:
         )
 
     def piece_texts(self, ids: Iterable[int], skip_special_tokens: bool = False) -> list[str]:
-        """Each token's own text; a split character belongs to the token that completes it."""
+        """The text of each token; a split character belongs to the token that completes it."""
         stream = TextStream(self, skip_special_tokens)
         texts = [stream.push([token_id]) for token_id in ids]
         if texts:
@@ -108,12 +108,12 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the assistant begins to speak.
 
-        They are transformers', but for tokens that are spelt out in a message, so that none can
-        end its own turn by them: controls are text there, and so is whatever else the tokenizer's
-        file adds to the vocabulary, but in messages of the assistant, whose marks (such as
-        "<think>") templates look for. Such a conversation is encoded part by part between its own
-        controls, where SentencePiece may put another space. Marks of a template that are no tokens,
-        as "[INST]" of Llama 2, are the same text whoever writes them.
+        They are transformers', but for tokens that are spelt out in a message, so that no message
+        can end its own turn. Control tokens are text there, and so is whatever else the tokenizer's
+        file adds to the vocabulary. Only messages of the assistant keep those additions (such as
+        "<think>"), which templates look for. Such a conversation is encoded part by part between
+        its own controls, where SentencePiece may put another space. Marks of a template that are no
+        tokens, as "[INST]" of Llama 2, are the same text whoever writes them.
 
         Args:
           messages: such as `{"role": "user", "content": "Hello"}`, in order.
@@ -156,12 +156,12 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of tokens as they come; half a character is kept back until its last byte is there."""
+    """A stream of tokens' text; part of a character is kept back until its last byte is there."""
 
     def __init__(
         self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, continues: bool = False
     ) -> None:
-        """Starts where a text starts, or behind one; see `Tokenizer.decode`."""
+        """Begins where a text begins, or behind one; see `Tokenizer.decode`."""
         self._vocabulary = tokenizer.vocabulary
         self._skipped = frozenset(tokenizer.control_token_ids if skip_special_tokens else ())
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -229,7 +229,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def _load_vocabulary(folder: Path, *, adds_bos: bool, bos: str | None) -> Vocabulary:
-    """A `tokenizer.json`, whose post-processor alone says what is added, or a `.model`."""
+    """The vocabulary of a `tokenizer.json`, which says itself what is added, or of a `.model`."""
     path = folder / "tokenizer.json"
     if path.exists():
         try:
@@ -301,7 +301,7 @@ def _render(
 
 
 def _hidden(text: str, controls: Iterable[str], added: Iterable[str]) -> str:
-    """The text with something within whatever it spells out of these names."""
+    """The text, with `within` inserted in each of these names that it spells out."""
     for names, within in ((added, _CUT), (controls, _WITHIN)):
         for name in names:
             while name in text:  # again where it overlaps itself
@@ -310,7 +310,7 @@ def _hidden(text: str, controls: Iterable[str], added: Iterable[str]) -> str:
 
 
 def _split(text: str, names: Iterable[str]) -> list[str]:
-    """The text, cut where it spells out one of the names; these are every second part."""
+    """Cuts the text where it spells out one of the names; these are every second part."""
     found = sorted((name for name in names if name and name in text), key=len, reverse=True)
     return re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
 
@@ -329,8 +329,8 @@ class JsonVocabulary:
     Attributes:
       names: every token as the file spells it, by id; '' for an id without a token.
       control_ids: tokens that are no text.
-      controls: those that are parsed, by how they are spelt.
-      added: how others are spelt that are one token wherever they stand.
+      controls: those that are parsed, by their spelling.
+      added: the spelling of others that are one token wherever they stand.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -357,13 +357,13 @@ class JsonVocabulary:
     def encode(
         self, text: str, *, parse_controls: bool = False, adds_special: bool = False
     ) -> list[int]:
-        """The tokens of a text, with what its makers put around a prompt if it `adds_special`.
+        """The tokens of a text; `adds_special` adds what its makers put around a prompt.
 
         With `parse_controls` control tokens that are spelt out become one token each.
         """
         with self._lock:  # the choice is the library object's, which threads share
             self._tokenizer.encode_special_tokens = not parse_controls
-            # Of a batch, since for one text the library keeps all other threads waiting.
+            # As a batch: for a single text the library keeps all other threads waiting.
             batch = self._tokenizer.encode_batch([text], add_special_tokens=adds_special)
             return list(batch[0].ids)
 
@@ -430,7 +430,7 @@ class SentencePieceVocabulary:
         return ids
 
     def token_bytes(self, token_id: int, first: bool) -> bytes:
-        """UTF-8 of one token, as it stands at the start of a text or within it."""
+        """The UTF-8 of one token, as it stands at the start of a text or within it."""
         if not 0 <= token_id < len(self.names):
             return b""
         piece = self.names[token_id]
@@ -447,7 +447,7 @@ Vocabulary = JsonVocabulary | SentencePieceVocabulary
 def _sentence_piece_vocabulary(
     path: Path, *, adds_bos: bool, bos: str | None
 ) -> SentencePieceVocabulary:
-    """A `.model`; `bos` is the piece that begins a prompt, None the model's own."""
+    """The vocabulary of a `.model`; `bos` is the piece that begins a prompt, None its own."""
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError, ValueError) as error:
@@ -462,7 +462,7 @@ def _sentence_piece_vocabulary(
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes."""
+    """The bytes behind GPT-2's 256 printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     characters: dict[str, int] = {chr(byte): byte for byte in printable}

@@ -34,9 +34,9 @@ from fly_jax.sharding.rules import Layout
 StoredType = Literal["bfloat16", "float32", "int8"]
 
 _ORBAX = "orbax"
-# It is there once a conversion was begun.
+# A folder in which a conversion has begun has this file.
 RECORD = "conversion.json"
-# What a device takes of a matrix is read in whole chunks.
+# A device reads its part of a matrix in whole chunks.
 _CHUNK_BYTES = 2**24
 _AGAIN = "remove the folder and convert again"
 
@@ -73,12 +73,12 @@ def read_record(folder: Path) -> Record:
 
 
 def group_folder(folder: Path, group: Group) -> Path:
-    """The Orbax checkpoint of a group; it is there once it is whole."""
+    """The folder of a group's Orbax checkpoint; it exists only as a whole."""
     return folder / _ORBAX / group.name
 
 
 def write_group(folder: Path, group: Group, parts: dict[str, Array]) -> None:
-    """Writes a group under another name, renamed when whole; raises FlyJaxError for a full disk."""
+    """Writes a group, which appears when it is whole; FlyJaxError for a full disk."""
     context = ocp.Context()
     context.array_options.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     context.array_options.saving.use_compression = False  # weights hardly shrink
@@ -107,9 +107,8 @@ class ConvertedSource:
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
 
-        Raises:
-          FlyJaxError: the conversion was not finished, a file is missing or has another size, or
-            `config.json` is that of another model.
+        FlyJaxError for an unfinished conversion, a file that is missing or has another size, or
+        the `config.json` of another model.
         """
         self._folder = folder
         record = read_record(folder)
@@ -126,11 +125,11 @@ class ConvertedSource:
 
     @staticmethod
     def arranged(name: str, stored: Array, spec: ParameterSpec) -> Array:
-        """Parameters are stored as they are used."""
+        """Returns parameters as they are: they are stored as they are used."""
         return stored
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
-        """The group's arrays, each where it stays."""
+        """Reads the group's arrays, each to where it stays."""
         own = group_folder(self._folder, group)
         abstract = {
             name: jax.ShapeDtypeStruct(
@@ -149,11 +148,11 @@ class ConvertedSource:
             ) from error
 
     def describe(self, group: Group, name: str) -> str:
-        """The array and its checkpoint."""
+        """The array and its checkpoint, in words."""
         return f"The array {name} in {group_folder(self._folder, group)}"
 
     def _check_shapes(self, written: LlamaConfig) -> None:
-        """Compares what config.json asks for with what the conversion wrote."""
+        """Raises FlyJaxError where config.json asks for other shapes than the conversion wrote."""
         there, asked = parameter_specs(written), parameter_specs(self.config)
         for name in there | asked:
             found, wanted = (
@@ -188,5 +187,5 @@ def _check_files(folder: Path, files: dict[str, int]) -> None:
 
 
 def _short(error: Exception) -> str:
-    """The beginning of what can be a page."""
+    """The beginning of an error, which can be a page."""
     return " ".join(str(error).split())[:120].rstrip(". ")

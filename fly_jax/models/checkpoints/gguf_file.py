@@ -52,7 +52,7 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """A file whose header was read."""
+    """A file with its header, which was read."""
 
     path: Path
     tensors: dict[str, GgufTensor]
@@ -73,7 +73,7 @@ class GgufFile:
         return value
 
     def rows(self, name: str, rows: slice | np.ndarray) -> np.ndarray:
-        """Some rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
+        """Reads rows of a tensor, or a part of a vector, in float32; no more stays in memory."""
         one = self.tensors[name]
         dtype, shape = one.stored
         data = np.asarray(np.memmap(self.path, dtype, "r", one.begin, shape))[rows]
@@ -86,12 +86,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Reads the header.
-
-    Raises:
-      FlyJaxError: the file is missing, cut off, of an unknown version, or has tensors of a type
-        that is not read.
-    """
+    """Reads the header; FlyJaxError for a missing, cut off, unknown or unsupported file."""
     head = b""
     try:
         with path.open("rb") as file:
@@ -114,18 +109,18 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads one thing behind the other; raises ValueError for one that the file does not hold."""
+    """A reader of the header, part by part; ValueError for one that the file does not hold."""
 
     def __init__(self, data: mmap.mmap) -> None:
         if data[:4] != _MAGIC:
             raise ValueError("It has another beginning.")
-        # Of the two byte orders it is the one in which the version is small.
+        # The byte order is the one in which the version is small.
         self._order = "<" if data[4:6] != b"\0\0" else ">"
         self._data, self._at = data, len(_MAGIC)
         self._length = struct.Struct(f"{self._order}Q")
 
     def read(self, path: Path) -> GgufFile:
-        """The whole header."""
+        """Reads the whole header."""
         if self._number(4) not in READER_SUPPORTED_VERSIONS:
             raise ValueError("It has another version.")
         num_tensors, num_values = self._number(), self._number()
@@ -162,7 +157,7 @@ class _Header:
         return GgufTensor(shape, kind, begin + place, stored)
 
     def _taken(self, number: int) -> int:
-        """Where so many bytes begin, which have been read then."""
+        """Moves on by so many bytes; returns where they begin."""
         begin, self._at = self._at, self._at + number
         if self._at > len(self._data):
             raise ValueError(f"{number} bytes were claimed at byte {begin}.")
@@ -199,7 +194,7 @@ class _Header:
 
 
 def _unreadable(path: Path, head: bytes) -> str:
-    """The fault of a file that begins so and that the library cannot read."""
+    """The reason why the library cannot read a file that begins with `head`."""
     if head[:4] != _MAGIC:
         return f"{path} is no GGUF file; correct the path, or download the file again."
     version = int.from_bytes(head[4:], "little")

@@ -44,12 +44,7 @@ _END_NAMES = ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<
 
 
 def gguf_config(file: GgufFile) -> LlamaConfig:
-    """The configuration that the metadata describe.
-
-    Raises:
-      FlyJaxError: a family that is not known, a key is missing or of the wrong kind, or something
-        that the family does not have.
-    """
+    """The configuration in the metadata; FlyJaxError for an unknown family or a wrong key."""
     try:
         return _config(file)
     except (TypeError, ValueError, ArithmeticError, IndexError) as error:
@@ -139,7 +134,7 @@ def _config(file: GgufFile) -> LlamaConfig:
 
 
 def _ends(file: GgufFile) -> list[int]:
-    """Every token that ends a text; files name one of each kind, others are known by text."""
+    """The tokens that end a text; files name one of each kind, others are known by text."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.value(f"tokenizer.ggml.{key}") for key in keys]
     names = file.value("tokenizer.ggml.tokens", ())
@@ -159,12 +154,7 @@ class GgufSource:
     arranged = staticmethod(arranged)
 
     def __init__(self, file: GgufFile) -> None:
-        """Checks the file without reading a weight.
-
-        Raises:
-          FlyJaxError: another architecture, a key or a tensor is missing, or a tensor has a shape
-            that the metadata does not ask for.
-        """
+        """Checks the file without reading a weight; FlyJaxError for a wrong key or tensor."""
         self.file = file
         self.config = gguf_config(file)
         # The file's own word: there a Mistral is a llama.
@@ -197,7 +187,7 @@ class GgufSource:
             )
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
-        """The group's tensors [out, in] in float32, split by rows."""
+        """Reads the group's tensors [out, in] in float32, split by rows."""
         found: dict[str, Array] = {}
         for name, spec in group.specs(self.config).items():
             tensor = self._tensor(group, name)
@@ -210,7 +200,7 @@ class GgufSource:
     def _part(
         self, group: Group, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
     ) -> np.ndarray:
-        """The part of a tensor that one device takes."""
+        """Reads the part of a tensor that one device takes."""
         begin, end, _ = index[0].indices(shape[0])
         part = np.empty((end - begin, *shape[1:]), np.float32)
 
@@ -222,7 +212,7 @@ class GgufSource:
         return part[(slice(None), *index[1:])]
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
-        """Some rows of a parameter's tensor in float32, in the order that Hugging Face has."""
+        """Reads rows of a parameter's tensor in float32, in Hugging Face's order."""
         tensor = self._tensor(group, name)
         # Some families have a head's rotary pairs side by side, and Hugging Face two halves.
         if not self._has_pairs or name not in ("query", "key"):
@@ -238,7 +228,7 @@ class GgufSource:
         return found
 
     def describe(self, group: Group, name: str) -> str:
-        """The tensor and its file."""
+        """The tensor and its file, in words."""
         return f"The tensor {self._tensor(group, name)} in {self.file.path}"
 
 
@@ -263,7 +253,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 class _Cut(NamedTuple):
-    """How text is cut before pairs are merged."""
+    """The cuts of text before pairs are merged."""
 
     cutter: pre_tokenizers.PreTokenizer
     keeps_tokens: bool = False  # a text that is a token stays one, however its merges would cut it
@@ -319,7 +309,7 @@ def _made(file: GgufFile, eos_token_ids: tuple[int, ...]) -> Tokenizer:
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Writes the file's tokenizer as Hugging Face keeps one, for a folder that is to have it."""
+    """Writes the file's tokenizer into a folder, in Hugging Face's files."""
     if file.needed("tokenizer.ggml.model") == "llama":
         model = _sentence_piece(file).serialized_model_proto()
         (folder / "tokenizer.model").write_bytes(model)
@@ -362,7 +352,7 @@ def _named_ids(file: GgufFile) -> dict[str, int]:
 
 
 def _byte_level(file: GgufFile) -> tokenizers.Tokenizer:
-    """Byte-level BPE, as the tokenizers library has it for this model."""
+    """The byte-level BPE of this model, in the tokenizers library."""
     names: list[str] = file.needed("tokenizer.ggml.tokens")
     kinds: list[int] = file.needed("tokenizer.ggml.token_type")
     while kinds and kinds[-1] == _UNUSED:  # what pads the model's vocabulary, and no text has

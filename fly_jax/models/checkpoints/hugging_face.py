@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: which tensor is which parameter, and reading them by groups.
+"""Hugging Face checkpoints: the tensor of each parameter, and reading by groups.
 
 A safetensors file is 8 bytes of header length (little-endian), the header (JSON: dtype, shape and
 byte range of each tensor), and the tensors' bytes.
@@ -47,7 +47,7 @@ _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _AGAIN = "download the file again"
 
-# Of rotary tables, which config.json says, and of quantised activations and caches, which are not
+# Rotary tables, which config.json determines, and scales of activations and caches, which are not
 # quantised here.
 _WITHOUT_EFFECT = re.compile(
     r"\.(rotary_emb\.inv_freq|weight_shape|(input|output|q|k|v)_(scale|scale_ub|zero_point))$"
@@ -75,7 +75,7 @@ _LAYER = {
     "down": "mlp.down_proj.weight",
     "hidden_norm": "hidden_norm.weight",
 }
-# Of a head they stand without "model.", and EAGLE's layer is `midlayer` or `layers.0`.
+# A head's names lack "model.", and EAGLE's layer is `midlayer` or `layers.0`.
 _OF_HEAD = {
     "fusion": "fc.weight",
     "features_norm": "input_norm.weight",
@@ -87,16 +87,16 @@ _OF_HEAD = {
     "token_rows": "d2t",
 }
 _HEAD_SAYS = "midlayer.hidden_norm.weight"
-# Which tokens the head knows is said twice; of the target there may be copies.
+# A head's tokens are listed twice; there may be copies of the target's tensors.
 _BESIDE_HEAD = re.compile(r"t2d|d2t|embed_tokens\.weight|verifier_(norm|lm_head)\.weight")
-# What is computed of a block of so many numbers stays in a core's cache.
+# A block of so many numbers, and what is computed from it, stays in a core's cache.
 _BLOCK_NUMBERS = 2**17
 
 Item = TypeVar("Item")
 
 
 def tensor_name(group: Group, name: str, *, of_head: bool = False) -> str:
-    """The tensor that holds a parameter of a group, of a head as speculators names it."""
+    """The name of the tensor that holds a group's parameter; a head's is that of speculators."""
     if of_head:
         if name.startswith("feature_norm_"):
             return f"{name.replace('feature_norm_', 'fc_norm.')}.weight"
@@ -107,7 +107,7 @@ def tensor_name(group: Group, name: str, *, of_head: bool = False) -> str:
 
 
 def is_transposed(name: str, spec: ParameterSpec) -> bool:
-    """Hugging Face keeps products' matrices [out, in], and we [in, out]."""
+    """Tells whether Hugging Face keeps it as [out, in], a product's matrix, and we as [in, out]."""
     return bool(spec.inputs) and name not in ("embedding", "markov_rows")
 
 
@@ -132,7 +132,7 @@ def row_blocks(shape: tuple[int, ...]) -> list[slice]:
 
 
 def on_all_cores(work: Callable[[Item], None], items: Iterable[Item]) -> None:
-    """Does the work for each item in threads: NumPy lets others run while it computes."""
+    """Runs the work for each item in threads: NumPy lets others run while it computes."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(work, items):
             pass
@@ -140,12 +140,12 @@ def on_all_cores(work: Callable[[Item], None], items: Iterable[Item]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unpacking:
-    """`arranged` of a checkpoint with quantised matrices, which are widened first."""
+    """A form of `arranged` for quantised matrices, which are widened first."""
 
     packing: Packing
 
     def __call__(self, name: str, stored: Stored, spec: ParameterSpec) -> Array:
-        """The parameter of a name."""
+        """Makes the parameter of a name."""
         if isinstance(stored, dict):
             stored = self.packing.widened(stored, *tensor_shape(name, spec))
         return arranged(name, stored, spec)
@@ -159,10 +159,8 @@ class HuggingFaceSource:
     def __init__(self, folder: Path) -> None:
         """Checks the folder without reading a weight.
 
-        Raises:
-          FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated,
-            a tensor has a shape or type that the configuration does not ask for, or the matrices
-            are quantised in a way that is not known.
+        FlyJaxError for what is missing or damaged, a tensor of another shape or type than the
+        configuration asks for, or an unknown quantisation.
         """
         self._stored = stored_tensors(folder)
         path = folder / "config.json"
@@ -207,7 +205,7 @@ class HuggingFaceSource:
             )
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Stored]:
-        """The group's tensors [out, in], split by rows."""
+        """Reads the group's tensors [out, in], split by rows."""
         specs = group.specs(self.config)
         if "token_rows" in specs and self.config.head is not None:
             rows = self._rows_of_head()
@@ -238,13 +236,13 @@ class HuggingFaceSource:
         }
 
     def read_rows(self, group: Group, name: str, rows: slice) -> np.ndarray:
-        """Some rows of a parameter's tensor, as stored; nothing of it stays in memory."""
+        """Reads rows of a parameter's tensor, as stored; nothing of it stays in memory."""
         if name == "token_rows" and self.config.head is not None:
             return self._rows_of_head()[rows]
         return self._stored[self._name(group, name)].mapped()[rows]
 
     def _rows_of_head(self) -> np.ndarray:
-        """`token_rows` of a head, whose file has for each row its token less the row's index."""
+        """The `token_rows` of a head; its file has each row's token less the row's index."""
         tensor = self._stored[_OF_HEAD["token_rows"]]
         distances = tensor.mapped().astype(np.int64)
         tokens = np.arange(len(distances)) + distances
@@ -263,7 +261,7 @@ class HuggingFaceSource:
         return found.replace("layers.0.", "midlayer.") if _HEAD_SAYS in self._stored else found
 
     def describe(self, group: Group, name: str) -> str:
-        """The tensor and its file."""
+        """The tensor and its file, in words."""
         tensor = next(iter(self._tensors(group, name, group.specs(self.config)[name]).values()))
         return f"The tensor {tensor} in {self._stored[tensor].file}"
 
@@ -316,7 +314,7 @@ def _check(folder: Path, stored: dict[str, StoredTensor], needed: dict[str, Stor
 
 
 def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> Sharding:
-    """Where a stored matrix goes first: contiguous rows over as many devices as it takes."""
+    """The first sharding of a stored matrix: contiguous rows on as many devices as possible."""
     if layout is None:
         return SingleDeviceSharding(jax.devices()[0])
     names = [name for entry in layout.spec(spec.axes, spec.shape) for name in axes_in(entry)]
@@ -327,7 +325,7 @@ def row_sharding(layout: Layout | None, spec: ParameterSpec, num_rows: int) -> S
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint.
+    """A tensor of a checkpoint.
 
     Attributes:
       shape: as stored; matrices are [out, in].
@@ -342,11 +340,11 @@ class StoredTensor:
     end: int
 
     def mapped(self) -> np.ndarray:
-        """Its numbers, read as they are looked at."""
+        """The numbers in a mapped file, read as they are looked at."""
         return self._bytes().view(_STORED[self.dtype]).reshape(self.shape)
 
     def is_zero(self) -> bool:
-        """Whether each number of it is zero."""
+        """Tells whether all its numbers are zero."""
         return self.begin == self.end or not self._bytes().any()
 
     def _bytes(self) -> np.ndarray:
@@ -357,11 +355,9 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in the folder's safetensors files, by name. Reads no weights.
+    """The tensors of a folder's safetensors files, by name, unread.
 
-    Raises:
-      FlyJaxError: no such folder, no safetensors file, a file that the index names is absent, a
-        damaged header, a truncated file, or a tensor that lies in two files.
+    FlyJaxError: a missing folder or file, a damaged header, a truncated file, or a tensor in two.
     """
     _check_folder(folder)
     tensors: dict[str, StoredTensor] = {}
@@ -450,7 +446,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _check_extent(tensor: StoredTensor) -> None:
-    """Refuses bytes that cannot be the tensor's."""
+    """Raises ValueError for bytes that cannot be the tensor's."""
     start, end = tensor.begin, tensor.end
     sizes = (*tensor.shape, start, end)
     if end < start or not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -462,7 +458,7 @@ def _check_extent(tensor: StoredTensor) -> None:
 
 
 def _check_overlap(tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses tensors of which two have a byte in common."""
+    """Raises ValueError where two tensors have a byte in common."""
     found = sorted((one.begin, one.end, name) for name, one in tensors.items())
     found = [one for one in found if one[0] < one[1]]
     for (_, end, name), (start, _, other) in itertools.pairwise(found):

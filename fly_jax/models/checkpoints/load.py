@@ -1,7 +1,7 @@
 """Loading any known checkpoint straight into its place, or from what was kept of it.
 
-What is kept are weights as they are used, in a file that is mapped: safetensors with a checksum of
-each tensor, named by a digest of the files that it was made from, of the types, and of `_VERSION`.
+Kept weights lie as they are used, in a mapped file: safetensors with a checksum of each tensor,
+named by a digest of the files that it was made from, of the types, and of `_VERSION`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from fly_jax.models.tokenizer import Tokenizer, check_same_vocabulary, load_toke
 from fly_jax.sharding.mesh import forget_oldest, kept_folder, make_folder
 from fly_jax.sharding.rules import Layout
 
-# The numbers of glibc's malloc.h.
+# Options of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGE_BYTES = 2**20
 # Where glibc's own adjustment ends in a process that frees large arrays: see mallopt(3).
 _USUAL_MMAP_BYTES, _USUAL_TRIM_BYTES = 2**25, 2**26
 
-# Of what is in the kept files; another one makes all of them anew.
+# Version of the kept files' content; a new one makes all of them anew.
 _VERSION = 2
-# What was not read for longest goes when the files take more than this.
+# When the files take more than this, those that were not read for longest are removed.
 _MOST_BYTES = 32 * 2**30
 # Smaller weights are made in less time than it takes to look for them.
 _LEAST_BYTES = 64 * 2**20
@@ -101,7 +101,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
-    """Opens a model and its tokenizer (an EAGLE-3 head's is its target's); reads no weight."""
+    """Opens a model and its tokenizer (a head's is its target's); reads no weight."""
     source = open_weights(path)
     if source.config.head is not None:
         if target is None:
@@ -120,9 +120,7 @@ def open_checkpoint(path: Path, target: Checkpoint | None = None) -> Checkpoint:
 def open_weights(path: Path) -> Source:
     """Checks a folder of weights, or a GGUF file, without reading one.
 
-    Raises:
-      FlyJaxError: the folder, a file or a tensor is missing, a file is damaged or truncated, or a
-        tensor has a shape or type that the configuration does not ask for.
+    FlyJaxError for what is missing, damaged or truncated, or not as the configuration asks.
     """
     if path.suffix == ".gguf":
         return GgufSource(open_gguf(path))
@@ -142,10 +140,10 @@ def load_llama(
 ) -> Llama:
     """Loads weights straight into their place.
 
-    Beyond its devices' parts of the model, a process needs memory for its parts of one group: a
-    layer, or the embedding, a few times over. Of a model that is `unstacked` on a CPU it needs next
-    to none, unless it is small: the arrays are the bytes that were converted, in a mapped file or
-    in memory.
+    Beyond its devices' parts of the model, a process needs memory for its parts of one group (a
+    layer, or the embedding) a few times over. For a model that is `unstacked` on a CPU it needs
+    hardly any, unless it is small: the arrays are the bytes that were converted, in a mapped file
+    or in memory.
 
     Args:
       checkpoint: the folder of a Hugging Face checkpoint with safetensors, or of what `convert`
@@ -195,7 +193,7 @@ def load_llama(
 
 
 def _unstacked(source: _Kept, config: LlamaConfig) -> Llama:
-    """`Llama.unstacked` of tensors as they lie, one array per layer."""
+    """An unstacked Llama of tensors as they lie, one array per layer."""
     turned = turns_layers(config, source.dtype, has_integers=source.int8)
     parameters: dict[str, Any] = {}
     for group in groups(config):
@@ -231,7 +229,7 @@ def read_group(
     dtype: jnp.dtype,
     int8: bool,
 ) -> dict[str, Array]:
-    """The parameters of a group, as `Llama` takes them but without the axis `layers`.
+    """Reads the parameters of a group, as `Llama` takes them but without the axis `layers`.
 
     Args:
       config: the source's, or with a smaller vocabulary.
@@ -271,7 +269,7 @@ def _arranged(
     quantise: bool,
     dtype: jnp.dtype,
 ) -> tuple[dict[str, Array], dict[str, Bool[Array, ""]]]:
-    """A group's parameters from what is stored, and for each whether its numbers are finite."""
+    """Arranges a group's parameters; also tells for each whether its numbers are finite."""
     parts: dict[str, Array] = {}
     finite: dict[str, Bool[Array, ""]] = {}
     for name, spec in specs:
@@ -312,10 +310,10 @@ def _insert(
 
 @contextlib.contextmanager
 def large_arrays_given_back() -> Iterator[None]:
-    """Within it, what is freed of large arrays goes back to the system; on glibc only.
+    """Returns freed memory of large arrays to the system while it is entered; on glibc only.
 
-    By default that keeps them, and more of them with a larger model, since arrays that stay lie
-    between those that go (benchmarks/load_memory.py measures that it does not).
+    By default glibc keeps it, and more of it with a larger model, since arrays that stay lie
+    between those that go (benchmarks/load_memory.py measures that with this it does not).
     """
     _set_malloc(_MMAP_THRESHOLD, _LARGE_BYTES)
     try:
@@ -331,7 +329,7 @@ def _set_malloc(option: int, value: int) -> None:
 
 
 def _has_rows(source: Source) -> TypeGuard[GgufSource | HuggingFaceSource]:
-    """Whether a checkpoint's tensors can be read by rows, and so be kept."""
+    """Tells whether a checkpoint's tensors can be read by rows, and so be kept."""
     return source.arranged is arranged  # as Hugging Face has them, and in one piece
 
 
@@ -361,13 +359,13 @@ class _Kept:
     def __init__(
         self, source: GgufSource | HuggingFaceSource, dtype: np.dtype, *, int8: bool
     ) -> None:
-        """Finds where each tensor will lie; those that have no type of their own get `dtype`."""
+        """Places each tensor; those that have no type of their own get `dtype`."""
         self.config, self.int8, self._source, self.dtype = source.config, int8, source, dtype
         self._places = _places(self.config, dtype, int8=int8)
         self._size = max(place.end for place in self._places.values())
 
     def map(self, path: Path, folder: str | Path | None, say: Say) -> bool:
-        """Maps the file of what was converted from `path`, made where there is none; if it can be.
+        """Maps the file of the weights converted from `path`, or makes it; tells whether it could.
 
         `folder` is `load_llama`'s `weights_cache`. FlyJaxError for a weight that is not finite.
         """
@@ -397,17 +395,17 @@ class _Kept:
         return memory
 
     def tensor(self, group: Group, name: str) -> np.ndarray:
-        """A parameter's tensor where it lies."""
+        """The tensor of a parameter, where it lies."""
         place = self._places[f"{group.name}.{name}"]
         return self._data[place.begin : place.end].view(place.dtype).reshape(place.shape)
 
     def read(self, group: Group, layout: Layout | None) -> dict[str, Array]:
-        """The group's tensors on the first device."""
+        """Puts the group's tensors on the first device."""
         specs = group.specs(self.config, int8=self.int8)
         return {name: jax.device_put(self.tensor(group, name), jax.devices()[0]) for name in specs}
 
     def describe(self, group: Group, name: str) -> str:
-        """Where a parameter lies in the checkpoint that these weights were made from."""
+        """The place of a parameter in the original checkpoint, in words."""
         return self._source.describe(group, name)
 
     def _in_file(self, file: Path, say: Say) -> np.ndarray | None:
@@ -470,7 +468,7 @@ class _Kept:
         return None
 
     def _mapped(self, file: Path) -> np.ndarray:
-        """The bytes of all tensors; raises ValueError where a file has others."""
+        """The bytes of all tensors; ValueError where a file has another size."""
         begin = len(self._header(None))
         if file.stat().st_size != begin + self._size:
             raise ValueError(file)
@@ -500,7 +498,7 @@ class _Kept:
         return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
     def _convert(self, write: Callable[[np.ndarray, int], None]) -> None:
-        """Hands over all tensors, block by block, each with the place of its first byte."""
+        """Writes all tensors, block by block, each with the place of its first byte."""
 
         def convert(one: tuple[str, _Place, slice]) -> None:
             key, place, rows = one
@@ -526,7 +524,7 @@ class _Kept:
 
 
 def _places(config: LlamaConfig, dtype: np.dtype, *, int8: bool) -> dict[str, _Place]:
-    """Every tensor by its name in the file, one behind the other."""
+    """The places of all tensors by their names in the file, one behind the other."""
     places: dict[str, _Place] = {}
     end = 0
     for group in groups(config):

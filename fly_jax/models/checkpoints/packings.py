@@ -1,4 +1,4 @@
-"""Quantised matrices as published checkpoints store them, widened as they are read.
+"""The packings of quantised matrices in published checkpoints, widened as they are read.
 
 A matrix is several tensors, whose names begin alike, and `quantization_config` says which: integers
 or 8-bit floats, less a zero point, times the scale of their group.
@@ -21,13 +21,13 @@ Shape = tuple[int, ...]
 Matrix = Float[Array, "outputs inputs"]
 _FLOATS = ("BF16", "F16", "F32")
 _WORD = 32  # bits of the integers that others are packed into
-# Which of the eight numbers in an integer of AWQ's is which of eight neighbours.
+# The place, in an integer of AWQ's, of each of eight neighbours.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredPart:
-    """One tensor of a matrix, if it is there: shapes and types that it may have."""
+    """A tensor of a matrix, with the shapes and types that it may have."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
@@ -45,12 +45,12 @@ class Packing(abc.ABC):
 
     @abc.abstractmethod
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """The matrix in float32, from its tensors; runs under `jit`."""
+        """Widens the matrix to float32, from its tensors; runs under `jit`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Packing):
-    """8-bit floats or integers with a scale for each matrix, output, or block of a matrix.
+    """A packing of 8-bit floats or integers, with a scale for each matrix, output, or block.
 
     DeepSeek's `fp8`, Meta's `fbgemm_fp8`, and `compressed-tensors`.
 
@@ -64,7 +64,7 @@ class Scaled(Packing):
     block: tuple[int, int] | None = None
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
-        """See `Packing`."""
+        """The weights, and scales of one of the shapes that these formats have."""
         shapes: tuple[Shape, ...] = ((outputs, 1), (outputs,), (1,), (1, 1), ())
         if self.block is not None:
             shapes = ((-(-outputs // self.block[0]), -(-inputs // self.block[1])),)
@@ -74,7 +74,7 @@ class Scaled(Packing):
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """See `Packing`."""
+        """Multiplies the weights by the scales of their blocks, outputs or matrix."""
         scale = parts[self.scale].astype(jnp.float32)
         if self.block is not None:
             for axis, size in enumerate(self.block):
@@ -87,13 +87,13 @@ class Scaled(Packing):
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Packing):
-    """AWQ's "gemm": 4-bit integers with zero points, eight outputs in one int32."""
+    """The packing of AWQ's "gemm": 4-bit integers with zero points, eight outputs in one int32."""
 
     group: int
     name: str = "awq"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
-        """See `Packing`."""
+        """The weights and zero points in words of eight outputs, and the scales of groups."""
         words, groups = _whole(outputs, 8, self.name), _whole(inputs, self.group, self.name)
         return {
             "qweight": StoredPart(((inputs, words),), ("I32",)),
@@ -102,7 +102,7 @@ class Awq(Packing):
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """See `Packing`."""
+        """Unpacks the words in AWQ's order, and scales them by groups of inputs."""
 
         def unpacked(words: Int32[Array, "rows words"]) -> Int[Array, "rows outputs"]:
             eight = _unpacked(words, 4).reshape(*words.shape, 8)
@@ -115,7 +115,7 @@ class Awq(Packing):
 
 @dataclasses.dataclass(frozen=True)
 class Gptq(Packing):
-    """GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several inputs in one int32.
+    """The packing of GPTQ: integers of 2, 4 or 8 bits, [inputs, outputs], several in one int32.
 
     Attributes:
       group: inputs that share a scale; -1 for all of them.
@@ -130,7 +130,7 @@ class Gptq(Packing):
     name: str = "gptq"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
-        """See `Packing`."""
+        """The weights in words along inputs, zero points along outputs, scales, inputs' groups."""
         per_word = _WORD // self.bits
         groups = -(-inputs // self._group(inputs))
         return {
@@ -141,7 +141,7 @@ class Gptq(Packing):
         }
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """See `Packing`."""
+        """Unpacks the words, and scales them by the inputs' groups."""
         matrix = _unpacked(parts["qweight"].T, self.bits)
         zeros = _unpacked(parts["qzeros"], self.bits) + self.zero_offset
         of = parts.get("g_idx", jnp.arange(inputs) // self._group(inputs))
@@ -153,7 +153,7 @@ class Gptq(Packing):
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Packing):
-    """`compressed-tensors`' "pack-quantized": integers of 4 or 8 bits, several inputs in one int32.
+    """The "pack-quantized" of `compressed-tensors`: 4 or 8 bits, several inputs in one int32.
 
     Attributes:
       group: inputs that share a scale; None for one of each output.
@@ -168,7 +168,7 @@ class Packed(Packing):
     name: str = "pack-quantized"
 
     def parts(self, outputs: int, inputs: int) -> dict[str, StoredPart]:
-        """See `Packing`."""
+        """The weights in words along inputs, scales, inputs' groups, and any zero points."""
         per_word = _WORD // self.bits
         groups = 1 if self.group is None else _whole(inputs, self.group, self.name)
         words = _whole(inputs, per_word, self.name)
@@ -183,7 +183,7 @@ class Packed(Packing):
         return found
 
     def widened(self, parts: Mapping[str, Array], outputs: int, inputs: int) -> Matrix:
-        """See `Packing`."""
+        """Unpacks the words around half their range, and scales them by the inputs' groups."""
         half = 1 << (self.bits - 1)
         matrix = _unpacked(parts["weight_packed"], self.bits) - half
         of = parts.get("weight_g_idx", jnp.arange(inputs) // (self.group or inputs))
@@ -203,13 +203,13 @@ def _unpacked(words: Int32[Array, "rows words"], bits: int) -> Int[Array, "rows 
 def _of_groups(
     scales: Float[Array, "outputs groups"], of: Int[Array, " inputs"]
 ) -> Float[Array, "outputs inputs"]:
-    """The scale of each input's group; NaN for a group that there is not."""
+    """The scale of each input's group; NaN for a group that does not exist."""
     found = scales.astype(jnp.float32).at[:, of].get(mode="fill", fill_value=jnp.nan)
     return jnp.where(of < 0, jnp.nan, found)
 
 
 def _whole(size: int, of: int, name: str) -> int:
-    """How many times a size holds another; raises FlyJaxError where some is left."""
+    """The quotient of two sizes; FlyJaxError where a rest is left."""
     number, rest = divmod(size, of)
     if rest:
         raise FlyJaxError(
@@ -220,10 +220,7 @@ def _whole(size: int, of: int, name: str) -> int:
 
 
 def read_packing(said: Mapping[str, Any], source: str) -> Packing:
-    """How the matrices of a checkpoint, whose file is the source, are stored.
-
-    FlyJaxError for a way that fly_jax does not read, or that is not described.
-    """
+    """The packing that a `quantization_config` describes; FlyJaxError for one that is not read."""
     ways: dict[str, Callable[[Mapping[str, Any]], Packing | None]] = {
         "fp8": _fp8,
         "fbgemm_fp8": lambda _: Scaled("fbgemm_fp8"),

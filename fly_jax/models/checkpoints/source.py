@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, which one it is, and what it gives, whatever its format."""
+"""The place, the identity and the interface of a checkpoint, whatever its format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import Group, LlamaConfig, ParameterSpec
 from fly_jax.sharding.rules import Layout
 
-# What a reader may hold beyond the arrays that it fills.
+# Bytes that a reader may hold beyond the arrays that it fills.
 READ_BUFFER_BYTES = 256 * 2**20
 
 # A parameter as it is stored: an array, or the parts of a quantised matrix by their names.
@@ -38,7 +38,7 @@ class Source(Protocol):
         ...
 
     def describe(self, group: Group, name: str) -> str:
-        """Where a parameter of a group lies, in words that begin a sentence."""
+        """The place of a parameter of a group, in words that begin a sentence."""
         ...
 
 
@@ -47,7 +47,7 @@ _EMBEDDED = Path(__file__).parents[1] / "embedded"
 EMBEDDED_PAIR = (_EMBEDDED / "target", _EMBEDDED / "draft")
 _CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What decoding reads; a repository often has its weights in other formats, too.
+# Files that decoding reads; a repository often has its weights in other formats, too.
 _HUB_FILES = [
     _CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "tokenizer.model", "chat_template.jinja", "model.safetensors.index.json", "model.safetensors",
@@ -56,12 +56,12 @@ _HUB_FILES = [
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a checkpoint is a GGUF file, and no folder."""
+    """Tells whether a checkpoint is a GGUF file, and no folder."""
     return path.suffix == ".gguf" and path.is_file()
 
 
 def resolve(name_or_path: str, revision: str | None = None) -> Path:
-    """Where a checkpoint lies: a local folder or GGUF file, else what a hub id gives.
+    """Finds a checkpoint: a local folder or GGUF file, else what a hub id gives.
 
     Args:
       name_or_path: such as `./my-llama`, `meta-llama/Llama-3.1-8B-Instruct`, or an id with its

@@ -1,4 +1,4 @@
-"""Checkpoints out: in Hugging Face's form, or converted to what any mesh reads its parts of."""
+"""Writing of checkpoints: in Hugging Face's form, or converted for any mesh."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _NOT_CARRIED = "*.safetensors.index.json"
 
 
 def save_hf(model: Llama, folder: Path, dtype: DTypeLike = jnp.bfloat16, of: str = "") -> None:
-    """Writes `config.json` and `model.safetensors` as transformers reads them.
+    """Writes `config.json` and `model.safetensors` for transformers.
 
-    A head's are as speculators and vLLM read them; `of` names the target.
+    A head's are for speculators and vLLM; `of` names its target.
     """
     config, written = model.config, jnp.dtype(dtype)
     own = {name: spec.dtype for name, spec in parameter_specs(config).items()}
@@ -138,7 +138,7 @@ def carry_tokenizer(path: Path, source: Source, output: Path) -> None:
 
 
 def _begin(output: Path, wanted: converted.Record) -> bool:
-    """Makes the folder ready for this conversion; whether it is finished already."""
+    """Prepares the folder for this conversion; tells whether it is finished already."""
     if (output / converted.RECORD).exists():
         found = converted.read_record(output)
         if (found.source, found.dtype) != (wanted.source, wanted.dtype):

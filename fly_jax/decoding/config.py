@@ -1,4 +1,4 @@
-"""How to decode, as plain values: what flags, TOML files and Python say alike."""
+"""The settings of decoding as plain values, the same in flags, TOML files and Python."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fly_jax.verification.sampling import Sampling
 Boundary = Literal["reject", "defer"]
 Depth = int | Literal["auto"]
 
-# What K is chosen from where it is not given: 0 where drafting does not pay, and few others, since
-# each is a width of the target's pass in every program of rounds. With the last token a block fills
-# whole steps of products (see `models/llama.py`).
+# K = auto chooses from these: 0 where drafting does not pay, and few others, since each is a width
+# of the target's pass in every program of rounds. With the last token a block fills whole steps of
+# products (see `models/llama.py`).
 AUTO_DEPTHS = (0, 3, 7, 15)
-# Of the pair that ships with the package.
+# The config of the pair that ships with the package.
 _EMBEDDED = Path(__file__).parents[1] / "configs" / "embedded_pair.toml"
 
 _Declaring = TypeVar("_Declaring")
@@ -43,10 +43,10 @@ _Declaring = TypeVar("_Declaring")
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """How many tokens are drafted, and what becomes of the last ones.
+    """The number of draft tokens, and the fate of mismatches at the end of a block.
 
-    Each parameter's help says what it is; `lossless_speculative_tokens` is None for the same K as
-    FLy's, whose best one is larger, and `boundary` is without effect on lossless rules.
+    The parameters' help texts describe them. `lossless_speculative_tokens` is None for the same K
+    as FLy's, whose best one is larger; `boundary` has no effect on lossless rules.
     """
 
     num_speculative_tokens: Depth = parameter(
@@ -107,21 +107,21 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class DecodingConfig:
-    """Everything about decoding but the models, the prompts and their limits.
+    """A config: the settings of decoding, without models, prompts and their limits.
 
     It is made of keywords, all of them flat: `rule`, and the parameters that `Drafting`, `Limits`,
     the rules, `Budget`, `Lookup` and `Sampling` declare, such as `entropy_threshold`;
     `decoding_parameters` has all. They are the keys of a TOML config and, but for a few, the
-    command line's flags. `sampling` and `lookup` may be given as a `Sampling` and a `Lookup`, for
-    the values that these have.
+    command line's flags. A `Sampling` and a `Lookup` may be given as `sampling` and `lookup`, in
+    place of their values.
 
     Attributes:
       values: all parameters and their values, temperature None where none was given.
-      given_rule: the rule, where it was given as one.
+      given_rule: the rule, where it was given as a `Rule`.
       sampling: how target and draft are drawn from; temperature 0 is greedy.
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
         or one or several of the registered rules, joined by & (rescues what both would), | (what
-        either would) and parentheses. Given as a `Rule`, its text says what it is.
+        either would) and parentheses. Of a given `Rule`, its text.
 
     Raises:
       FlyJaxError: an unknown keyword, or values of which no decoding can be made.
@@ -139,7 +139,7 @@ class DecodingConfig:
     )  # fmt: skip
 
     def __init__(self, **given: Any) -> None:
-        """Takes the settings by name, and raises FlyJaxError for one that there is not."""
+        """Takes the settings by name; FlyJaxError for an unknown one."""
         given = _spelled_out(given)
         rule, given_rule = given.get("rule"), None
         if isinstance(rule, Loose):
@@ -207,28 +207,28 @@ class DecodingConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every parameter by name: what a new config can be made of."""
+        """The value of every parameter by name, from which a new config can be made."""
         return dict(self.values)
 
     def replace(self, **given: Any) -> DecodingConfig:
-        """This config with other values, as the class takes them; a K is for every rule then."""
+        """A copy with other values, named as in the class; a new K then holds for every rule."""
         if "num_speculative_tokens" in given:
             given = {"lossless_speculative_tokens": None} | given
         before = self.to_dict() | {"rule": self.given_rule or self.rule}
         return DecodingConfig(**before | _spelled_out(given))
 
     def without_draft(self) -> DecodingConfig:
-        """This config for a target that nothing proposes to."""
+        """A copy for a target that nothing proposes to."""
         return self.replace(rule="autoregressive", temperature=self.sampling.temperature)
 
     @property
     def is_loosened(self) -> bool:
-        """The rule may keep mismatches."""
+        """Tells whether the rule may keep mismatches."""
         return self.rule not in LOSSLESS_RULES
 
     @property
     def num_speculative_tokens(self) -> Depth:
-        """K of this rule's rounds: 0 without speculation."""
+        """The K of this rule's rounds; 0 without speculation."""
         if self.rule == "autoregressive":
             return 0
         lossless = self.drafting.lossless_speculative_tokens
@@ -242,12 +242,7 @@ class DecodingConfig:
         return _made(Fly, self.to_dict())
 
     def to_rule(self) -> Rule:
-        """The acceptance rule.
-
-        Raises:
-          FlyJaxError: values of which no rule can be made, or K that leaves no room for FLy's
-            window.
-        """
+        """The acceptance rule; FlyJaxError for bad values, or K without room for its window."""
         if not self.is_loosened:
             return Exact()
         values = self.to_dict()
@@ -273,7 +268,7 @@ class DecodingConfig:
         return combined(text, made)
 
     def to_sampling(self) -> Sampling | None:
-        """How target and draft are drawn from, without what keeps every token; None for greedy."""
+        """The sampling of both models, without steps that keep every token; None for greedy."""
         if self.sampling.temperature == 0:
             return None
         top_p = None if self.sampling.top_p == 1 else self.sampling.top_p
@@ -289,9 +284,9 @@ class DecodingConfig:
     def side_by_side(self) -> tuple[DecodingConfig, ...]:
         """The configs of a comparison: one token at a time, the lossless rule, the loosened one.
 
-        That is FLy unless another one is chosen; then FLy as published goes before it, with this
-        config's gate and window. Where FLy was not asked for and its window does not fit, it is
-        left out.
+        The loosened one is FLy unless another was chosen; FLy as published, with this config's gate
+        and window, then goes before it. FLy is left out where it was not asked for and its window
+        does not fit.
         """
         lossless = "sampled" if self.sampling.temperature > 0 else "exact"
         given = self.replace(temperature=self.sampling.temperature)
@@ -312,19 +307,19 @@ class DecodingConfig:
 
 
 def _fitting(config: DecodingConfig) -> tuple[DecodingConfig, ...]:
-    """FLy, where its window fits into a block or need not."""
+    """FLy, if its window fits into a block or may cross its end; else nothing."""
     k = largest_depth(config.num_speculative_tokens)
     fits = config.drafting.boundary == "defer" or k > config.fly.window_size
     return (config,) if fits else ()
 
 
 def largest_depth(num_speculative_tokens: Depth) -> int:
-    """K, or the largest that is chosen from."""
+    """Returns K, or for "auto" the largest that it may choose."""
     return AUTO_DEPTHS[-1] if num_speculative_tokens == "auto" else num_speculative_tokens
 
 
 def _made(declaring: type[_Declaring], values: Mapping[str, Any], **other: Any) -> _Declaring:
-    """An instance of what declares parameters, with their values."""
+    """An instance of a class that declares parameters, with their values."""
     own = {one.field: values[one.name] for one in parameters_of(declaring)}
     return declaring(**own | other)
 
@@ -343,7 +338,7 @@ def check_patterns(patterns: Iterable[str]) -> None:
 
 
 def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords with the parts that were given as instances in the values that these have."""
+    """Keywords in which a given `Sampling` or `Lookup` is replaced by its values."""
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("sampling", "lookup"):
@@ -354,10 +349,10 @@ def _spelled_out(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_config(*, is_embedded: bool) -> DecodingConfig:
-    """How a pair is decoded where nobody says how, in Python and on the command line.
+    """The config of a pair where nobody gives one, in Python and on the command line.
 
-    The pair that ships with the package as it was tuned; any other one exactly, with K = 3, and
-    with the published K where a rule loosens: docs/real_pair.md says why.
+    The pair that ships with the package is decoded as it was tuned. Any other is decoded exactly,
+    with K = 3, and with the published K where a rule loosens: docs/real_pair.md says why.
     """
     values: dict[str, Any] = {"rule": "exact", "lossless_speculative_tokens": 3}
     if is_embedded:
@@ -366,9 +361,9 @@ def default_config(*, is_embedded: bool) -> DecodingConfig:
 
 
 def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
-    """All that a config can say, in groups: each is declared where it is used."""
+    """The parameters of a config, in groups; each is declared where it is used."""
     rules = f"{', '.join(LOSSLESS_RULES)}; or {', '.join(RULES)}"
-    # What a config can also leave out has another default here.
+    # Here these differ from their declarations, since a config may leave them out.
     here: dict[str, dict[str, Any]] = {
         "rule": {
             "help": f"which draft tokens are kept: {rules}, several joined by & (both keep it), | "
@@ -403,15 +398,12 @@ def parameter_groups() -> dict[str, tuple[Parameter, ...]]:
 
 
 def decoding_parameters() -> dict[str, Parameter]:
-    """All that a config can say, by name."""
+    """The parameters of a config, by name."""
     return {one.name: one for group in parameter_groups().values() for one in group}
 
 
 def load_config(path: str | Path) -> DecodingConfig:
-    """Reads a config: TOML with the keywords of `DecodingConfig`, or the reference code's JSON.
-
-    FlyJaxError for a file that cannot be read, an unknown key (named), or a value of no use.
-    """
+    """Reads a TOML config, or the reference code's JSON; FlyJaxError names what is wrong."""
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
         raise FlyJaxError(
@@ -437,14 +429,14 @@ def load_config(path: str | Path) -> DecodingConfig:
 
 
 def from_reference_json(values: Any) -> DecodingConfig:
-    """A config from the reference code's (AMD-AGI/FLy): its window, lookup and defaults included.
+    """A config from that of the reference code (AMD-AGI/FLy), with its window, lookup and defaults.
 
     With temperature 0 the tokens are the reference's. With a temperature they are not: the
     reference then draws the target's tokens twice and drafts greedily, and FLy here rescues what
     rejection sampling refused. Keys that name models or logging are ignored.
 
     Raises:
-      FlyJaxError: no JSON object, an unknown key, a key that is missing, or a value of no use.
+      FlyJaxError: no JSON object, an unknown key, a key that is missing, or an invalid value.
     """
     if not isinstance(values, dict):
         raise FlyJaxError("a JSON object was expected; write the reference code's keys in braces.")
@@ -563,14 +555,14 @@ class RoundStatic:
 
     @property
     def reports(self) -> bool:
-        """Rounds report on every token."""
+        """Tells whether rounds report on every token."""
         return self.reports_mismatches or self.audits or self.max_logprobs > 0
 
     def needs(self, rule: Rule) -> Needs:
         """The fields of the evidence: the rule's, those that are asked for, an audit's entropy.
 
-        That is the one over the whole vocabulary where the rule asks for that anyhow, and
-        otherwise the one that FLy's gate is published with.
+        An audit of a rule without an entropy takes that of the whole vocabulary if the rule reads
+        it, and otherwise the one that FLy's gate is published with.
         """
         needs = rule.needs | Needs(top=self.max_logprobs)
         if needs.entropy is not None or not self.audits:
@@ -588,7 +580,7 @@ class RoundStatic:
 
 @dataclasses.dataclass(frozen=True)
 class RoundSpec:
-    """A rule, a sampling and the static part of a round. Numbers of all but that are data."""
+    """A rule, a sampling and the static part of a round; the numbers outside that part are data."""
 
     rule: Rule
     static: RoundStatic
@@ -600,7 +592,7 @@ class RoundSpec:
             check_deferral(self.rule, self.sampling)
 
     def with_static(self, **given: Any) -> RoundSpec:
-        """The same rounds, with other values of `RoundStatic`."""
+        """A copy with other values of `RoundStatic`."""
         return dataclasses.replace(self, static=dataclasses.replace(self.static, **given))
 
     @classmethod
@@ -613,7 +605,7 @@ class RoundSpec:
         rounds_per_dispatch: int = 1,
         audits: bool = False,
     ) -> RoundSpec:
-        """The rounds that a config describes; FlyJaxError where none can be made of its values."""
+        """The rounds that a config describes; FlyJaxError where its values describe none."""
         k, depths = config.num_speculative_tokens, tuple[int, ...]()
         if k == "auto":
             k, depths = AUTO_DEPTHS[-1], AUTO_DEPTHS

@@ -1,7 +1,7 @@
-"""Deferred windows that stay open across rounds: `boundary="defer"` (docs/decoding.md).
+"""The deferred windows that stay open across rounds: `boundary="defer"` (docs/decoding.md).
 
-A mismatch whose window does not fit into its block may be kept provisionally, on the device alone,
-and the next rounds complete its window; if one of its tokens fails, the row is rolled back.
+A mismatch whose window does not fit into its block may be kept provisionally, on the device
+alone. The next rounds complete its window; if one of its tokens fails, the row is rolled back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from fly_jax.verification.evidence import TargetEvidence
 from fly_jax.verification.rules import Rule, Verdict, Why
 from fly_jax.verification.sampling import Sampling
 
-# Mismatches come in clusters, so that a window which lacks few tokens is completed less often than
-# the rate of single tokens promises. Chosen on the embedded pair: docs/decoding.md has what the
-# policy gains with it.
+# Mismatches come in clusters, so a window that lacks few tokens is completed less often than the
+# rate of single tokens promises. Chosen on the embedded pair; docs/decoding.md has the gain.
 MOST_COMPLETED = 0.65
 
 
@@ -49,7 +48,7 @@ class OpenWindow:
 
     @property
     def is_open(self) -> RowFlags:
-        """The row has a provisional end."""
+        """Tells which rows have a provisional end."""
         return self.remaining > 0
 
 
@@ -72,7 +71,7 @@ def most_provisional(window_size: int) -> int:
 
 
 def no_windows(rows: int, window_size: int, reports: bool, num_top: int = 0) -> OpenWindow:
-    """Rows of which everything is settled; see `no_reports`."""
+    """The windows of rows that are settled as a whole; see `no_reports`."""
     zeros = jnp.zeros((rows,), jnp.int32)
     provisional = most_provisional(window_size)
     return OpenWindow(
@@ -137,13 +136,13 @@ def defer(
 
 
 def pays(stats: AcceptanceStats, num_draft: int, saved: RowInts, remaining: RowInts) -> RowFlags:
-    """Whether more tokens are expected from deferring each row's mismatch than from refusing it.
+    """Tells in which rows deferring the mismatch is expected to give more tokens than refusing it.
 
-    Refusing it settles j tokens, its position in the block counted from 1, and the next round E
-    more. Deferring it settles K + 1 and E more if the window is completed, which has probability
-    p, and j after two rounds if it is not. So it pays iff p (K + 1 - j + E) > E, with
-    p = min(m^r, `MOST_COMPLETED`) for the r tokens that are missing, the row's own rate m of
-    accepted draft tokens, and E expected from the row's rates. `num_draft` is K, `saved` K + 1 - j
+    A refusal settles j tokens (the position in the block, counted from 1), and the next round E
+    more. A deferral settles K + 1 and E more if the window is completed, which has probability p,
+    and j after two rounds if it is not. So it pays iff p (K + 1 - j + E) > E. Here
+    p = min(m^r, `MOST_COMPLETED`), for the r tokens that are missing and the row's own rate m of
+    accepted draft tokens; E is expected from the row's rates. `num_draft` is K, `saved` K + 1 - j
     and `remaining` r.
     """
     next_round = expected_tokens(stats, num_draft, 0)
@@ -211,7 +210,7 @@ def close(
     mismatch = jnp.any(is_needed & ~accepted, axis=1)
     broken = window.is_open & (mismatch | (count < needed))
     live = count > 0
-    # What the block loses to an older window or to an end of text opens nothing.
+    # Tokens that the block loses to an older window or an end of text open no window.
     is_new = new.is_new & ~broken & (new.index < count)
     begin = jnp.where(window.is_open, window.start, length)
     start = jnp.where(is_new, length + new.index, window.start)

@@ -1,4 +1,4 @@
-"""How often a row's draft is accepted, and the K of each round that follows from it."""
+"""The rates at which a row's draft is accepted, and the K of each round that follows from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fly_jax.shapes import DraftFlags, RowFlags, RowFloats
 from fly_jax.verification.data import Count, column
 from fly_jax.verification.rules import Verdict, Why
 
-# What a round has seen counts half after this many rounds: text changes as it goes on.
+# A round counts half after this many more: text changes as it goes on.
 _HALF_LIFE = 16.0
-# Before anything is known: as many draft tokens as a row is taken to have shown, and their rates.
+# The prior: a row counts as having shown so many draft tokens, with these rates.
 _PRIOR_TOKENS = 4.0
 _PRIOR_STRICT_RATE = 0.9
 _PRIOR_LOOSE_RATE = 0.95
-# What K is chosen by hopes for less, of more tokens, lest one refusal end drafting; so many of them
-# never fade: where nothing has been drafted for long, these rates are hoped for anew.
+# The prior of K = auto has lower rates and more tokens, so that one refusal does not end drafting.
+# `_LASTING_TOKENS` of them never fade: after long without drafts these rates count again.
 _HOPED_TOKENS, _LASTING_TOKENS = 8.0, 0.25
 _HOPED_STRICT_RATE, _HOPED_LOOSE_RATE = 0.75, 0.85
 
@@ -36,8 +36,8 @@ class AcceptanceStats:
       rescued: [rows], mismatches that were kept.
       refused: [rows], mismatches that ended a block.
       cut: [rows], mismatches that ended a block only because their window did not fit into it.
-      costs: [2, depths], the seconds of a round of each depth, and how many draft tokens it gives
-        of those that are expected; empty where K is fixed.
+      costs: [2, depths], the seconds of a round of each depth, and the share of the expected draft
+        tokens that it gives; empty where K is fixed.
     """
 
     matched: RowFloats
@@ -55,12 +55,12 @@ def initial_stats(rows: int, costs: Float32[Array, "2 depths"]) -> AcceptanceSta
 
 
 def _counts(tokens: float, strict: float, loose: float) -> tuple[float, float, float, float]:
-    """Draft tokens that are matched, rescued, refused and cut, of so many, with these rates."""
+    """The draft tokens, of so many, that these rates match, rescue, refuse and cut."""
     return tokens * strict, tokens * (loose - strict), tokens * (1 - loose), 0.0
 
 
 def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceStats:
-    """With a guess for rows that begin: half hope, half what all rows have seen so far."""
+    """Gives rows that begin a guess: half the prior of K = auto, half what all rows have seen."""
     total = jnp.sum(stats.matched + stats.rescued + stats.refused + stats.cut)
     scale = _HOPED_TOKENS / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     hoped = _counts(_HOPED_TOKENS, _HOPED_STRICT_RATE, _HOPED_LOOSE_RATE)
@@ -72,7 +72,7 @@ def rows_begun(stats: AcceptanceStats, rows: Int[Array, " few"]) -> AcceptanceSt
 
 
 def observe(stats: AcceptanceStats, verdict: Verdict, live: RowFlags) -> AcceptanceStats:
-    """Counts what became of a round's draft, if a row had one; one not live stays as it is."""
+    """Counts the fate of a round's draft in the live rows."""
     why = verdict.why
 
     def count(kept: DraftFlags, before: RowFloats) -> Array:
@@ -94,7 +94,7 @@ def strict_rate(stats: AcceptanceStats) -> RowFloats:
 
 
 def expected_tokens(stats: AcceptanceStats, depth: int, strict_tail: Count) -> RowFloats:
-    """Tokens that a round of K = `depth` is expected to settle, the one that follows included.
+    """The tokens that a round of K = `depth` is expected to settle, the target's own included.
 
     Draft tokens are taken to be accepted independently (Leviathan et al., arXiv 2211.17192,
     equation 1), with one rate where a mismatch may be rescued and a lower one in the block's last

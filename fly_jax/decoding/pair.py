@@ -46,7 +46,7 @@ class CheckedPrompt(tuple[int, ...]):
 def check_prompt(
     prompt: Sequence[int], config: LlamaConfig, *, name: str = "The prompt"
 ) -> CheckedPrompt:
-    """The prompt, unless it has been checked already.
+    """Checks a prompt, unless that has been done already.
 
     Raises:
       FlyJaxError: the model cannot continue it: it is empty, leaves no room in the context, or has
@@ -94,9 +94,9 @@ class Pair:
         return self.drafts[0] if self.drafts else None
 
     def config(self, config: DecodingConfig | None = None, **given: Any) -> DecodingConfig:
-        """How this pair is decoded: the values that are given, laid over a config.
+        """The config of this pair: the given values, laid over a config.
 
-        Where nothing proposes, or K is 0, that is one token at a time, whatever the rule.
+        Where nothing proposes, or K is 0, it decodes one token at a time, whatever the rule.
 
         Args:
           config: None for `default_config`.
@@ -126,8 +126,8 @@ class Pair:
         """The spec of the rounds, with this pair.
 
         Args:
-          rounds_per_dispatch: rounds before tokens leave the device; None takes 4 on a CPU where
-            dispatching takes time from a round, and 1 for a large model and everywhere else.
+          rounds_per_dispatch: rounds before tokens leave the device; None takes 4 for a small
+            target on a CPU, where dispatching takes time from a round, and 1 everywhere else.
           **given: see `DecodingConfig`, over whose values they are laid.
 
         Raises:
@@ -151,10 +151,7 @@ class Pair:
         return drafter if isinstance(drafter, Drafter) else self.drafts
 
     def protected_token_ids(self, protect: Sequence[str]) -> tuple[int, ...]:
-        """Tokens that are never rescued: control tokens, and those in which a pattern is found.
-
-        FlyJaxError for a pattern that is no regular expression.
-        """
+        """Control tokens and those that a pattern matches; FlyJaxError for a wrong pattern."""
         check_patterns(protect)
         return (*self.tokenizer.control_token_ids, *self.tokenizer.matching(protect))
 
@@ -174,12 +171,12 @@ class OpenPair:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that all models number; what pads a larger vocabulary is left out."""
+        """The number of tokens that all models have; padding of a larger vocabulary is left out."""
         return min(one.config.vocab_size for one in (self.target, *self.drafts))
 
     @property
     def draft_decodes_alone(self) -> bool:
-        """Whether the first drafter is a language model: no head, lookup or parallel drafter."""
+        """Tells whether the first drafter is a language model that could decode alone."""
         config = self.drafts[0].config if self.drafts else None
         is_model = config is not None and config.head is None and config.pard_token is None
         return is_model or self.self_draft is not None
@@ -191,7 +188,7 @@ class OpenPair:
 
     @property
     def default_dtype(self) -> Dtype:
-        """Of the weights where none is asked for: the fastest on this backend, which it starts."""
+        """The weights' type where none is asked for: the fastest here. Starts JAX's backend."""
         is_small = self.target.path == EMBEDDED_PAIR[0]
         return "float32" if is_small or jax.default_backend() == "cpu" else "bfloat16"
 
@@ -205,9 +202,7 @@ class OpenPair:
     ) -> CheckedPrompt:
         """The tokens of a text or a conversation, for an engine of this pair.
 
-        Raises:
-          FlyJaxError: the target cannot continue them, see `check_prompt`, or its chat template
-            refuses the messages.
+        FlyJaxError: the target cannot continue them, or its chat template refuses the messages.
         """
         tokenizer = self.target.tokenizer
         if isinstance(prompt, str):
@@ -226,7 +221,7 @@ def open_pair(
     revision: str | None = None,
     draft_parallel: int | None = None,
 ) -> OpenPair:
-    """Finds the models that `load_pair` is given; checks all that can be without reading a weight.
+    """Finds the models that `load_pair` is given, and checks all it can without reading a weight.
 
     With `draft_parallel` the last draft model drafts in one pass, with this as its `pard_token`.
 

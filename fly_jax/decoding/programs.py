@@ -28,16 +28,16 @@ from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState
 
 CAPACITY_STEP = 64
-# Of fewer cache positions nothing is saved by reading a part of them.
+# To read a part of fewer cache positions saves nothing.
 LEAST_ATTENDED = 256
-# All rows together of a large model have so many positions too many at most.
+# The rows of a large model may together have so many unused positions.
 _WASTED_POSITIONS = 512
-# A state of this many rows is decoded by this many, or that part of it.
+# Each step of `row_steps` is about this many times the one before it: few programs are compiled.
 _GROWTH = 4
 
 
 def cache_capacity(length: int, room: int, step: int = CAPACITY_STEP) -> int:
-    """Cache positions of a row of so many tokens, and `Programs.room`, in whole steps."""
+    """The cache positions of a row of `length` tokens and `Programs.room`, in whole steps."""
     return -(-(length + room) // step) * step
 
 
@@ -50,7 +50,7 @@ def attention_steps(capacity: int, *, is_whole: bool, least: int = 0) -> tuple[i
 
 
 class AttentionBuckets:
-    """How many positions of a cache attention may read, and how many the next dispatch needs.
+    """The numbers of cache positions that attention may read, and the one for the next dispatch.
 
     Each step is about twice the one before it: a row's attention then reads at most about twice
     what it holds, and few programs are compiled.
@@ -59,7 +59,7 @@ class AttentionBuckets:
     def __init__(
         self, static: RoundStatic, capacity: int, room: int, *, is_whole: bool, least: int = 0
     ) -> None:
-        """For rows of any length; with `is_whole` all positions are always read."""
+        """Takes rows of any length; with `is_whole` all positions are always read."""
         self.steps = attention_steps(capacity, is_whole=is_whole, least=least)
         window = static.deferred_window
         most_a_dispatch = static.rounds_per_dispatch * (static.num_speculative_tokens + 1)
@@ -72,7 +72,7 @@ class AttentionBuckets:
         return self._step(max(self._longest(*row) for row in rows))
 
     def all(self, rows: Sequence[tuple[int, int]]) -> list[int]:
-        """Every answer that `next_dispatch` may give, by the rows before anything has settled."""
+        """The values that `next_dispatch` may return, by the rows before anything has settled."""
         first = self._step(min(self._longest(*row) for row in rows))
         last = self._step(max(limit for _, limit in rows))
         return [step for step in self.steps if first <= step <= last]
@@ -86,10 +86,7 @@ class AttentionBuckets:
 
 
 def row_steps(rows: int) -> tuple[int, ...]:
-    """How many rows a round may be made for, in ascending order; the last is all.
-
-    Each is about four times the one before it, so that few programs are compiled.
-    """
+    """The numbers of rows that a round may be made for, ascending; the last is all."""
     steps = [rows]
     while steps[0] >= _GROWTH:
         steps.insert(0, steps[0] // _GROWTH)
@@ -114,7 +111,7 @@ class Rows(NamedTuple):
 
 
 class Programs:
-    """Target and drafter as the jitted programs take them; a round writes up to `room` further."""
+    """The jitted programs of target and drafter; a round writes up to `room` positions further."""
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class Programs:
         return self._shapes.config
 
     def attention_buckets(self, length: int, rows: int) -> AttentionBuckets:
-        """For caches of so many tokens; a mesh that splits the positions attends to all."""
+        """Buckets for caches of so many tokens; a mesh that splits the positions attends to all."""
         layout, step = self._shapes.layout, CAPACITY_STEP
         is_whole = layout is not None and bool(layout.rules.cache_length)
         if self.has_few_shapes:
@@ -152,22 +149,22 @@ class Programs:
         return AttentionBuckets(self.static, capacity, self.room, is_whole=is_whole, least=step)
 
     def row_steps(self, rows: int) -> tuple[int, ...]:
-        """How many of a state's rows `run` may be asked for; on a mesh all, which it splits."""
+        """The numbers of rows that `run` may be asked for; on a mesh only all, which it splits."""
         return (rows,) if self._shapes.layout is not None else row_steps(rows)
 
     @property
     def spans_processes(self) -> bool:
-        """The mesh has devices of several processes."""
+        """Tells whether the mesh has devices of several processes."""
         layout = self._shapes.layout
         return layout is not None and layout.mesh.is_multi_process
 
     def put(self, value: np.ndarray) -> Array:
-        """Puts a host array on every device of the programs: said in words, never implicitly."""
+        """Puts a host array on every device of the programs, explicitly."""
         layout, axes = self._shapes.layout, (None,) * value.ndim
         if self._is_abstract:
             sharding = layout.sharding(axes, value.shape) if layout else None
             return cast(Array, jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
-        # Bound to a device as the parameters are: jit compiles anew for arrays that are free.
+        # Committed to a device, as the parameters are: jit compiles anew for uncommitted arrays.
         bound = self._parameters["embedding"].sharding
         return layout.place(value, axes) if layout else jax.device_put(value, bound)
 
@@ -182,7 +179,7 @@ class Programs:
         return self.put(protected)
 
     def begin(self, rows: Rows, positions: int) -> DecodeState:
-        """Rows (on the host) of whose prompts nothing has been run; traced of abstract models."""
+        """A state of rows (on the host) whose prompts have not run; traced for abstract models."""
         depths = self.static.depths
         if depths or self.static.deferred_window:
             rows = rows._replace(costs=np.zeros((2, len(depths)), np.float32))
@@ -190,23 +187,23 @@ class Programs:
         return self._call(_begin, self._shapes, positions, self._resting, rows)
 
     def copy_row(self, some: DecodeState, state: DecodeState, row: int, at: int) -> DecodeState:
-        """Some rows, donated, with what the models hold of a state's row in the one at `at`."""
+        """Copies into `some`, donated, at `at` what the models hold of a state's row."""
         indices = self._index(row), self._index(at)
         return _copy_row(self._shapes, self._resting, some, state, *indices)
 
     def insert(
         self, state: DecodeState, some: DecodeState, slots: Sequence[int]
     ) -> tuple[DecodeState, Array]:
-        """The state, donated, with a few rows in `slots`, and an array that is there with it.
+        """Puts a few rows into `slots` of the state, donated; also returns an array ready with it.
 
-        Where their caches have fewer positions, the others keep what they hold. Of several rows
-        with one slot the first stays there.
+        Where the few rows' caches have fewer positions, the slots keep what they hold in the rest.
+        Of several rows with one slot the first stays there.
         """
         where = self.put(np.asarray(slots, np.int32))
         return self._call(_insert, self._shapes, self._resting, state, some, where)
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
-        """The state, which is donated, with a row that is done."""
+        """Marks a row of the state, which is donated, as finished."""
         return _release(state, self._index(row))
 
     def _index(self, row: int) -> Array:
@@ -223,7 +220,7 @@ class Programs:
     def run(
         self, state: DecodeState, inputs: RuleInputs, num_rows: int | None = None
     ) -> tuple[DecodeState, RoundOutput]:
-        """One dispatch of the first `num_rows` rows, None for all; the state is donated."""
+        """Runs a dispatch of the first `num_rows` rows, None for all; the state is donated."""
         models = (self._parameters, self._drafter)
         return self._call(_run, self._shapes, self.static, num_rows, *models, state, inputs)
 
@@ -235,12 +232,12 @@ class Programs:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """Static facts of the target and of a state, for which programs are compiled.
+    """The static facts of target and state, for which programs are compiled.
 
-    Rounds that differ in what else `RoundStatic` says share all programs but their own.
+    Rounds that differ only in the rest of `RoundStatic` share all programs but their own.
 
     Attributes:
-      windows: what `no_windows` is asked for; None where no window crosses rounds.
+      windows: arguments of `no_windows`; None where no window crosses rounds.
       chooses_depth: K is chosen, and no token depends on it.
     """
 
@@ -274,7 +271,7 @@ def _begin(shapes: _Shapes, positions: int, drafter: Drafter | None, rows: Rows)
 
 def _whole_numbers(layout: Layout | None, state: DecodeState) -> DecodeState:
     """The state with all but caches and a drafter's own arrays whole on every device of a mesh."""
-    # The compiler splits them by rows in some programs, and what runs after compiles once more.
+    # Some programs would split them by rows, and the programs after these compile once more.
     if layout is None:
         return state
 
@@ -304,7 +301,7 @@ def _like(shapes: _Shapes, drafter: Drafter | None, state: DecodeState, number: 
 
 
 def _row_axes(shapes: _Shapes, drafter: Drafter | None, state: DecodeState) -> list[int | None]:
-    """For each array of a state the axis of its rows, if it has one."""
+    """The axis of the rows in each array of a state, None where it has none."""
     one, two = (
         jax.tree.leaves(jax.eval_shape(lambda number=number: _like(shapes, drafter, state, number)))
         for number in (1, 2)
@@ -331,7 +328,7 @@ def _copy_row(
         if shapes.layout is None or not jnp.issubdtype(theirs.dtype, jnp.floating):
             found = jax.lax.dynamic_slice_in_dim(theirs, row, 1, axis)
         else:
-            # A mesh may split the rows: of a sum it exchanges one row, of a slice it collects all.
+            # A mesh may split the rows: a sum exchanges one row, a slice would collect all.
             is_it = jax.lax.broadcasted_iota(jnp.int32, theirs.shape, axis) == row
             kept = jnp.where(is_it, theirs, 0)
             found = jnp.sum(kept, axis, keepdims=True, dtype=theirs.dtype)
@@ -431,8 +428,8 @@ def _run(
     return _whole_numbers(layout, state), output
 
 
-# A round takes as long as it has rows, used or not: where only some are used they are the first
-# ones, and it is made for these. A cache stays whole: a pass reads and writes the rows that it is
+# A round's time grows with its rows, used or not. Where only some are used they are the first ones,
+# and the round is made for these. A cache stays whole: a pass reads and writes only the rows it is
 # fed, and a copy of some would cost more than it saves.
 
 
@@ -443,7 +440,7 @@ def row_axis(few: Array | jax.ShapeDtypeStruct, many: Array) -> int | None:
 
 
 def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
-    """The first rows of a state, with whole caches: as many as `few` has, by its shapes."""
+    """The first rows of a state, as many as `few` has by its shapes, with whole caches."""
 
     def rows(shape: Any, one: Any) -> Any:
         if isinstance(one, KVCache):
@@ -455,7 +452,7 @@ def taken(whole: DecodeState, few: DecodeState) -> DecodeState:
 
 
 def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
-    """A state with its first rows as they have become since they were `taken`."""
+    """A state whose first rows are replaced by what has become of those `taken`."""
 
     def rows(mine: Any, one: Any) -> Any:
         if isinstance(one, KVCache):
@@ -467,7 +464,7 @@ def put_back(whole: DecodeState, part: DecodeState) -> DecodeState:
 
 
 def inputs_of(inputs: RuleInputs, rows: int) -> RuleInputs:
-    """The numbers of the first rows; what all share stays as it is."""
+    """The inputs of the first rows; what all rows share stays as it is."""
     whole = (inputs.rule, inputs.sampling, inputs.ends, inputs.seated)
     few = jax.tree.map(lambda leaf: leaf[:rows] if leaf.ndim else leaf, whole)
     rule, sampling, ends, seated = few

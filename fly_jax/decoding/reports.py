@@ -54,7 +54,7 @@ def report(
     why: Int[Array, "rows block"],
     deferred: Bool[Array, "rows draft"] | None = None,
 ) -> Reports:
-    """The reports of a block, with `Why` each of its tokens stands there."""
+    """The reports of a block; `why` is the `Why` of each of its tokens."""
     is_bonus, pad = why == Why.BONUS.value, ((0, 0), (0, 1))
     return Reports(
         draft=jnp.where(is_bonus, _NO_DRAFT, jnp.pad(draft_tokens, pad)).astype(jnp.int32),
@@ -69,7 +69,7 @@ def report(
 
 
 def no_reports(rows: int, tokens: int, num_top: int) -> Reports:
-    """Room for reports of provisional tokens, none yet; of no top tokens `TopTokens` is None."""
+    """Room for reports of provisional tokens, with none yet; `top` is None if `num_top` is 0."""
     ids = jnp.zeros((rows, tokens), jnp.int32)
     numbers = jnp.zeros((rows, tokens), jnp.float32)
     no = jnp.zeros((rows, tokens), bool)
@@ -82,7 +82,7 @@ def no_reports(rows: int, tokens: int, num_top: int) -> Reports:
 
 @dataclasses.dataclass(frozen=True)
 class TokenReport:
-    """One settled token, and what draft, target and rule said at its position.
+    """A settled token, and what draft, target and rule said at its position.
 
     Attributes:
       draft_id: what was drafted there; None at a bonus token, as all that is said of it.
@@ -169,7 +169,7 @@ def token_logprobs(
 
 
 def _column(leaf: Array, at: tuple[int, int], number: int) -> list[Any]:
-    """Of a round and a row the first values."""
+    """The first `number` values of a round and a row."""
     values: list[Any] = np.asarray(leaf[at])[:number].tolist()
     return values
 

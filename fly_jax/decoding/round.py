@@ -30,7 +30,7 @@ _Seen = tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | Non
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundProgram:
-    """The rounds of a dispatch: their static part, the models, and what the host may exchange."""
+    """The program of a dispatch: rounds with their static part, models and exchangeable inputs."""
 
     static: RoundStatic
     target: Llama
@@ -40,13 +40,11 @@ class RoundProgram:
     def dispatch(self, state: DecodeState) -> tuple[DecodeState, RoundOutput]:
         """Runs up to `rounds_per_dispatch` rounds, none once every row is finished.
 
-        With `RuleInputs.seated` it ends with the first row that is done: another is to have its
-        place.
-
-        A single round runs without a loop around it. Within one, the TPU compiler gives matrices
-        that are split finely another order in memory than they arrive in, and copies them whole: a
-        405B target would not fit (docs/planner.md). The price is the round that the host has
-        dispatched ahead when the last row finishes: it runs, and changes nothing.
+        With `RuleInputs.seated` it ends with the first row that is done: another gets its place.
+        A single round runs without a loop around it. Within a loop, the TPU compiler gives finely
+        split matrices another order in memory than they arrive in, and copies them whole: a 405B
+        target would not fit (docs/planner.md). The price is the round that the host has dispatched
+        ahead when the last row finishes: it runs, and changes nothing.
         """
         # Jitted to be traced once, for its shapes and for the loop.
         one_round, most = jax.jit(self.decode, inline=True), self.static.rounds_per_dispatch
@@ -85,7 +83,7 @@ class RoundProgram:
         depth, expected = self._depth(state, live)
         draft, drafter_state = self._propose(state, draft_keys, depth)
 
-        # 2) Verify: the target's pass, what it says about the draft, and what the rule makes of it.
+        # 2) Verify: the target's pass, its evidence about the draft, and the rule's verdict.
         seen, new, hidden = self._verify(state, draft, verify_keys)
         cache = state.target.with_length(state.length - 1).written(new, self.target.layout)
         state = dataclasses.replace(state, target=cache, drafter=drafter_state)
@@ -104,7 +102,7 @@ class RoundProgram:
             observed = drafter.observe(state.drafter, verdict, hidden, draft=draft, live=live)
             state = dataclasses.replace(state, drafter=observed)
 
-        # What an end of text or the limit cuts off is counted nowhere.
+        # Tokens cut off by an end of text or the limit are counted nowhere.
         counts = jnp.arange(settled.why.shape[1]) < settled.count[:, None]
         rescued = counts & (settled.why == Why.RESCUED)
         matched = counts & (settled.why == Why.MATCHED)
@@ -130,7 +128,7 @@ class RoundProgram:
     def _depth(
         self, state: DecodeState, live: RowFlags
     ) -> tuple[Index, Float[Array, ""]] | tuple[None, None]:
-        """K of this round, where it is chosen, and the tokens that are expected of it."""
+        """The K of this round, where it is chosen, and the draft tokens expected of it."""
         static = self.static
         if not static.depths or state.stats is None:
             return None, None
@@ -215,7 +213,7 @@ class RoundProgram:
     def _settle_deferring(
         self, state: DecodeState, proposal: Draft, seen: TargetEvidence, verdict: Verdict
     ) -> tuple[DecodeState, Emitted]:
-        """`_settle_all`, where the end of a row may be provisional."""
+        """Settles as `_settle_all`, where the end of a row may be provisional."""
         static, drafted = self.static, proposal.num_drafted
         assert state.stats is not None
         assert state.window is not None
@@ -285,10 +283,10 @@ class RoundProgram:
 def verify_step(
     model: Llama, cache: KVCache, text: Text, length: RowInts, draft_tokens: DraftTokens
 ) -> tuple[Float[Array, "rows block vocab"], KVCache]:
-    """The target's pass over each row's last token and its K draft tokens.
+    """Runs the target over each row's last token and its K draft tokens.
 
-    The cache is valid up to `length - 1`. What comes back are the logits of the K + 1 tokens that
-    may follow, and the cache with the block's keys.
+    The cache is valid up to `length - 1`. Returns the logits of the K + 1 tokens that may follow,
+    and the cache with the block's keys.
     """
     cache = cache.with_length(length - 1)
     hidden, new = model.hidden(_block(text, length, draft_tokens), cache)
@@ -300,7 +298,7 @@ def _block(text: Text, length: RowInts, draft: DraftTokens) -> Int[Array, "rows 
 
 
 def _split(sampling: Sampling | None, keys: RowKeys) -> tuple[Array, Array | None, Array | None]:
-    """The rows' next keys, those of the draft and those of the verification."""
+    """The rows' next keys, the draft's keys and the verification's keys."""
     if sampling is None:
         return keys, None, None
     split = jax.vmap(lambda key: jax.random.split(key, 3))(keys)

@@ -21,7 +21,7 @@ from fly_jax.verification.sampling import Sampling
 
 
 def map_caches(function: Callable[..., Any], *trees: Any) -> Any:
-    """`jax.tree.map` in which a cache is one leaf."""
+    """Maps as `jax.tree.map`, with each cache as one leaf."""
     return jax.tree.map(function, *trees, is_leaf=lambda one: isinstance(one, KVCache))
 
 
@@ -54,7 +54,7 @@ class DecodeState:
     window: OpenWindow | None = None
 
     def attending(self, positions: int | None) -> DecodeState:
-        """The same rows, with caches of which attention reads so many positions."""
+        """A copy in which attention reads so many positions of the caches; None for all."""
 
         def attending(one: Any) -> Any:
             return one.attending(positions) if isinstance(one, KVCache) else one
@@ -63,12 +63,12 @@ class DecodeState:
         return dataclasses.replace(self, target=target, drafter=drafter)
 
     def choosing(self, costs: Float32[Array, "2 depths"]) -> DecodeState:
-        """The same rows, with the costs of a round from which the next ones choose K."""
+        """A copy with the costs of a round, from which the next ones choose K."""
         assert self.stats is not None
         return dataclasses.replace(self, stats=dataclasses.replace(self.stats, costs=costs))
 
     def without_stats(self) -> DecodeState:
-        """The same rows, with nothing known of what is accepted."""
+        """A copy with nothing known of what is accepted."""
         return dataclasses.replace(self, stats=jax.tree.map(jnp.zeros_like, self.stats))
 
 
@@ -146,7 +146,7 @@ class RoundOutput:
 def corrections(
     output: RoundOutput, rows: Sequence[int] | slice = slice(None)
 ) -> list[tuple[int, int]]:
-    """Corrections of exact verification in these (greedy) rows: draft token, target's choice."""
+    """The corrections of exact verification in these (greedy) rows, as draft and target tokens."""
     assert output.reports is not None
     wanted = np.zeros(output.count.shape[1], bool)
     wanted[rows] = True

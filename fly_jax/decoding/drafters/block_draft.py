@@ -20,15 +20,15 @@ from fly_jax.shapes import Features, Index, RowInts, Text, Tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockDraft(HeadDrafter):
-    """Drafts all tokens in one pass over the text's last token and masks behind it.
+    """A drafter of all tokens in one pass over the text's last token and masks behind it.
 
     Its state is the cache of the keys and values that are made of the target's features, one
     position less than the text. Those of the block are never written.
 
     Attributes:
       num_tokens: K; of a head whose block is smaller, drafts are shorter.
-      least_confidence: the draft ends before the first token that is less probable to be accepted,
-        to a head that says so.
+      least_confidence: ends the draft before the first token that a confidence head expects to
+        be accepted with a lower probability; 0 for no such end.
     """
 
     least_confidence: float = dataclasses.field(
@@ -37,7 +37,7 @@ class BlockDraft(HeadDrafter):
 
     @property
     def may_fall_short(self) -> bool:  # type: ignore[override]
-        """The confidence may end a draft, and a block may be smaller than K."""
+        """Tells whether the confidence may end a draft, or a block is smaller than K."""
         return self._confides or self._width < self.num_tokens
 
     @property
@@ -65,13 +65,13 @@ class BlockDraft(HeadDrafter):
     def prefill(
         self, state: KVCache, tokens: Tokens, start: Index, hidden: Features | None
     ) -> KVCache:
-        """Keeps what the features of the piece give."""
+        """Keeps the keys and values of the piece's features."""
         return self.keep(state, jnp.broadcast_to(start, tokens.shape[:1]), hidden)
 
     def propose(
         self, state: KVCache, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, KVCache]:
-        """Drafts in one pass, or in none where no token is wanted of any row."""
+        """Drafts in one pass, or in none where no row wants a token."""
         cache, width = state.with_length(length - 1), self._width
         last, rows = slice_rows(text, length - 1, 1), len(length)
 
@@ -113,7 +113,7 @@ class BlockDraft(HeadDrafter):
         return dataclasses.replace(found, num_drafted=count), cache
 
     def keep(self, state: KVCache, start: RowInts, hidden: Features | None) -> KVCache:
-        """Keeps what the features of a pass give, of the positions from each row's start on."""
+        """Keeps the keys and values of a pass's features, from each row's start on."""
         assert hidden is not None
         cache = state.with_length(start)
         return cache.written(self._head.injected(hidden, start), self.layout)

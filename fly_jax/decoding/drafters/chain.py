@@ -1,4 +1,4 @@
-"""The drafter of an engine: of a name, or as given, or a chain of draft models over the lookup."""
+"""The drafter of an engine: by its name, as given, or a chain of draft models over the lookup."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NGRAM = "ngram"  # the lookup alone
 Build = Callable[[Llama, RoundStatic], Drafter]
 
 _BUILDS: dict[str, Build] = {NGRAM: lambda _, static: static.lookup or Lookup()}
-# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
+# With more layers, compiling them separately costs more than that saves on a CPU.
 _MOST_UNSTACKED_LAYERS = 32
 
 
 def checked_drafter(
     target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, static: RoundStatic
 ) -> Drafter | None:
-    """The drafter: the one that was given, the lookup alone, or None where K is 0.
+    """The drafter that is given, a chain of the given models, the lookup, or None where K is 0.
 
     Raises:
       FlyJaxError: K is asked for and nothing proposes, too few or many draft models, one of
@@ -76,7 +76,7 @@ def checked_drafter(
 def check_chain(
     target: LlamaConfig, drafts: Sequence[LlamaConfig], lookup: Lookup | None = None
 ) -> None:
-    """Raises FlyJaxError for draft models that cannot stand so, one below the other."""
+    """Raises FlyJaxError for draft models that cannot stand one below the other in this order."""
     for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
         check_nothing_below(config, below or lookup)
         if config.head is not None:
@@ -93,7 +93,7 @@ def check_confidence(drafts: Sequence[LlamaConfig], least: float) -> None:
 
 
 def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
-    """Raises FlyJaxError for a head that is none of the model that it would propose to."""
+    """Raises FlyJaxError for a head that does not fit the model that it would propose to."""
     head = config.head
     assert head is not None
     layers, shares = head.layers_of(target.num_layers), not head.has_embedding
@@ -120,7 +120,7 @@ def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
 
 
 def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
-    """The drafter that rounds ask for: a chain of draft models above the lookup, or less."""
+    """The drafter of rounds: a chain of draft models above the lookup, or as much as there is."""
     drafter: Drafter | None = static.lookup
     kind: Callable[..., Drafter]
     sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
@@ -143,7 +143,7 @@ def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
 
 
 def check_nothing_below(config: LlamaConfig, below: object) -> None:
-    """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
+    """Raises FlyJaxError where something is below a drafter that can have nothing below it."""
     if config.head is not None and below is not None:
         raise FlyJaxError(
             "A head was given with another draft or a lookup below it, and drafts from the states "
@@ -164,18 +164,18 @@ def for_backend(model: Llama) -> Llama:
 
 
 def runs_unstacked(model: Llama) -> bool:
-    """Whether programs take one array per layer where this model lies."""
+    """Tells whether programs take one array per layer where this model lies."""
     separate = separates_layers(model.config, model.layout, has_integers=model.has_integers)
     return separate and lies_on_cpu(model)
 
 
 def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
-    """Whether programs take one array per layer of such a model on a CPU, as integers ask for."""
+    """Tells whether programs take one array per layer of such a model on a CPU."""
     return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
 
 
 def lies_on_cpu(model: Llama) -> bool:
-    """Whether CPUs hold the model; where it is nowhere yet (traced), whether JAX's default does."""
+    """Tells whether the model is on CPUs; if traced, whether JAX's default backend is."""
     norm = model.final_norm.get_value()  # which every model has
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     if sharding is None:
@@ -184,10 +184,10 @@ def lies_on_cpu(model: Llama) -> bool:
 
 
 def register_drafter(name: str, build: Build) -> None:
-    """Makes a drafter known by a name, to give as a draft; FlyJaxError where another has it.
+    """Registers a drafter by a name, to give as a draft; FlyJaxError where another has it.
 
     Args:
-      name: stands before a folder or hub id that is called so.
+      name: takes precedence over a folder or hub id of this name.
       build: makes it for a target and the rounds that it is to draft for. A target that lies
         on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
     """
@@ -197,12 +197,12 @@ def register_drafter(name: str, build: Build) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a drafter has this name."""
+    """Tells whether a drafter has this name."""
     return name in _BUILDS
 
 
 def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
-    """The drafter of a name; raises FlyJaxError where there is none."""
+    """Builds the drafter of a name; FlyJaxError where there is none."""
     if name not in _BUILDS:
         raise FlyJaxError(
             f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "

@@ -65,7 +65,7 @@ class Terms:
         return jnp.full_like(length, num_tokens) if self.wanted is None else self.wanted
 
     def most(self, num_tokens: int) -> int | Index:
-        """Tokens wanted of any row: K as a number that the compiler knows, where it is K of all."""
+        """The most tokens wanted of any row: a static K where every row wants K."""
         return num_tokens if self.wanted is None else jnp.max(self.wanted)
 
     def choose(self, logits: Logits, positions: Tokens, layout: Layout | None) -> Tokens:
@@ -77,7 +77,7 @@ PLAIN = Terms()  # K of every row, nothing drawn
 
 
 class Drafter(abc.ABC):
-    """Proposes draft tokens, to the target or to a draft model above it.
+    """The interface of drafters: they propose draft tokens to the target, or to a model above.
 
     A drafter is a pytree: its arrays, such as a model's parameters, are leaves, and all else is
     static. What it carries from round to round is its state, a pytree of arrays that `init` makes.
@@ -94,8 +94,8 @@ class Drafter(abc.ABC):
       unseen: tokens at the end of a text, as a round leaves it, that the state does not hold yet.
       needs_hidden: `prefill`, `observe` and `keep` are given hidden states of the model that it
         proposes to: the target, or a draft model above it.
-      hidden_layers: of that model, whose inputs, side by side, they are given instead of the final
-        hidden states.
+      hidden_layers: layers of that model; the methods get their inputs, side by side, in place of
+        the final hidden states.
       of_proposing: fields of a dataclass, with defaults, that neither `init` nor `prefill` reads.
     """
 
@@ -111,7 +111,7 @@ class Drafter(abc.ABC):
     of_proposing: ClassVar[tuple[str, ...]] = ()
 
     def at_rest(self) -> Self:
-        """Itself with the defaults of `of_proposing`: programs that do not ask it are for that."""
+        """A copy with defaults for `of_proposing`, to share the programs that do not propose."""
         if not self.of_proposing:
             return self
         fields = dataclasses.fields(cast(Any, self))
@@ -143,7 +143,7 @@ class Drafter(abc.ABC):
     def observe(
         self, state: Any, verdict: Verdict, hidden: Hidden | None, *, draft: Draft, live: RowFlags
     ) -> Any:
-        """Learns what became of the draft.
+        """Learns the fate of the draft.
 
         Args:
           state: as `propose` has left it.

@@ -27,7 +27,7 @@ class HeadState:
     """The state of a head between rounds.
 
     Attributes:
-      cache: slot i has what the feature of position i and token i + 1 give. Its length is of slots
+      cache: slot i has what the feature of position i and token i + 1 give. Its length counts slots
         with true features and settled tokens: the text's less one, once `propose` has run.
       features: of every position, fused; one half as keys, the other as values of as many heads.
     """
@@ -43,11 +43,7 @@ class HeadState:
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(LlamaDrafter):
-    """A drafter that is a head on (`Head.on`) the model that it proposes to: target or draft model.
-
-    Attributes:
-      lags: it lies below a draft model, and so is asked only now and then.
-    """
+    """A drafter that is a head on a model (`Head.on`); one that `lags` lies below a draft model."""
 
     lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
 
@@ -57,7 +53,7 @@ class HeadDrafter(LlamaDrafter):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Those whose inputs are the features."""
+        """The layers whose inputs are the features."""
         assert self.config.head is not None
         assert self.config.head.layers is not None
         return self.config.head.layers
@@ -65,14 +61,14 @@ class HeadDrafter(LlamaDrafter):
     def observe(
         self, state: Any, verdict: Verdict, hidden: Hidden | None, *, draft: Draft, live: RowFlags
     ) -> Any:
-        """Keeps the features of the block; what was not accepted is written over later."""
+        """Keeps the features of the block; those of refused tokens are overwritten later."""
         return self.keep(state, state.length, hidden)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadDraft(HeadDrafter):
-    """Drafts from the features of what is settled, and on from its own hidden states.
+    """A head that drafts from the features of settled tokens, and then from its own hidden states.
 
     What it computes of its own states is dropped, as in EAGLE's code: each round begins with a pass
     over the features of the last K + 1 positions, which are as many as a round may have settled.
@@ -86,15 +82,15 @@ class HeadDraft(HeadDrafter):
 
     @property
     def _width(self) -> int:
-        """Slots that the first pass of a draft fills.
+        """The slots that the first pass of a draft fills.
 
-        Below a draft model the last pass, of which at most K tokens were left to draft, may have
-        given as many and one more, and the target one more; and what stood at the end was another.
+        Below a draft model more are missing: the last pass may have given K + 1 tokens, the target
+        one more, and the token at the end was another.
         """
         return self.num_tokens + (4 if self.lags else 1)
 
     def room(self, num_tokens: int) -> int:
-        """The first pass over a text that is shorter."""
+        """The positions that the first pass needs where a text is shorter than it is wide."""
         return max(self._width, num_tokens + 1)
 
     @property
@@ -102,7 +98,7 @@ class HeadDraft(HeadDrafter):
         return Eagle3Head(self.config, self.parameters, self.layout)
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> HeadState:
-        """Empty caches."""
+        """A state with empty caches."""
         half = self.config.embed_size // 2
         heads = math.gcd(half, self.config.num_kv_heads)  # so that a mesh splits them alike
         config = dataclasses.replace(self.config, num_kv_heads=heads, head_size=half // heads)
@@ -118,13 +114,13 @@ class HeadDraft(HeadDrafter):
         assert hidden is not None
         rows, time = tokens.shape
         features = self._kept(state.features, jnp.broadcast_to(start, (rows,)), hidden)
-        # A text's first piece has no slot before it: its last one gets a token that is not the
-        # next, and is filled anew with the next piece, or when the first draft is asked for.
+        # A text's first piece has no slot before it: its last slot gets a wrong token, and is
+        # filled anew with the next piece, or when the first draft is asked for.
         tokens = jnp.where(start == 0, jnp.roll(tokens, -1, axis=1), tokens)
         at = jnp.broadcast_to(jnp.maximum(start - 1, 0), (rows,))
         cache = state.cache.with_length(at)
         _, _, new = self._head.run(tokens, _read(features, at, time), cache)
-        # As of a draft model's cache: what a row has lacked before these it still lacks.
+        # As in a draft model's cache: a row that lacked tokens before these still does.
         held = state.cache.length
         length = jnp.where(held >= at, start + time - 1, held)
         return HeadState(cache.written(new, self.layout).with_length(length), features)
@@ -137,8 +133,8 @@ class HeadDraft(HeadDrafter):
         start = jnp.maximum(length - 1 - width, 0)
 
         def fill(cache: KVCache, start: RowInts) -> tuple[KVCache, Array, Array]:
-            """The cache with the slots from `start` on, and what `Head.run` gives of them."""
-            # Of a text of one token there is no feature: what stands there is always the same.
+            """Fills the slots from `start` on; returns the cache and what `Head.run` gives."""
+            # A text of one token has no feature: its slot is always filled with the same.
             is_known = start[:, None] + jnp.arange(width, dtype=jnp.int32) < length[:, None] - 1
             features = jnp.where(is_known[..., None], _read(state.features, start, width), 0)
             tokens = jnp.where(is_known, slice_rows(text, start + 1, width), 0)
@@ -162,7 +158,7 @@ class HeadDraft(HeadDrafter):
         def choose(
             at: int | Index, hidden: Array, drafted: Array, scores: Array | None
         ) -> tuple[Array, Array, Array | None]:
-            """The token of each row, and what was drafted and scored, with it."""
+            """The token of each row, and the draft and the scores with it."""
             logits = head.logits(hidden)
             token = terms.choose(logits, length[:, None] + at, self.layout)
             drafted = jax.lax.dynamic_update_slice_in_dim(drafted, token, at, 1)
@@ -189,13 +185,13 @@ class HeadDraft(HeadDrafter):
         return draft, HeadState(cache.with_length(known), state.features.with_length(known))
 
     def keep(self, state: HeadState, start: RowInts, hidden: Features | None) -> HeadState:
-        """Keeps the features of a pass, which may begin with another token than before."""
+        """Keeps the features of a pass, which may begin with a changed token."""
         assert hidden is not None
         true = jnp.minimum(state.cache.length, jnp.maximum(start - 1, 0))
         return HeadState(state.cache.with_length(true), self._kept(state.features, start, hidden))
 
     def _kept(self, features: KVCache, start: RowInts, hidden: Features) -> KVCache:
-        """With the fused features of the positions from `start` on."""
+        """The features with the fused ones of the positions from `start` on."""
         fused = self._head.fused(hidden)
         _, _, heads, _, size = features.keys.shape
         halves = fused.reshape(*fused.shape[:2], 2, heads, size).transpose(2, 0, 3, 1, 4)
@@ -204,7 +200,7 @@ class HeadDraft(HeadDrafter):
 
 
 def _read(features: KVCache, start: RowInts, width: int) -> Float[Array, "rows width embed"]:
-    """The features of some positions of the rows that are fed, which are the first ones."""
+    """The features of some positions of the first rows, those that are fed."""
     rows = jnp.arange(len(start))[:, None]
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     halves = [one[0][rows, :, at] for one in (features.keys, features.values)]

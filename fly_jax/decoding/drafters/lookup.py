@@ -20,10 +20,10 @@ Match = Literal["earliest", "latest"]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Lookup(Drafter):
-    """Where to look for the next tokens in a row's own text.
+    """A lookup of the next tokens in a row's own text.
 
     Alone it proposes to the target (prompt lookup decoding), up to K tokens after a match. Its
-    parameters' help says what they are; the reference code takes the earliest match.
+    parameters' help texts describe them; the reference code takes the earliest match.
     """
 
     max_ngram: int = parameter(
@@ -60,7 +60,7 @@ class Lookup(Drafter):
     def propose(
         self, state: tuple[()], text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, tuple[()]]:
-        """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
+        """Proposes what followed an earlier occurrence of the row's last tokens; draws nothing."""
         tokens, found = look_up(self, text, length, num_tokens)
         found = jnp.minimum(found, terms.of_each(found, num_tokens))
         return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state

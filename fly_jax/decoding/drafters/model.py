@@ -1,10 +1,9 @@
 """A draft model, alone or with another drafter below it that proposes to it.
 
-A model takes a proposal from below only where it is its own choice, so what comes out are the
-tokens that it would have drafted alone: what lies below changes how long it takes, and nothing
-else. With a lookup below this is FLy's two-level drafting; with a model below, any chain of them.
-With a margin it also takes what is nearly its own choice: a greedy draft then takes fewer passes
-and is a little worse, and the target decides on it as ever.
+A model takes a proposal from below only where it is its own choice, so it drafts the same tokens
+as alone: the level below changes only the time. With a lookup below this is FLy's two-level
+drafting; with a model below, any chain of them. With a margin it also takes what is nearly its
+own choice: a greedy draft then takes fewer passes and is a little worse.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from fly_jax.models.llama import Llama, Parameters
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
 
-# A pass that follows a fully accepted block must also feed the token before the last, whose keys
-# the draft model has not computed yet; the width is static, so it always feeds two.
+# After a fully accepted block the draft model has not computed the keys of the token before the
+# last, so a pass must feed both. The width is static, so it always feeds two.
 _CATCH_UP = 2
-# A model below another also lacks the tokens that those above it have added since they last asked:
-# as a rule one of the target's and one of the draft model's. What is missing beyond is fed first.
+# A model below another also lacks the tokens that those above it have added since they last asked,
+# mostly one of the target and one of the draft model. If more are missing they are fed first.
 _CATCH_UP_BELOW = 4
-# One that is left out of whole rounds lacks as many tokens as these have given.
+# A model that is left out of whole rounds lacks all tokens of these.
 _CATCH_UP_AFTER = 16
 
 _Carry = TypeVar("_Carry")
@@ -39,7 +38,7 @@ _Carry = TypeVar("_Carry")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """The state of a draft model; its cache is valid as far as the text has not changed since."""
+    """The state of a draft model; its cache is valid up to where the text has changed since."""
 
     cache: KVCache
     below: Any
@@ -70,7 +69,7 @@ class _Passed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LlamaDrafter(Drafter):
-    """A drafter that is a Llama, of what `Llama.parameters` gives."""
+    """A drafter that is a Llama, made of the result of `Llama.parameters`."""
 
     parameters: Parameters
     config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
@@ -82,7 +81,7 @@ class LlamaDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(LlamaDrafter):
-    """One that reads the text, and nothing of the target."""
+    """A draft model that reads the text, and nothing of the target."""
 
     of_proposing = ("num_tokens", "margin", "lags", "rests", "may_lag")
 
@@ -132,32 +131,32 @@ class DraftModel(ModelDrafter):
 
     @property
     def adapts(self) -> bool:  # type: ignore[override]
-        """A proposal from below may serve all that is wanted."""
+        """Tells whether there is a level below, whose proposal may serve all that is wanted."""
         return self.below is not None
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
-        """Unless it or what is below it lags: then its cache has less than the text."""
+        """Tells whether nothing lags, itself or below: its cache would have less than the text."""
         return not self.lags and (self.below is None or self.below.resumes)
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """Tokens a pass may feed again, of a finished row too, or that the level below lacks."""
+        """The tokens that a pass may feed again, or that the level below may lack."""
         own = _CATCH_UP_AFTER if self.rests else _CATCH_UP
         return own if self.below is None else max(own, self.below.unseen)
 
     @property
     def num_models(self) -> int:  # type: ignore[override]
-        """With those below."""
+        """The number of draft models, with those below."""
         return 1 + (0 if self.below is None else self.below.num_models)
 
     def at_rest(self) -> DraftModel:
-        """Of those below, too."""
+        """A copy with defaults for `of_proposing`, also in the levels below."""
         below = None if self.below is None else self.below.at_rest()
         return dataclasses.replace(super().at_rest(), below=below)
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> ModelState:
-        """Empty caches."""
+        """A state with empty caches, also of the levels below."""
         below = None if self.below is None else self.below.init(rows, capacity, dtype)
         return dataclasses.replace(super().init(rows, capacity, dtype), below=below)
 
@@ -182,7 +181,7 @@ class DraftModel(ModelDrafter):
     def propose(
         self, state: ModelState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, ModelState]:
-        """Drafts token by token, or by what lies below as far as this model agrees."""
+        """Drafts token by token, or takes the proposal from below as far as this model agrees."""
         wanted = terms.of_each(length, num_tokens)
         run = _Run(self, self._model, length, wanted, terms)
         logits = None
@@ -205,11 +204,11 @@ class DraftModel(ModelDrafter):
                 lambda progress: jnp.any(progress.count < wanted), run.advance, progress
             )
         else:
-            # Known to the compiler where nothing else is wanted of any row.
+            # The compiler knows the number of steps where every row wants K.
             progress = jax.lax.fori_loop(
                 1, terms.most(num_tokens), lambda _, one: run.advance(one), progress
             )
-        # The last token drafted has not been fed; of a model that was not asked, nothing has.
+        # The last draft token has not been fed; a model that was not asked has been fed nothing.
         fed = length + progress.count - 1
         held = jnp.where(progress.count > 0, fed, progress.cache.length)
         draft = Draft(
@@ -223,7 +222,7 @@ class DraftModel(ModelDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One call of `DraftModel.propose`: what does not change while it goes on."""
+    """A call of `DraftModel.propose`: the part that does not change while it goes on."""
 
     drafter: DraftModel
     model: Llama
@@ -258,7 +257,7 @@ class _Run:
         if below is None:
             passed = self._pass(tokens, cache, end, 1)
             return self._extended(progress, passed, None)
-        # One token comes from the pass itself, so of the last one there is no proposal.
+        # The pass itself gives one token, so the last one needs no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
         terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, below.num_tokens))
         proposal, state = below.propose(progress.below, progress.text, end, below.num_tokens, terms)
@@ -283,7 +282,7 @@ class _Run:
         return self._appended(progress, *passed, None)
 
     def _fed(self, progress: _Progress, start: RowInts, width: int) -> tuple[_Progress, Hidden]:
-        """The progress after a pass over so many tokens of the text, and their hidden states."""
+        """The progress after a pass over `width` tokens of the text, and their hidden states."""
         cache, tokens = progress.cache.with_length(start), slice_rows(progress.text, start, width)
         hidden, new, read = self.model.hidden_and_inputs(tokens, cache, self._layers)
         return self._kept(progress, start, new, read), hidden
@@ -301,7 +300,7 @@ class _Run:
     def _kept(
         self, progress: _Progress, start: RowInts, new: NewEntries, read: Inputs | None
     ) -> _Progress:
-        """The progress with what a pass from `start` on adds to the cache, and gives below."""
+        """The progress, with a pass's entries in the cache and its states in the level below."""
         cache = progress.cache.with_length(start).written(new, self.model.layout)
         progress = dataclasses.replace(progress, cache=cache)
         if self._reader is None:
@@ -331,7 +330,7 @@ class _Run:
         return _Passed(chosen, kept, new.padded(width), read)
 
     def _takes(self, logits: Logits, proposal: Draft) -> Bool[Array, "rows time"]:
-        """Tokens of a proposal that the model drafts, or nearly; a drawn row's only as its own."""
+        """Tells which proposed tokens are nearly the model's choice; none in a sampled row."""
         is_it = jnp.arange(logits.shape[-1]) == proposal.tokens[..., None]
         own = jnp.max(logits, axis=-1, where=is_it, initial=-jnp.inf)
         near = own >= jnp.max(logits, axis=-1) - self.drafter.margin
@@ -344,7 +343,7 @@ class _Run:
     def _chosen(
         self, logits: Float[Array, "rows fed vocab"], start: RowInts, width: int
     ) -> tuple[Array, Array | None]:
-        """The model's own tokens from `start` on, and what they were drawn from."""
+        """The model's own tokens from `start` on, and the logits that they were drawn from."""
         steps = jnp.arange(logits.shape[1], dtype=jnp.int32)
         chosen = self.terms.choose(logits, start[:, None] + steps, self.model.layout)
         pad = ((0, 0), (0, width - logits.shape[1]))
@@ -394,7 +393,7 @@ def caught_up(
     width: int,
     latest: RowInts | None = None,
 ) -> tuple[_Carry, RowInts, Index]:
-    """Feeds rows the text that a cache lacks, so many tokens a pass.
+    """Feeds rows the text that a cache lacks, `width` tokens a pass.
 
     Args:
       feed: makes a pass over `width` tokens of each row from where it is told.
@@ -419,13 +418,13 @@ def caught_up(
 
 
 def slice_rows(text: Text, start: RowInts, width: int) -> Int[Array, "rows width"]:
-    """Each row's tokens from its own start on."""
+    """The tokens of each row, from its own start on."""
     at = start[:, None] + jnp.arange(width, dtype=jnp.int32)
     return jnp.take_along_axis(text, at, axis=1)
 
 
 def _once(do: Bool[Array, ""], step: Callable[[_Carry], _Carry], carry: _Carry) -> _Carry:
-    """The step, if it is to be done. A loop works on its carry in place; `lax.cond` copies it."""
+    """Runs the step if `do` holds, as a loop: it works in place, and `lax.cond` copies."""
     return jax.lax.while_loop(
         lambda pending: pending[0],
         lambda pending: (jnp.bool_(False), step(pending[1])),

@@ -15,7 +15,7 @@ from fly_jax.shapes import RowInts, Text
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ParallelDraft(ModelDrafter):
-    """A Llama that has learned to answer K - 1 copies of a token behind the text with tokens.
+    """A Llama that is trained to answer K - 1 copies of a token behind the text with tokens.
 
     It needs nothing of the target, so one drafts for a whole family. The keys and values of the
     copies are dropped: the next pass writes over them.
@@ -30,16 +30,16 @@ class ParallelDraft(ModelDrafter):
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
-        """Tokens that each pass feeds again, also of a row that is done."""
+        """The tokens that each pass feeds again, also of a finished row."""
         return self._width
 
     @property
     def resumes(self) -> bool:  # type: ignore[override]
-        """Unless it lags: then its cache has less than the text."""
+        """Tells whether it never lags: its cache would have less than the text."""
         return not self.may_lag
 
     def room(self, num_tokens: int) -> int:
-        """The copies behind a text that is shorter than what a pass feeds of it."""
+        """The positions for the copies behind a text that is shorter than what a pass feeds."""
         return self._width + num_tokens
 
     @property

@@ -37,7 +37,7 @@ def generate(
       config: how, but for what is given below; None for `default_config`, which the command line
         takes too.
       seed: of the draws, where the rule samples.
-      memory: of corrections; it learns. Or the file that holds one.
+      memory: a memory of corrections, which learns, or the file that holds one.
       audits: fills `Generation.reports`.
       drafter: what proposes instead of the pair's draft models; see `Pair`.
       **given: see `DecodingConfig`, over whose values they are laid: such as rule, an expression or

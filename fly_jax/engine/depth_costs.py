@@ -14,11 +14,11 @@ import numpy as np
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs
 
-# What a dispatch shows counts so much against those before it, and at most so many times as much.
+# Weight of a new timing against those before it, and the most times that it may exceed them.
 _WEIGHT, _MOST = 0.2, 2.0
-# Draft tokens that were kept and expected: so many before the first round; so much of them fades.
+# Kept and expected draft tokens before the first round, and the share of them that a round fades.
 _FIRST_TOKENS, _FADING = 32.0, 0.02
-# What is kept of them is never taken for less, lest nothing were ever drafted again.
+# The least share of them that counts as kept, so that drafting is never given up for good.
 _LEAST_KEPT = 0.5
 # Another depth is chosen where it promises so much more.
 _LEAST_GAIN = 0.05
@@ -29,9 +29,9 @@ Program = tuple[int, int]
 
 
 class Round(NamedTuple):
-    """The depth of a round, and how many draft tokens were kept, and expected to be, of all rows.
+    """The depth of a round, and the draft tokens of all rows that were kept, and expected to be.
 
-    Where nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
+    If nothing `is_drafted`, since a lookup finds nothing, it is a round of one token at a time.
     `num_passes` are the draft model's: with a lookup below they depend on the text.
     """
 
@@ -43,11 +43,11 @@ class Round(NamedTuple):
 
 
 class DepthCosts:
-    """Seconds of a round of each depth, by the program: its rows, and how far it attends.
+    """The seconds of a round of each depth, by its program: its rows and the positions it attends.
 
-    They are the target's pass and the draft model's passes. How many of these a draft takes is
-    followed for all depths: with a lookup below, they get cheaper where text repeats itself.
-    Beside them is how many draft tokens rounds give of those that are expected.
+    They are the target's pass and the draft model's passes. The number of these is followed for all
+    depths together: with a lookup below, drafts take fewer where text repeats itself. The share of
+    the expected draft tokens that rounds give is followed for each depth.
 
     Attributes:
       depths: what K is chosen from, in ascending order.
@@ -56,7 +56,7 @@ class DepthCosts:
     """
 
     def __init__(self, depths: Sequence[int]) -> None:
-        """Nothing is known, so that the largest K is taken."""
+        """Begins with nothing known, so that the largest K is taken."""
         self.depths, self.num_speculative_tokens = tuple(depths), max(depths)
         self.current = self.num_speculative_tokens
         self.num_rounds: collections.Counter[int] = collections.Counter(dict.fromkeys(depths, 0))
@@ -69,9 +69,9 @@ class DepthCosts:
     def learn(
         self, program: Program, seconds: Sequence[float], num_passes: Sequence[float] = ()
     ) -> None:
-        """Takes what a round of each depth takes, and the passes of a draft model in it.
+        """Takes the seconds of a round of each depth, and the draft model's passes in it.
 
-        The target's pass over the fewest draft tokens is taken to take as long as over none.
+        The target's pass over the fewest draft tokens is taken to be as long as over none.
         """
         self._seconds[program] = found = np.asarray(seconds, np.float32)
         self._pass_seconds[program] = 0.0
@@ -92,7 +92,7 @@ class DepthCosts:
     ) -> DecodeState:
         """Times a round of each depth by a program that has been compiled.
 
-        Nobody is in the slots of `state`, which is donated; the first `rows` then decode `one`.
+        The slots of `state`, which is donated, are free; the first `rows` then decode `one`.
         """
         attended, found = state.target.attended, dict.fromkeys(self.depths, math.inf)
         num_passes = dict.fromkeys(self.depths, 0.0)
@@ -117,19 +117,19 @@ class DepthCosts:
         return state
 
     def next(self, program: Program, *, may_vary: bool) -> np.ndarray:
-        """[2, depths], the `AcceptanceStats.costs` of the next rounds, if no token depends on K."""
+        """The `AcceptanceStats.costs` of the next rounds, [2, depths]; `may_vary`: K is free."""
         known = self._seconds.get(program)
         if known is None or not may_vary:
             return _only(self.num_speculative_tokens, self.depths)
         known = known + self._pass_seconds[program] * self._passes_run * self._num_passes
         stays = np.equal(self.depths, self.current)
         seconds = np.where(stays, known * np.float32(1 - _LEAST_GAIN), known)
-        # A deeper round, which has not been seen for long, gives no more than a shallower one.
+        # A deeper round, perhaps long unseen, is taken to give no more than a shallower one.
         given = np.maximum(self._drafts[0] / self._drafts[1], _LEAST_KEPT)
         return np.stack((seconds, np.minimum.accumulate(given)))
 
     def observe(self, program: Program, rounds: Sequence[Round], seconds: float | None) -> None:
-        """Takes what a dispatch has done, and the seconds, if nothing else ran meanwhile."""
+        """Counts the rounds of a dispatch, and its seconds if nothing else ran meanwhile."""
         last, drafted = self.current, [one for one in rounds if one.is_drafted or not one.depth]
         for one in rounds:
             self.num_rounds[one.depth] += 1
@@ -151,7 +151,7 @@ class DepthCosts:
 
 
 def rounds_run(output: RoundOutput) -> list[Round]:
-    """The rounds of a dispatch (on the host), where K is chosen, that had something to do."""
+    """The rounds of a dispatch (on the host, with chosen K) that had something to do."""
     assert output.depth is not None
     assert output.expected is not None
     is_live = (output.count > 0) | (output.num_drafted > 0)
@@ -163,6 +163,6 @@ def rounds_run(output: RoundOutput) -> list[Round]:
 
 
 def _only(depth: int, depths: Sequence[int]) -> np.ndarray:
-    """[2, depths], costs by which this one is chosen whatever is accepted."""
+    """Costs, [2, depths], by which this depth is chosen whatever is accepted."""
     seconds = np.where(np.equal(depths, depth), 1, np.inf)
     return np.stack((seconds, np.ones(len(depths)))).astype(np.float32)

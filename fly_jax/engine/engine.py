@@ -48,7 +48,7 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Rule
 
 DEFAULT_LENGTH = 2048
-# Requests behind the first one that are looked at for one that can be run with it.
+# So many waiting requests are searched for those that can be run with the first.
 _LOOKAHEAD = 64
 
 Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
@@ -57,9 +57,8 @@ Listener = Callable[[RoundOutput, Sequence[RequestState | None]], None]
 class Engine:
     """Decodes any number of requests, as many at a time as it has slots.
 
-    What a request gives depends on nothing but the request, but for how other widths round: its
-    rule, its draws and its limit are its own. All rules that it may ask for run in one program.
-
+    The answer to a request depends on nothing else, but for how other widths round: its rule, its
+    draws and its limit are its own. All rules that it may ask for run in one program.
     On a mesh of several processes each makes the same engine and is asked the same in the same
     order; where only one of them is asked, see `fly_jax.serving.lockstep`.
 
@@ -193,7 +192,7 @@ class Engine:
         shared_block: int = SHARED_BLOCK,
         **given: Any,
     ) -> Self:
-        """An engine of a pair; see `__init__` and `RoundStatic` for what is not said here.
+        """Makes an engine of a pair; see `__init__` and `RoundStatic` for the other arguments.
 
         Args:
           config: how requests are decoded that do not say; None for `default_config`.
@@ -237,10 +236,7 @@ class Engine:
     def requests(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
     ) -> list[Request]:
-        """Requests of prompts that are decoded as `spec` says, each with a seed of one more.
-
-        FlyJaxError for a prompt that the target cannot continue.
-        """
+        """Makes requests as `spec` says, seeded from `seed` on; FlyJaxError for a bad prompt."""
         config = self._programs.config
         sampling, requests = self.spec.sampling, list[Request]()
         for at, prompt in enumerate(prompts):
@@ -251,12 +247,12 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, seed: int = 0
     ) -> list[Generation]:
-        """Decodes prompts, and returns what became of each; see `requests` and `submit`."""
+        """Decodes prompts, and returns the continuation of each; see `requests` and `submit`."""
         requests = self.requests(prompts, max_new_tokens, seed=seed)
         return [one.generation for one in self.answer(requests)]
 
     def answer(self, requests: Sequence[Request]) -> list[RequestState]:
-        """Decodes requests to their end, and returns what became of each; see `submit`."""
+        """Decodes requests to their end, and returns their states; see `submit`."""
         if self.costs is not None:  # which are measured before the first round
             self.warm_up_for(requests)
         handed_in = [self.submit(request) for request in requests]
@@ -265,7 +261,7 @@ class Engine:
         return handed_in
 
     def submit(self, request: Request) -> RequestState:
-        """Hands in a request.
+        """Queues a request.
 
         Raises:
           FlyJaxError: a prompt that the target cannot continue or that leaves no room, no new token
@@ -290,7 +286,7 @@ class Engine:
         return request_state
 
     def takes(self, rule: Rule) -> bool:
-        """Whether a rule is of a kind that the engine was made for, whatever its numbers."""
+        """Tells whether the engine was made for a rule of this kind, whatever its numbers."""
         return self._rows.takes(rule)
 
     def cancel(self, request_state: RequestState) -> None:
@@ -310,17 +306,17 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
+        """The number of requests without a slot."""
         return len(self.waiting) + len(self._prefill.group)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits and nothing is on its way."""
+        """Tells whether no request waits or is decoded, and no rounds are on their way."""
         return not (self.num_waiting or self.slots.live or self._pending)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
-        """Runs prompts, dispatches rounds, and returns what those before have settled, of whom."""
-        # 1) Prompts, in chunks: so much of them that the rows in the slots wait for a round or two.
+        """Runs prompts and dispatches rounds; returns what the rounds before have settled."""
+        # 1) Prompts, in chunks: the rows in the slots wait for a round or two.
         self._run_prompts()
 
         # 2) Rounds. They run while those before them are read.
@@ -328,7 +324,7 @@ class Engine:
         if self.slots.live:
             self._pending = self._dispatch(follows=before is not None)
 
-        # 3) What the rounds before have settled. With the last row nothing else is waited for.
+        # 3) Read the rounds before; after the last row nothing else is waited for.
         found = [] if before is None else self._read(before)
         self._forget_rounds()
         return found
@@ -341,19 +337,18 @@ class Engine:
             yield from self.step()
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles every program: nothing that is asked for later has to.
+        """Compiles every program; `on_progress` gets the numbers done and in all, after each.
 
-        `on_progress` gets how many of how many are there, after each. FlyJaxError while requests
-        wait or are being decoded.
+        FlyJaxError while requests wait or are being decoded.
         """
         drawn = {self.spec.sampling is not None} if self._offline else {False, True}
         chunks, steps = self._prefill.plan.all(), self._buckets.steps
         self._compile(chunks, steps, drawn, on_progress or (lambda _, __: None))
 
     def warm_up_for(self, requests: Sequence[Request]) -> None:
-        """Compiles what these requests need and no request before them has needed.
+        """Compiles the programs that these requests need and no request before them has needed.
 
-        One that shares less with what is in the slots than with any other prompt may still compile.
+        A request that shares less with the slots than with any other prompt may still compile.
         FlyJaxError while requests wait or are being decoded.
         """
         prompts = [one.prompt for one in requests]
@@ -374,27 +369,27 @@ class Engine:
         self._state = None
 
     def trace_slots(self) -> Traced:
-        """The program that makes the slots, of an engine of abstract models, for the planner.
+        """Traces the program that makes the slots of an engine of abstract models, for the planner.
 
         Their parameters are `jax.ShapeDtypeStruct`, each with a sharding.
         """
         return cast(Traced, self._slots())
 
     def trace_rows(self, number: int) -> Traced:
-        """The program that makes rows in which so many prompts are run together."""
+        """Traces the program that makes rows in which so many prompts are run together."""
         return cast(Traced, self._prefill.rows([], number))
 
     def trace_prefill(self, rows: DecodeState, chunk: Chunk) -> Traced:
-        """The program of a chunk, given the abstract rows whose prompts are run."""
+        """Traces the program of a chunk, given the abstract rows whose prompts are run."""
         size, start = chunk.size, chunk.start
         return cast(Traced, self._programs.prefill_chunk(rows, size, start, chunk.attended))
 
     def trace_insert(self, state: DecodeState, rows: DecodeState) -> Traced:
-        """The program that puts rows whose prompts have been run into slots."""
+        """Traces the program that puts rows whose prompts have been run into slots."""
         return cast(Traced, self._programs.insert(state, rows, [0] * len(rows.length)))
 
     def trace_rounds(self, state: DecodeState) -> Traced:
-        """The program of a dispatch for all slots, given their abstract state; some are drawn."""
+        """Traces a dispatch for all slots, given their abstract state; some are drawn."""
         state, inputs = state.attending(self._buckets.steps[-1]), self._inputs(sampled=True)
         return cast(Traced, self._programs.run(state, inputs, self._row_steps[-1]))
 
@@ -406,11 +401,11 @@ class Engine:
             )
 
     def _slots(self) -> DecodeState:
-        """The state of all slots, made anew."""
+        """A new state of all slots."""
         return self._prefill.rows([], self._row_steps[-1], self._capacity)
 
     def _held(self) -> DecodeState:
-        """The state of all slots."""
+        """The state of all slots, made anew where it was given back or lost."""
         if self._state is None or self._state.length.is_deleted():
             # Ctrl-C may come where a program has taken the state and not given it back.
             self.slots.forget()
@@ -444,7 +439,7 @@ class Engine:
         state, inputs = self._held(), {one: self._inputs(sampled=one) for one in kinds}
         done, total = itertools.count(1), len(new_chunks) + len(rounds)
         for number, some in itertools.groupby(new_chunks, key=lambda chunk: chunk[0]):
-            # What is put into a slot is what it holds.
+            # The rows that are put into slot 0 are what it holds.
             rows = self._prefill.rows(self.slots.held(0), number)
             rows = programs.copy_row(rows, state, 0, 0)
             state, _ = programs.insert(state, rows, [0] * number)
@@ -468,7 +463,7 @@ class Engine:
     ) -> DecodeState:
         """Times rounds of each K, by positions and rows, in slots that then hold nothing."""
         assert self.costs is not None
-        # A lookup alone is to find something, at every depth; one below a draft model is not to.
+        # A lookup alone must find something, at every depth; one below a draft model must not.
         period = self.spec.static.num_speculative_tokens + 1
         length = 2 * period + Lookup.max_ngram if isinstance(self.drafter, Lookup) else 1
         prompt = [at % period for at in range(min(length, self.max_length - 1))]
@@ -483,7 +478,7 @@ class Engine:
         return state
 
     def _forget_rounds(self) -> None:
-        """Those on their way, if all that were in them are finished."""
+        """Forgets the rounds on their way, if all requests in them are finished."""
         pending = self._pending
         if pending is not None and all(one is None or one.is_finished for one in pending.occupants):
             self._pending = None
@@ -502,7 +497,7 @@ class Engine:
                 self._seat(prefill.end(), rows)
 
     def _next_group(self) -> list[tuple[RequestState, Prefix]]:
-        """The request that came first, with others whose prompts are run in the same passes."""
+        """The first request that waits, with others whose prompts are run in the same passes."""
         plan, found = self._prefill.plan, list[tuple[RequestState, Prefix]]()
         kind: tuple[int, int] | None = None
         for one in itertools.islice(self.waiting, _LOOKAHEAD):
@@ -531,7 +526,7 @@ class Engine:
             self.num_reused_tokens += prefix.length
             self.num_prompt_tokens += len(request_state.request.prompt)
             slots.append(self.slots.take(request_state, prefix))
-        # Rows that only fill the pass are where the first request comes to stay.
+        # Rows that only fill the pass go to the slot of the first request, which replaces them.
         places = [*slots, *slots[:1] * (len(rows.length) - len(slots))]
         self._state, is_there = self._programs.insert(self._held(), rows, places)
         requests = tuple(one for one, _ in group)
@@ -611,6 +606,6 @@ class Engine:
             request_state.prefilled = now
 
     def _free(self, slot: int) -> None:
-        """Ends what a slot decodes before its row is done."""
+        """Frees a slot before its row is done."""
         self.slots.give_back(slot)
         self._state = self._programs.release(self._held(), slot)

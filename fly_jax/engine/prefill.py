@@ -17,27 +17,27 @@ from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.engine.slots import Prefix
 
-# Tokens of a row that a chunk may have, besides the largest: each size fits into the next four
-# times, and so does each number of rows.
+# No chunk size but the largest is below this; each is `_GROWTH` times the one before it, and so
+# are the numbers of rows.
 _SMALLEST_CHUNK = 16
 _GROWTH = 4
-# The scores of a layer, [rows, heads, chunk, capacity] in float32, are what fills a chip.
+# The scores of a layer, [rows, heads, chunk, capacity] in float32, would fill a chip.
 _LARGEST_CHUNK = 1024
-# Tokens of all rows that a pass runs where nobody waits for rounds in between.
+# Tokens of a pass, over all rows, where no request waits for rounds in between.
 OFFLINE_PREFILL_TOKENS = 2048
-# Where few programs matter (`Programs.has_few_shapes`): a CPU gains nothing by more in a pass.
+# The same with `Programs.has_few_shapes`: a CPU gains nothing by more in a pass.
 FEW_SHAPES_PREFILL_TOKENS = 64
 
 _Prompts = Sequence[Sequence[int]]
 
 
 class Chunk(NamedTuple):
-    """Some tokens of prompts that one pass runs.
+    """A piece of prompts that one pass runs.
 
     Attributes:
-      rows: prompts, those that only fill the pass among them.
+      rows: prompts, and rows that only fill the pass.
       start: position of the first token.
-      size: tokens of each row, those beyond its prompt among them.
+      size: tokens of each row, and padding beyond its prompt.
       attended: cache positions that attention reads.
     """
 
@@ -48,12 +48,12 @@ class Chunk(NamedTuple):
 
     @property
     def program(self) -> tuple[int, int, int]:
-        """Its program: rows, size, and positions."""
+        """The key of its program: rows, size, and positions."""
         return self.rows, self.size, self.attended
 
 
 class ChunkPlan:
-    """Chunks of few shapes, so that few programs are compiled.
+    """A plan of chunks of few shapes, so that few programs are compiled.
 
     Attributes:
       sizes: tokens of a row, in ascending order.
@@ -62,7 +62,7 @@ class ChunkPlan:
     """
 
     def __init__(self, steps: Sequence[int], *, tokens: int, num_slots: int, longest: int) -> None:
-        """For prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`."""
+        """Takes prompts of at most `longest` tokens; `steps` are those of `AttentionBuckets`."""
         self.tokens, self._steps = tokens, steps
         sizes = [min(tokens, _LARGEST_CHUNK, 1 << (longest - 1).bit_length(), steps[-1])]
         while sizes[0] // _GROWTH >= _SMALLEST_CHUNK:
@@ -87,14 +87,13 @@ class ChunkPlan:
         sizes = self.sizes_of(rows)
         while start < end:
             size = next((size for size in sizes if size >= end - start), sizes[-1])
-            # What would run over the end of the cache begins earlier: running tokens twice is
-            # harmless.
+            # A chunk that would overrun the cache begins earlier: running tokens twice is harmless.
             at = min(start, self.positions(rows) - size)
             yield Chunk(rows, at, size, next(step for step in self._steps if step >= at))
             start = at + size
 
     def groups(self, length: int, number: int) -> list[tuple[list[Chunk], int]]:
-        """The chunks of groups of prompts of one length that share nothing, and how many each."""
+        """The chunks of groups of equally long prompts that share nothing, with their numbers."""
         most = self.rows[-1] if self.kind(0, length) else 1
         whole, rest = divmod(number, most)
         rows = {next(rows for rows in self.rows if rows >= most): whole}
@@ -104,13 +103,13 @@ class ChunkPlan:
         return [(list(self.chunks(0, length, few)), times) for few, times in rows.items() if times]
 
     def kind(self, start: int, end: int) -> tuple[int, int] | None:
-        """Prompts of one kind, by beginning and power of two, are run together; None for alone."""
+        """The kind of a prompt: prompts of one kind are run together; None for alone."""
         if end > self._steps[0]:  # a pass over it has enough tokens by itself
             return None
         return start, max(end - start - 1, _SMALLEST_CHUNK - 1).bit_length()
 
     def all(self) -> set[tuple[int, int, int]]:
-        """Every program that may run."""
+        """The keys of all programs that may run."""
         alone = itertools.product((1,), self.sizes, self._steps)
         together = {
             (rows, size, self._steps[0]) for rows in self.rows[1:] for size in self.sizes_of(rows)
@@ -152,7 +151,7 @@ class Prefill:
     def __init__(
         self, programs: Programs, spec: RoundSpec, plan: ChunkPlan, capacity: int, max_length: int
     ) -> None:
-        """Nobody's prompt is being run; `capacity` is that of a row's caches, in positions."""
+        """Begins with no prompts; `capacity` is that of a row's caches, in positions."""
         self.plan = plan
         self.group: list[tuple[RequestState, Prefix]] = []
         self.begun = 0.0
@@ -168,7 +167,7 @@ class Prefill:
     def rows(
         self, requests: Sequence[RequestState], number: int, positions: int | None = None
     ) -> DecodeState:
-        """Rows of whose prompts nothing has been run; those beyond the requests are finished."""
+        """Makes rows whose prompts have not run; those beyond the requests are finished."""
         lengths, limits = np.ones((2, number), np.int32)
         text = np.zeros((number, self._capacity), np.int32)
         seeds = np.zeros(number, np.uint32)
@@ -184,7 +183,7 @@ class Prefill:
         return self._programs.begin(rows, positions or self.plan.positions(number))
 
     def begin(self, group: Sequence[tuple[RequestState, Prefix]], state: DecodeState) -> None:
-        """Takes the next prompts, of one kind, behind what they share with slots of the state."""
+        """Takes the next prompts, of one kind, without what they share with slots of the state."""
         self.group, self.begun = list(group), time.perf_counter()
         number = next(rows for rows in self.plan.rows if rows >= len(group))
         self._rows = self.rows([one for one, _ in group], number)
@@ -195,7 +194,7 @@ class Prefill:
         self._chunks.extend(self.plan.chunks(group[0][1].length, longest, number))
 
     def run(self) -> tuple[int, DecodeState | None]:
-        """Runs the next chunk: its tokens, and the rows once the whole prompts have been run."""
+        """Runs the next chunk; returns its tokens, and the rows once their prompts are done."""
         assert self._rows is not None
         chunk = self._chunks.popleft()
         where = chunk.size, chunk.start, chunk.attended
@@ -203,14 +202,14 @@ class Prefill:
         return chunk.rows * chunk.size, None if self._chunks else self._rows
 
     def end(self) -> list[tuple[RequestState, Prefix]]:
-        """Is free for the next prompts; returns those that have been run."""
+        """Ends the group, which is returned; the next prompts may come."""
         group, self.group = self.group, []
         self._rows = None
         self._chunks.clear()
         return group
 
     def drop(self, request: RequestState) -> None:
-        """Forgets a request that was cancelled; the rows of others go on."""
+        """Forgets a cancelled request, unless other rows of its group go on."""
         if any(one is not request and not one.is_finished for one, _ in self.group):
             return
         if any(one is request for one, _ in self.group):
@@ -218,7 +217,7 @@ class Prefill:
 
 
 def shared_beginnings(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """How many tokens at the beginning of each prompt some other one has too; never all of it."""
+    """Counts the tokens at each prompt's beginning that another prompt shares; never all of it."""
     order = sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
     found = [0] * len(prompts)
     for one, other in itertools.pairwise(order):  # sorted, neighbours have most in common

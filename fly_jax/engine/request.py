@@ -1,4 +1,4 @@
-"""Requests to the engine, and what has become of them."""
+"""Requests to the engine, and their states and results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Generation:
       num_accepted_tokens: those it kept, rescued ones included.
       num_rollbacks: deferred windows that failed.
       num_draft_passes: passes of the first draft model while the row was live.
-      seconds: from when its prompt had been run to the arrival of its last token; other prompts
-        that are run meanwhile count.
+      seconds: from the end of its prefill to the arrival of its last token; prefill of other
+        prompts meanwhile counts.
       regret: what the rescues took from the row's risk budget, in nats; None without a budget.
       reports: what is known of each token, if `RoundStatic.audits`.
       logprobs: of each token, if they are asked for.
@@ -80,17 +80,17 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt and what followed."""
+        """The tokens of the prompt and its continuation."""
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Settled tokens per target pass, bonus included."""
+        """The settled tokens per target pass, bonus included."""
         return len(self.token_ids) / max(self.num_rounds, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Settled tokens per second of `seconds`."""
+        """The settled tokens per second of `seconds`."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
@@ -105,9 +105,9 @@ class Request:
       logprobs: fills `Generation.logprobs` with so many of the most probable tokens at each
         position, besides each token itself; None for not at all.
       ignores_eos: goes on to its limit, whatever ends of text come.
-      protected_token_ids: tokens that are never rescued, nor anything in their place, besides the
-        ends of text; None for the engine's own.
-      cache_salt: the beginning of the prompt is shared only with requests of the same.
+      protected_token_ids: tokens that are never rescued, nor replaced by a rescue, besides the ends
+        of text; None for the engine's own.
+      cache_salt: the beginning of the prompt is shared only with requests of the same salt.
     """
 
     prompt: Sequence[int]
@@ -123,12 +123,12 @@ class Request:
 
 
 class RequestState:
-    """A request that was handed in.
+    """A request that was submitted.
 
     Attributes:
       budget: what the rule may lose to the target, in nats; None for any amount.
       num_reused: tokens of the prompt that another request had brought into the caches.
-      submitted: when it was handed in, by `time.perf_counter`.
+      submitted: when it was submitted, by `time.perf_counter`.
       seated: when its prompt had been dispatched and it got a slot; None before.
       prefilled: when its prompt had been run, as far as the host has seen; None before.
       first_token: when its first token was read; None before.
@@ -149,17 +149,17 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        """Its last token has been read, or it was cancelled."""
+        """Tells whether its last token has been read, or it was cancelled."""
         return self.finished is not None
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From when it was handed in to its first token; None before."""
+        """The seconds from its submission to its first token; None before."""
         return None if self.first_token is None else self.first_token - self.submitted
 
     @property
     def inter_token_seconds(self) -> float | None:
-        """From a token to the next one, in the mean; None before the end, or without two tokens."""
+        """The mean seconds between its tokens; None before the end, or without two tokens."""
         later = len(self.generation.token_ids) - 1
         if self.first_token is None or self.finished is None or later < 1:
             return None
@@ -167,13 +167,13 @@ class RequestState:
 
     @property
     def is_settled(self) -> bool:
-        """Its tokens are the target's own greedy ones, whatever is drafted."""
+        """Tells whether its tokens are the target's own greedy ones, whatever is drafted."""
         return isinstance(self.rule, Exact) and self.request.sampling is None
 
     def update_from_output(
         self, output: RoundOutput, at: tuple[int, int], spec: RoundSpec
     ) -> Settled | None:
-        """Adds what one round has done to its row; returns what has settled, if something has."""
+        """Adds a round's results for its row; returns what has settled, or None."""
         one, (index, row) = self.generation, at
         count, drafted = int(output.count[at]), int(output.num_drafted[at])
         if count == 0 and drafted == 0:
@@ -207,7 +207,7 @@ class RequestState:
         return Settled(row, tokens, why, reason)
 
     def detokenize(self, settled: Settled) -> Settled | None:
-        """The part that may be handed out, with its texts; ends the generation at a stop string."""
+        """The part to hand out, with its texts; ends the generation at a stop string."""
         if self._stop_checker is None:
             return settled
         shown, num_kept = self._stop_checker.push(settled)
@@ -309,7 +309,7 @@ class _Token(NamedTuple):
 
 
 class StopChecker:
-    """The text of a request; a token is held back while a stop string may have begun in it."""
+    """The text of a request; it holds tokens back while a stop string may have begun in them."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._stream = TextStream(tokenizer, continues=True)
@@ -319,7 +319,7 @@ class StopChecker:
     def push(self, settled: Settled) -> tuple[Settled | None, int]:
         """Takes what has settled; returns what may be handed out, if any, with its texts.
 
-        With it comes how many of the tokens it has: fewer where a stop string came before the end.
+        Also returns how many of the given tokens stand: fewer where a stop string ends the text.
         """
         text = "".join(token.text for token in self._held)
         for number, pair in enumerate(zip(settled.token_ids, settled.why, strict=True), 1):
@@ -341,7 +341,7 @@ class StopChecker:
         return self._released(settled, self._num_safe(text)), len(settled.token_ids)
 
     def _num_safe(self, text: str) -> int:
-        """Tokens held before any in whose text a stop string may have begun."""
+        """The number of held tokens before any in whose text a stop string may have begun."""
         begun = max((_overlap(text, stop) for stop in self._stops), default=0)
         end, safe = 0, len(text) - begun
         for number, token in enumerate(self._held):
@@ -351,7 +351,7 @@ class StopChecker:
         return len(self._held)
 
     def _released(self, settled: Settled, number: int) -> Settled | None:
-        """Hands out the first tokens held."""
+        """Releases the first held tokens."""
         given, self._held = self._held[:number], self._held[number:]
         if not given:
             return None
@@ -360,6 +360,6 @@ class StopChecker:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of a stop string, but not all of it, the text ends with."""
+    """The most characters of a stop string, but not all, that the text ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,4 +1,4 @@
-"""Who is in which slot, what the slots' caches hold, and the numbers that rounds read of them."""
+"""The requests in slots, what the slots' caches hold, and the numbers that rounds read of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Exact, Rule, per_row
 from fly_jax.verification.sampling import Sampling, sampling_per_row
 
-# Beginnings are shared in multiples of so many tokens, if not said otherwise: copying a row for
-# fewer takes longer than running them, and prompts that share a block begin at one position.
+# Default multiple of tokens in which beginnings are shared: to copy a row for fewer takes longer
+# than to run them, and prompts that share a block begin at one position.
 SHARED_BLOCK = 16
 
 _Who = Sequence[RequestState | None]
@@ -33,10 +33,10 @@ class Prefix(NamedTuple):
 
 
 class Slots:
-    """The rows of the engine's state; beginnings are shared in multiples of `block`, 0 for not."""
+    """The rows of the engine's state; they share beginnings in multiples of `block` (0: never)."""
 
     def __init__(self, steps: Sequence[int], block: int = SHARED_BLOCK, unseen: int = 2) -> None:
-        """All are free; rounds are made for as many, from the first on, as `steps` says."""
+        """Begins with free slots; rounds are made for the first few of them, as `steps` says."""
         self.block, self._unseen = block, unseen
         number = steps[-1]
         self.occupants: list[RequestState | None] = [None] * number
@@ -47,34 +47,34 @@ class Slots:
 
     @property
     def live(self) -> list[tuple[int, RequestState]]:
-        """The slots in use, with who is in them."""
+        """The slots in use, with their requests."""
         return [(slot, one) for slot, one in enumerate(self.occupants) if one is not None]
 
     @property
     def reach(self) -> int:
-        """For how many slots the next rounds have to be made; 0 for none."""
+        """The number of slots that the next rounds are made for; 0 for none."""
         used = max((slot + 1 for slot, _ in self.live), default=0)
         return next(step for step in (0, *self._steps) if step >= used)
 
     def held(self, slot: int) -> list[RequestState]:
-        """A request for the tokens that the caches of a slot hold, if they hold any."""
+        """A request for the tokens that the caches of a slot hold; empty if they hold none."""
         last = self._last[slot]
         return [] if last is None else [RequestState(Request(_text(last)), last.rule)]
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
-        """The tokens that the caches of each slot hold, as far as they hold any."""
+        """The tokens that the caches of each slot hold; slots that hold none are left out."""
         return [_text(one) for one in self._last if one is not None]
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody is in."""
+        """The number of free slots."""
         return len(self._free)
 
     def shared(self, request: Request) -> Prefix:
-        """The longest beginning of a prompt that the caches of a slot hold, in whole blocks.
+        """The longest beginning of a prompt that a slot's caches hold, in whole blocks.
 
-        Not of a request with another salt, and of an answer only once it is finished.
+        Requests of another salt are left out, and answers that are not finished.
         """
         if not self.block:
             return Prefix()
@@ -87,7 +87,7 @@ class Slots:
         return best if best.length > 0 else Prefix()
 
     def take(self, request_state: RequestState, prefix: Prefix) -> int:
-        """Gives a request the slot whose text it goes on with, or the stalest of the first ones."""
+        """Gives a request the slot whose text it continues, or the stalest of the first few."""
         few = next(step for step in self._steps if step > min(self._free))
         slot = next(slot for slot in self._free if slot < few)
         held = self._last[prefix.slot]
@@ -101,7 +101,7 @@ class Slots:
         return slot
 
     def forget(self) -> None:
-        """Shares nothing more of what the caches of the slots hold, in which nobody is."""
+        """Shares nothing more of what the caches of the slots hold; all must be free."""
         self._last = [None] * len(self._last)
 
     def give_back(self, slot: int) -> None:
@@ -139,7 +139,7 @@ class Dispatch:
 
     Attributes:
       output: of the rounds, perhaps not there yet.
-      occupants: who was in which of the slots that are decoded.
+      occupants: the request in each of the slots that are decoded.
       is_timed: they run right after those before them, with nothing in between.
       seated: the requests that have come into slots since the dispatch before it.
     """
@@ -171,7 +171,7 @@ class RowInputs:
         protected_token_ids: Sequence[int],
         num_slots: int,
     ) -> None:
-        """Nobody is in a slot.
+        """Begins with free slots.
 
         Args:
           rules: a rule of every other kind but the lossless one; None where all requests are
@@ -192,7 +192,7 @@ class RowInputs:
         self._keys: Int32[Array, "pairs 2"] | None = None
 
     def takes(self, rule: Rule) -> bool:
-        """Whether a rule is of one of the kinds."""
+        """Tells whether a rule is of one of the kinds."""
         if self._like is None:
             return rule is self._own
         kind: Any = jax.tree.structure(self.united)
@@ -239,7 +239,7 @@ class RowInputs:
 
     def _protected_of(self, who: _Who) -> Bool[Array, "slots vocab"]:
         for slot, one in enumerate(who):
-            # Nobody is rescued anything in a slot without a request.
+            # In a slot without a request nothing is rescued.
             if one is not None and one.request.protected_token_ids != self._given[slot]:
                 self.protect(slot, one.request.protected_token_ids)
         return self._protected

@@ -26,15 +26,15 @@ _DRAINED = "The engine takes no more requests: it is about to stop."
 
 
 class EngineStopped(FlyJaxError):
-    """The engine takes no more requests, whatever is in them."""
+    """An error for requests that the engine no longer takes, whatever is in them."""
 
 
 class TokenStream(AsyncIterator[Settled]):
     """The tokens of one request, as they settle.
 
-    Where it may be left before its end, `contextlib.aclosing` around it cancels the request then;
-    a task that is cancelled while it waits for tokens does so by itself. The `generation` of its
-    `state` has what has come so far.
+    Where a reader may leave early, `contextlib.aclosing` around it then cancels the request; a task
+    that is cancelled while it waits for tokens does so by itself. `state.generation` has what has
+    come so far.
     """
 
     state: RequestState
@@ -46,7 +46,7 @@ class TokenStream(AsyncIterator[Settled]):
         self._is_done = False
 
     async def __anext__(self) -> Settled:
-        """Raises FlyJaxError where the engine has stopped, or too many tokens were unread."""
+        """Waits for tokens; FlyJaxError if the engine has stopped, or too many were unread."""
         if self._is_done:
             raise StopAsyncIteration
         try:
@@ -67,7 +67,7 @@ class TokenStream(AsyncIterator[Settled]):
         self._is_done = True
 
     def stop(self) -> None:
-        """The same for whoever does not read: who does has what came before, and then the end."""
+        """Cancels the request for another reader, who still gets what came before, and the end."""
         if not self._is_done:
             self._owner.cancel(self)
 
@@ -77,7 +77,7 @@ class TokenStream(AsyncIterator[Settled]):
             self._loop.call_soon_threadsafe(self._keep, what)
 
     def _keep(self, what: Settled | FlyJaxError | None) -> None:
-        """Puts in line what has arrived, unless too much stands there."""
+        """Queues what has arrived, or ends the stream if too much is unread."""
         if isinstance(what, Settled) and self._arrived.qsize() >= self._max_unread:
             self._max_unread = math.inf  # once is enough
             self._owner.cancel(self)
@@ -88,7 +88,7 @@ class TokenStream(AsyncIterator[Settled]):
 class AsyncEngine:
     """Runs an engine in a thread: `async with AsyncEngine(engine) as running:`.
 
-    Requests that are still going when it is left are cancelled; `drain` waits for them.
+    Leaving it cancels the requests that are still open; `drain` waits for them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -121,11 +121,11 @@ class AsyncEngine:
         self._commands, self._thread = queue.SimpleQueue(), None
 
     async def submit(self, request: Request, *, max_unread: float = math.inf) -> TokenStream:
-        """Hands in a request: `async for settled in await engine.submit(request)`.
+        """Queues a request: `async for settled in await engine.submit(request)`.
 
-        With more than `max_unread` portions of tokens that wait for their reader the request is
-        cancelled, and its reader told so. Raises FlyJaxError as `Engine.submit`, and EngineStopped
-        where it has stopped or is being drained.
+        With more than `max_unread` portions of unread tokens the request is cancelled, and its
+        reader told so. Raises FlyJaxError as `Engine.submit`, and EngineStopped where it has
+        stopped or is being drained.
         """
         if self._refusal is not None:
             raise self._refused()
@@ -154,7 +154,7 @@ class AsyncEngine:
         self._do(stop)
 
     async def drain(self) -> None:
-        """Takes no more requests, and waits until those that are going are done."""
+        """Refuses further requests, and waits until the open ones are done."""
         idle: Future[None] = Future()
         with self._lock:
             self._refusal = self._refusal or _DRAINED
@@ -168,7 +168,7 @@ class AsyncEngine:
             raise self._refused()
 
     def _do(self, command: Callable[[], _T]) -> Future[_T]:
-        """Has the engine's thread run something between two steps."""
+        """Runs a command in the engine's thread, between two steps."""
         done: Future[_T] = Future()
 
         def run() -> None:
@@ -186,7 +186,7 @@ class AsyncEngine:
         return done
 
     def _refused(self) -> EngineStopped:
-        """Made anew for everyone it is told, since it collects where it was raised."""
+        """A new error for each caller, since a traceback grows with every raise."""
         error = EngineStopped(self._refusal or _STOPPED)
         error.__cause__ = self._failure
         return error
@@ -217,7 +217,7 @@ class AsyncEngine:
         self._end.set_result(None)
 
     def _take_commands(self) -> bool:
-        """Does what was asked for, or waits for it where nothing is decoded; False for the end."""
+        """Runs the commands, or waits for one while nothing is decoded; False at the end."""
         while True:
             is_idle = self.engine.is_idle
             if is_idle:

@@ -1,4 +1,4 @@
-"""One engine in several processes: what process 0's was told goes to the others before a step."""
+"""The lockstep of one engine in several processes: process 0 tells the others what it was told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fly_jax.verification.rules import RULES, Budget, Exact
 from fly_jax.verification.rules.rule import Combination
 from fly_jax.verification.sampling import Sampling
 
-# What a request is made of; nothing else is made of a message.
+# The parts of a request; a message can make nothing else.
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (Request, Sampling, Exact, Budget, Combination, *RULES.values())
 }
@@ -25,7 +25,7 @@ _KINDS: dict[str, type[Any]] = {
 class LeadingEngine(Engine):
     """The engine of process 0, which tells the others; `end` it when nothing more is to come.
 
-    A message is a request to submit, or the place of one to cancel among those that are going.
+    A message is a request to submit, or the place of one to cancel among the open ones.
     """
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
@@ -34,27 +34,27 @@ class LeadingEngine(Engine):
         self._going: list[RequestState] = []
 
     def submit(self, request: Request) -> RequestState:
-        """See `Engine`."""
+        """Submits a request here and in the other processes; see `Engine`."""
         state = super().submit(request)
         self._messages.append(encoded(state.request))
         self._going.append(state)
         return state
 
     def cancel(self, state: RequestState) -> None:
-        """See `Engine`."""
+        """Cancels a request here and in the other processes; see `Engine`."""
         if not state.is_finished:
             self._messages.append(self._going.index(state))
         super().cancel(state)
 
     def step(self) -> list[tuple[RequestState, Settled]]:
-        """See `Engine`."""
+        """Steps here and in the other processes; see `Engine`."""
         broadcast(self._messages)
         self._messages = []
         self._going = [one for one in self._going if not one.is_finished]
         return super().step()
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """See `Engine`. Where `on_progress` raises, the others' ends as well."""
+        """Warms up every process; if `on_progress` raises, that ends the others' too."""
 
         def tell(done: int, total: int) -> None:
             goes_on = False
@@ -68,12 +68,12 @@ class LeadingEngine(Engine):
         super().warm_up(tell)
 
     def end(self) -> None:
-        """Lets the others go."""
+        """Ends `follow` in the other processes."""
         broadcast(None)
 
 
 def follow(engine: Engine) -> None:
-    """Does with another process's engine what process 0 does with its own, until that ends."""
+    """Repeats with this process's engine what process 0 does with its own, until that ends."""
 
     def go_on(done: int, total: int) -> None:
         if not broadcast(None):
@@ -93,7 +93,7 @@ def follow(engine: Engine) -> None:
 
 
 class _Ended(Exception):
-    """Process 0 does not go on."""
+    """A signal that process 0 does not go on."""
 
 
 def encoded(value: Any) -> Json:

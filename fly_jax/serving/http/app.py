@@ -1,4 +1,4 @@
-"""The routes of the server, how replies are sent, and the page at /."""
+"""The routes of the server, the sending of replies, and the page at /."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service) -> FastAPI:
-    """The ASGI application over a service, which whoever runs the app makes ready."""
+    """The ASGI application over a service, which its caller makes ready."""
     version, refused_one = importlib.metadata.version("fly_jax"), service.metrics.refused
     app = FastAPI(title="fly_jax", version=version, docs_url=None, redoc_url=None)
     guard: Any = Guard
@@ -75,7 +75,7 @@ def _answers(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(raw: Request, request: _Chat) -> Response:
-        """Answers in a conversation."""
+        """Continues a conversation."""
         return await answered(raw, request, ChatStyle())
 
     return router
@@ -102,18 +102,18 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     def models() -> dict[str, Any]:
-        """The one model there is."""
+        """The only model."""
         return {"object": "list", "data": [model()]}
 
     @router.get("/v1/models/{name:path}", responses={404: {"model": ErrorReply}})
     def one_model(name: str) -> dict[str, Any]:
-        """The model, if that is its name."""
+        """The model, if it has this name."""
         service.check_model(name)
         return model()
 
     @router.get("/health", responses={503: {}})
     def health() -> Response:
-        """200 while requests are taken: not before all is compiled, nor when it is to stop."""
+        """Returns 200 while requests are taken, and 503 before all is compiled and at the end."""
         status = 200 if service.state == "ready" else 503
         return JSONResponse({"status": service.state}, status)
 
@@ -133,7 +133,7 @@ def _about(service: Service) -> APIRouter:
 
     @router.get("/", response_class=HTMLResponse, include_in_schema=False)
     def start() -> HTMLResponse:
-        """The page to try it."""
+        """The page to try the server."""
         return HTMLResponse(page(), headers=HEADERS)
 
     return router
@@ -171,7 +171,7 @@ class EventStream(Response):
         self._stream, self._client, self._client_seconds = stream, client, client_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events; whatever ends that ends the decoding."""
+        """Sends the events; whatever ends that, ends the decoding."""
         with contextlib.suppress(ClientGone):
             async with self._stream:
                 begin = {"type": "http.response.start", "status": 200}
@@ -192,7 +192,7 @@ class EventStream(Response):
         await self._send(send, type="http.response.body", body=body, more_body=True)
 
     async def _send(self, send: Send, **message: Any) -> None:
-        """Raises ClientGone if the client takes nothing any more."""
+        """Sends a message; ClientGone if the client takes nothing any more."""
         try:
             async with asyncio.timeout(self._client_seconds):
                 await send(message)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fly_jax.serving.http.protocol import ApiError
 
 _T = TypeVar("_T")
-# A proxy or client that tries again after these makes matters worse, and OpenAI's clients would.
+# Tells clients, such as OpenAI's, not to retry: that would make matters worse.
 NO_RETRY = {"x-should-retry": "false"}
 _LONGEST_ARRIVAL = 60.0
 _JSON = r"\s*application/(json|[\w.+-]+\+json)\s*(;|$)"
@@ -27,7 +27,7 @@ _SECRET = secrets.token_bytes(32)  # without which nobody can look for the key o
 
 @dataclasses.dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on what clients may do, as the flags of the command serve say of each.
+    """Bounds on what clients may do; the help of serve's flags describes each.
 
     Attributes:
       allowed_hosts: names, without a port, by which the server may be called; none for any.
@@ -43,7 +43,7 @@ class ServerLimits:
     api_keys: tuple[str, ...] = ()
 
     def cache_salt(self, authorization: str, given: str | None) -> str:
-        """The digest of key and salt, which requests that share prefixes have in common."""
+        """The digest of key and salt that requests must have in common to share prefixes."""
         key = _bearer_key(authorization) if self.api_keys else ""
         return hashlib.blake2b(json.dumps([key, given]).encode(), key=_SECRET).hexdigest()
 
@@ -54,13 +54,13 @@ class ServerLimits:
 
 
 def _bearer_key(authorization: str) -> str:
-    """The key in the header; the name of its scheme is in either case (RFC 9110)."""
+    """The key in the header; its scheme's name is not case-sensitive (RFC 9110)."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 class Guard:
-    """Turns away what has a wrong host, key, type or size, before anything reads it."""
+    """A middleware that refuses a wrong host, key, type or size before anything reads the body."""
 
     def __init__(
         self, app: ASGIApp, limits: Callable[[], ServerLimits], on_refused: Callable[[int], None]
@@ -68,7 +68,7 @@ class Guard:
         self._app, self._limits, self._on_refused = app, limits, on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or hands it on."""
+        """Refuses a request, or passes it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -111,7 +111,7 @@ class Guard:
             return ApiError(400, said, code="host_not_allowed")
         if limits.api_keys and scope["path"].startswith("/v1"):
             given = _bearer_key(headers.get("authorization", "")).encode("latin-1", "replace")
-            # All are compared, so that the time does not tell which.
+            # All are compared, so that the time taken does not tell which one fits.
             fits = [secrets.compare_digest(given, key.encode()) for key in limits.api_keys]
             if not any(fits):
                 said = "The API key is missing or wrong; send the server's as a bearer token."
@@ -119,7 +119,7 @@ class Guard:
                 return ApiError(401, said, code="invalid_api_key", headers=wanted)
         kind = headers.get("content-type", "")
         if scope["method"] == "POST" and not re.match(_JSON, kind, re.IGNORECASE):
-            # A browser lets pages of other sites send any other type, and asks nobody.
+            # A browser lets pages of other sites send other types without asking this server.
             said = f"The Content-Type is {kind!r}; send JSON, and say so by application/json."
             return ApiError(415, said, code="unsupported_media_type")
         if int(headers.get("content-length", "0")) > limits.max_body:  # h11 takes digits only
@@ -135,18 +135,18 @@ class Guard:
 
 
 class ClientGone(Exception):
-    """Nobody waits for the reply any more."""
+    """The client waits for the reply no longer."""
 
 
 class Client:
-    """Who waits for a reply, but not for ever; the body of the request has been read."""
+    """A client that waits for a reply until a deadline; the body of its request has been read."""
 
     def __init__(self, receive: Receive, seconds: float) -> None:
         self._receive, self._seconds = receive, seconds
         self._end = asyncio.get_running_loop().time() + seconds
 
     async def waits_for(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Does a part of the work until the client leaves (ClientGone) or time is up (ApiError)."""
+        """Awaits work until the client leaves (ClientGone) or the time is up (ApiError)."""
         working, leaving = asyncio.create_task(work), asyncio.create_task(self._leaves())
         left = self._end - asyncio.get_running_loop().time()
         try:

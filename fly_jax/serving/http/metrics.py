@@ -85,7 +85,7 @@ class ServerMetrics:
         return Histogram(PREFIX + name, text, registry=self._registry, buckets=_SECONDS)
 
     def settled(self, settled: Settled, seconds: float | None) -> None:
-        """Counts tokens of a request, so many seconds after those before them (None: the first)."""
+        """Counts tokens of a request, `seconds` after those before them (None: the first)."""
         number = len(settled.token_ids)
         self._tokens.inc(number)
         for _ in range(0 if seconds is None else number):
@@ -120,7 +120,7 @@ class ServerMetrics:
         self._refusals.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         if self._engine.costs is not None:
             for depth, number in list(self._engine.costs.num_rounds.items()):
                 self._rounds.labels(str(depth)).inc(number - self._counted[depth])

@@ -59,13 +59,13 @@ _CHANGING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-# For what the framework says in a word or two.
+# Sentences in place of the framework's word or two.
 _SENTENCES = {
     400: "The body cannot be read as JSON; send it in UTF-8, and with fewer levels of lists.",
     404: "There is nothing at this path; /openapi.json names the paths that there are.",
     405: "This path does not take that method; /openapi.json names those that it takes.",
 }
-# So much like a field that there is, one was meant to be that.
+# An unknown field this similar to a known one is taken for a misspelling of it.
 _ALIKE = 0.9
 
 # A text, its tokens, or a conversation as a chat template takes it.
@@ -73,7 +73,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def _written(text: str) -> str:
-    """Raises ValueError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Returns a text; ValueError for half a surrogate pair, which JSON can spell and UTF-8 not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -84,7 +84,7 @@ def _written(text: str) -> str:
 Text = Annotated[str, AfterValidator(_written)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopText = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP), AfterValidator(_written)]
-# The first wrong entry of a list ends it: reports on all of them take seconds and gigabytes.
+# Checks of a list stop at its first wrong entry: to report all takes seconds and gigabytes.
 _Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=_MOST_TOKENS, fail_fast=True)]
 _Texts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 _TokenLists = Annotated[
@@ -107,7 +107,7 @@ class _Bounded(BaseModel):
 
 
 class _Fields(_Bounded):
-    """Fields that are known, and others, which are passed over where they change nothing."""
+    """Fields that are known, and others, which are ignored where they change nothing."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -157,7 +157,7 @@ FlyFields: Any = create_model(
 
 
 class StreamOptions(BaseModel):
-    """Parts of a stream besides the text: at its end a chunk of the usage and the metrics."""
+    """Options of a stream: a chunk of the usage and the metrics at its end."""
 
     include_usage: bool = False
 
@@ -235,7 +235,7 @@ class CompletionRequest(_GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of each answer: OpenAI's number if not given."""
+        """The most tokens of each answer: OpenAI's default if not given."""
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -259,7 +259,7 @@ class Message(_Fields):
 
     @property
     def as_template(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """The message in the form that chat templates take."""
         given = self.content
         text = given if isinstance(given, str) else "".join(part.text for part in given)
         return {"role": self.role, "content": text}
@@ -297,12 +297,12 @@ class ChatRequest(_GenerationFields):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of each answer, by either name; None for all that there is room for."""
+        """The most tokens of each answer, by either name; None for all that there is room for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """As of `CompletionRequest`."""
+        """The alternatives at each position; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -325,7 +325,7 @@ class ErrorReply(BaseModel):
 
 
 class ApiError(Exception):
-    """A reply that is not a success: its status and headers of HTTP, and an `ErrorDetail`."""
+    """A reply that is not a success: its HTTP status and headers, and an `ErrorDetail`."""
 
     def __init__(
         self,
@@ -351,12 +351,12 @@ class ApiError(Exception):
 
 
 def unavailable(message: str) -> ApiError:
-    """503: the server is not ready, or about to stop; another one may answer."""
+    """The error 503: the server is not ready, or about to stop; another one may answer."""
     return ApiError(503, message, type="service_unavailable", headers={"Retry-After": "1"})
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be answered as it stands."""
+    """The error 400: the request cannot be answered as it stands."""
     return ApiError(400, message, param=param, code=code)
 
 
@@ -376,8 +376,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first thing that is wrong with a body, as pydantic tells it, with the path to it."""
-    # A field of several types has an error of each: of use is that of the type that was given.
+    """The first error in a body, as pydantic tells it, with the path to it."""
+    # A field of several types has an error of each; only that of the given type is of use.
     error = max(errors, key=lambda one: not str(one["type"]).endswith("_type"))
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "it ends too early")

@@ -15,14 +15,14 @@ from fly_jax.engine.request import Generation, RequestState
 from fly_jax.evaluation.audit_file import Mismatch, Run, audited, refused_by
 from fly_jax.models.tokenizer import Tokenizer
 
-# What JSON has instead of -inf, as in OpenAI's and vLLM's replies.
+# Stands for -inf in JSON, as in OpenAI's and vLLM's replies.
 _LEAST = -9999.0
 
 
 class Usage(BaseModel):
-    """Tokens of a request: of its prompts, each counted once, and of all answers.
+    """The tokens of a request: of its prompts, each counted once, and of all answers.
 
-    Of a prompt's, those are cached that another request had brought into the caches.
+    The cached ones of a prompt are those that another request had brought into the caches.
     """
 
     prompt_tokens: int
@@ -32,7 +32,7 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, states: Sequence[RequestState], n: int) -> Usage:
-        """Of n answers to each prompt."""
+        """The usage of n answers to each prompt."""
         firsts = states[::n]
         prompt = sum(len(one.request.prompt) for one in firsts)
         completion = sum(len(one.generation.token_ids) for one in states)
@@ -75,7 +75,7 @@ class SpeculativeDecoding(BaseModel):
 
     @classmethod
     def of(cls, generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
-        """Of generations with reports."""
+        """The figures of generations with reports."""
         # A deferred window may settle more than K tokens at once.
         kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
         accepted = sum(one.num_accepted_tokens for one in generations)
@@ -125,7 +125,7 @@ class RequestMetrics(BaseModel):
 
     @classmethod
     def of(cls, states: Sequence[RequestState], k: int) -> RequestMetrics:
-        """Of answers that are done, whose rounds draft K tokens."""
+        """The metrics of finished answers, whose rounds draft K tokens."""
         firsts, decodes, waits, ends = [], [], [], []
         for one in states:
             assert one.seated is not None
@@ -149,7 +149,7 @@ class RequestMetrics(BaseModel):
 
 
 class AnswerAudit(BaseModel):
-    """Every mismatch of an answer, as the command audit knows it.
+    """The mismatches of an answer, as the command audit knows them.
 
     Attributes:
       entropy_measure: "top_3" over so many most probable tokens in nats, "full" over all, or
@@ -163,7 +163,7 @@ class AnswerAudit(BaseModel):
 
     @classmethod
     def of(cls, state: RequestState, tokenizer: Tokenizer, run: Run) -> AnswerAudit:
-        """Of an answer that is done."""
+        """The audit of a finished answer."""
         one, has_window = state.generation, state.rule.longest_window > 0
         found, _ = audited(0, "", one, tokenizer, run, has_window=has_window, budget=state.budget)
         return cls(
@@ -197,7 +197,7 @@ class Token(BaseModel):
 
     @classmethod
     def of(cls, report: TokenReport, text: str, tokenizer: Tokenizer) -> Token:
-        """Of a token's report."""
+        """The token of a report."""
         probability, other, other_probability = None, None, None
         if report.token_id == report.choice_id:
             probability = report.choice_probability
@@ -219,14 +219,14 @@ class Token(BaseModel):
 
 
 class ChoiceExtras(BaseModel):
-    """FLy's part of an answer: with `fly.audit`, and with `fly.stream_why` of this chunk."""
+    """The part of an answer that is FLy's: its audit, or the `fly.stream_why` of this chunk."""
 
     audit: AnswerAudit | None = None
     tokens: list[Token] | None = None
 
 
 class TextLogprobs(BaseModel):
-    r"""Of /v1/completions: lists of the same length.
+    r"""Log-probabilities of /v1/completions, as lists of the same length.
 
     Attributes:
       tokens: what each spells by itself, or "bytes:\xe2\x80" for a part of a character.
@@ -255,7 +255,7 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    """Of /v1/chat/completions: of all tokens."""
+    """Log-probabilities of /v1/chat/completions, of all tokens."""
 
     content: list[TokenLogprob]
 
@@ -290,14 +290,14 @@ class ChatChoice(Choice):
 
 
 class ChatPiece(Choice):
-    """A piece of such an answer."""
+    """A piece of an answer of /v1/chat/completions."""
 
     delta: ChatMessage
     logprobs: ChatLogprobs | None = None
 
 
 class Reply(BaseModel):
-    """The fields of all replies, by the second of arrival; `usage` and `metrics` end them."""
+    """The fields of all replies; `created` is the second of arrival."""
 
     id: str
     object: str
@@ -320,7 +320,7 @@ class ChatCompletion(Reply):
 
 
 class ChatChunk(Reply):
-    """A chunk of its stream."""
+    """A chunk of the stream of /v1/chat/completions."""
 
     choices: list[ChatPiece]
 
@@ -332,7 +332,7 @@ class TextStyle:
     whole = chunk = staticmethod(functools.partial(Completion, object="text_completion"))
 
     def answer(self, text: str, is_first: bool = True, **fields: Any) -> Choice:
-        """An answer in one piece, or a piece of one, which is put in the same way."""
+        """An answer in one piece, or a piece of one, which has the same form."""
         return TextChoice(text=text, **fields)
 
     piece = answer
@@ -370,14 +370,14 @@ class ChatStyle:
         return ChatChoice(message=ChatMessage(role="assistant", content=text), **fields)
 
     def piece(self, text: str, is_first: bool, **fields: Any) -> Choice:
-        """A piece of an answer; the first one says who speaks."""
+        """A piece of an answer; the first one names the role."""
         role: Any = {"role": "assistant"} if is_first else {}
         return ChatPiece(delta=ChatMessage(content=text, **role), **fields)
 
     def logprobs(
         self, found: Sequence[TokenLogprobs], texts: Sequence[str], begin: int, tokenizer: Tokenizer
     ) -> ChatLogprobs:
-        """As `TextStyle.logprobs`; texts and where they begin are not said here."""
+        """The log-probabilities of tokens, as in `TextStyle` but without places in the text."""
 
         def shown(token_id: int, logprob: float) -> dict[str, Any]:
             data = tokenizer.vocabulary.token_bytes(token_id, False)

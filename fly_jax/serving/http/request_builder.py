@@ -14,15 +14,15 @@ from fly_jax.serving.http.protocol import GenerationRequest, invalid
 from fly_jax.verification.rules import Budget, Loose, Rule
 from fly_jax.verification.rules.loosened import LOSSLESS_RULES
 
-# What requests may ask for besides the server's own rule where nobody says.
+# Requests may ask for these by default, besides the server's own rule.
 _USUAL_RULES = ("fly", "margin")
-# Logits divided by less than this overflow, and all that is left to draw is the largest.
+# Logits divided by less than this overflow, so that only the largest could be drawn.
 _GREEDY_BELOW = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestBuilder:
-    """Makes the engine's requests: as the server decodes, but for what a client gives.
+    """A builder of the engine's requests: as the server decodes, but for what a client gives.
 
     Attributes:
       config: of requests that do not say; its temperature is theirs.
@@ -34,9 +34,9 @@ class RequestBuilder:
 
     @classmethod
     def of(cls, config: DecodingConfig, rules: Sequence[str] | None = None) -> RequestBuilder:
-        """Of a server whose requests may ask for these rules besides; FlyJaxError for a wrong one.
+        """Checks the rules that requests may ask for besides; FlyJaxError for a wrong one.
 
-        None are fly and margin, as far as they fit. Without a draft there is nothing to choose.
+        None stands for fly and margin, as far as they fit. Without a draft there are no rules.
         """
         if not config.num_speculative_tokens:
             return cls(config, ())
@@ -45,7 +45,7 @@ class RequestBuilder:
         given = _USUAL_RULES if rules is None else tuple(rules)
         own = (config.rule,) if config.is_loosened else ()
         found = []
-        # Lossless ones can always be asked for.
+        # Lossless rules can always be asked for.
         for rule in (one for one in dict.fromkeys((*own, *given)) if one not in LOSSLESS_RULES):
             try:
                 config.replace(rule=rule, temperature=None).to_rule()
@@ -136,7 +136,7 @@ class RequestBuilder:
         return own.replace(rule=rule, **given)
 
     def _patterns(self, request: GenerationRequest) -> tuple[str, ...]:
-        """The patterns of the server's own: some take forever to be searched for."""
+        """The request's patterns, all from the server's own: others may search for ever."""
         own, given = self.config.limits.protect, request.fly.protect
         for pattern in given or ():
             if pattern not in own:

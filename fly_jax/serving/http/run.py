@@ -30,7 +30,7 @@ class ServerFailed(RuntimeError):
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals alone, which have to drain the service first."""
+    """A uvicorn server that leaves signals alone: these have to drain the service first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ def _not_bound(host: str, port: int, error: Exception) -> FlyJaxError:
 
 
 def address(listening: socket.socket) -> str:
-    """Of a socket, as a browser takes it."""
+    """The URL of a socket, as a browser takes it."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -77,10 +77,10 @@ async def serve(
     say: Callable[[str], None],
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Answers requests until `stop` is set and those that are going are done.
+    """Serves requests until `stop` is set and those that are going are done.
 
-    Raises FlyJaxError where somebody else listens there by now, and ServerFailed where the engine
-    or the HTTP server cannot go on.
+    Raises FlyJaxError if the address has been taken meanwhile, and ServerFailed if the engine or
+    the HTTP server cannot go on.
 
     Args:
       grace_period: seconds for requests that are going when it is to stop.
@@ -132,7 +132,7 @@ async def serve(
 
 
 class _Stopped(Exception):
-    """It was told to stop while it warmed up."""
+    """A signal that the server was told to stop while it warmed up."""
 
 
 async def _is_warm(
@@ -179,11 +179,11 @@ def run(serving: Callable[..., Coroutine[Any, Any, None]], cut_off: Callable[[],
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for ever for the rest of a header or a body.
+    """A connection of uvicorn, with a deadline for the rest of a header or a body.
 
-    The deadline runs from the connection's beginning, and of each later request from its first
-    byte, until all of the request is there; uvicorn closes what is idle between two. A client who
-    takes nothing of what is written is cut off, which uvicorn would wait for.
+    It runs from the connection's beginning, and for each later request from its first byte, until
+    the request is complete; uvicorn closes idle connections. A client that takes nothing of what is
+    written is cut off; uvicorn would wait for it.
     """
 
     def __init__(self, *given: Any, service: Service, **named: Any) -> None:
@@ -193,7 +193,7 @@ class Connection(H11Protocol):
         self._stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes it, unless there are too many."""
+        """Takes the connection, unless there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self._service.limits.max_connections:
             self._refuse(unavailable("The server has too many connections; try again later."))
@@ -201,32 +201,32 @@ class Connection(H11Protocol):
             self._watch(is_arriving=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more is waited for."""
+        """Stops the deadline and the abort."""
         self._watch(is_arriving=False)
         self.resume_writing()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Waits for the client to take what is written, for so long."""
+        """Aborts the connection if the client takes nothing for `client_timeout`."""
         super().pause_writing()
         seconds = self._service.limits.client_timeout
         self._stuck = self.loop.call_later(seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has taken something."""
+        """Cancels the abort: the client has taken something."""
         super().resume_writing()
         if self._stuck is not None:
             self._stuck.cancel()
 
     def handle_events(self) -> None:
-        """After what has arrived, and when a reply has been sent."""
+        """Updates the deadline, when something has arrived or a reply has been sent."""
         super().handle_events()
         state, has_begun = self.conn.their_state, bool(self.conn.trailing_data[0])
         is_arriving = state is h11.SEND_BODY or (state is h11.IDLE and has_begun)
         self._watch(is_arriving=is_arriving and not self.transport.is_closing())
 
     def _watch(self, *, is_arriving: bool) -> None:
-        """Lets the deadline run while a request arrives."""
+        """Starts the deadline when a request arrives, and stops it when that is there."""
         if is_arriving and self._deadline is None:
             seconds = self._service.limits.arrival_timeout
             self._deadline = self.loop.call_later(seconds, self._is_late)

@@ -1,4 +1,4 @@
-"""The server without HTTP: who is let in, how prompts become tokens, how replies come and end."""
+"""The server without HTTP: admission, prompts as tokens, and the life of replies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_UNREAD = 1024  # dispatches
 
 
 class Service:
-    """Takes requests as long as it is ready; whoever runs it enters and leaves its engine.
+    """A service of requests while it is ready; its caller enters and leaves the engine.
 
     Attributes:
       state: "starting" until it is warmed up; "draining" when it is about to stop; "stopped" when
@@ -57,7 +57,7 @@ class Service:
         self.entropy_measure = entropy.name
 
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
-        """Does once what the first request would wait for; see `Engine.warm_up`."""
+        """Compiles what the first request would wait for; see `Engine.warm_up`."""
         self.engine.engine.warm_up(on_progress)
         if self.has_template:
             with contextlib.suppress(FlyJaxError):  # it may want other messages
@@ -65,7 +65,7 @@ class Service:
 
     @property
     def capacity(self) -> int:
-        """Requests that are decoded or wait, at most."""
+        """The most requests that are decoded or wait."""
         return len(self.engine.engine.slots.occupants) + self.limits.max_queue
 
     @property
@@ -80,7 +80,7 @@ class Service:
 
     @property
     def has_template(self) -> bool:
-        """Conversations can be put to the model."""
+        """Tells whether the model takes conversations."""
         return self.pair.tokenizer.chat_template is not None
 
     def check_model(self, name: str | None) -> None:
@@ -92,7 +92,7 @@ class Service:
     async def answer(
         self, request: GenerationRequest, style: replies.Style, cache_salt: str = ""
     ) -> ResponseStream:
-        """Hands a request to the engine; ApiError or FlyJaxError where it is not taken."""
+        """Submits a request to the engine; ApiError or FlyJaxError where it is not taken."""
         self.check_model(request.model)
         with self._admitted(len(request.prompts) * request.n):
             ids = [await asyncio.to_thread(self._encoded, prompt) for prompt in request.prompts]
@@ -105,7 +105,7 @@ class Service:
         return stream
 
     async def _submitted(self, requests: Sequence[Request]) -> list[TokenStream]:
-        """Hands all in between the same two rounds, or none."""
+        """Submits all requests between the same two rounds, or none."""
         handing_in = (self.engine.submit(one, max_unread=_MAX_UNREAD) for one in requests)
         submitting = [asyncio.create_task(one) for one in handing_in]
         try:
@@ -172,7 +172,7 @@ class Service:
         return check_prompt(ids, self.pair.target.config)
 
     async def drain(self, grace_period: float) -> int:
-        """Waits so many seconds for the requests that are going; returns how many were cut off."""
+        """Waits `grace_period` seconds for the open requests; returns how many were cut off."""
         self.state = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_period):
@@ -181,7 +181,7 @@ class Service:
         return self.cancel()
 
     def cancel(self) -> int:
-        """Stops decoding; returns how many replies end there."""
+        """Stops decoding; returns how many replies that cuts off."""
         self.state = "stopped"
         for one in self._open:
             one.cancel()
@@ -189,14 +189,14 @@ class Service:
 
 
 def _stop(submitted: asyncio.Task[TokenStream]) -> None:
-    """Stops a request that has been handed in, if it has, and that nobody waits for."""
+    """Stops a request that no reader waits for, if it was submitted."""
     if not submitted.cancelled() and submitted.exception() is None:
         submitted.result().stop()
 
 
 @dataclasses.dataclass
 class _Answer:
-    """A stream as far as it has come: the texts of its tokens, and when the last of them came."""
+    """A stream so far: the texts of its tokens, and the time of the last of them."""
 
     stream: TokenStream
     texts: list[str] = dataclasses.field(default_factory=list)
@@ -204,7 +204,7 @@ class _Answer:
 
 
 class ResponseStream:
-    """Makes replies of what the engine gives; `async with` frees the slots, whatever happens."""
+    """A reply made of the engine's tokens; `async with` frees the slots, whatever happens."""
 
     def __init__(
         self,
@@ -231,12 +231,12 @@ class ResponseStream:
             self._service.metrics.ended(answer.stream.state)
 
     def cancel(self) -> None:
-        """Stops decoding; whoever waits for a reply is told so."""
+        """Stops decoding, and tells the reader."""
         for answer in self.answers:
             answer.stream.stop()
 
     async def whole(self) -> replies.Reply:
-        """The reply in one piece; raises ApiError where the engine has stopped."""
+        """The reply in one piece; ApiError where the engine has stopped."""
         async for _ in self._settled():
             pass
         choices = [
@@ -251,7 +251,7 @@ class ResponseStream:
         return self._style.whole(choices=choices, **self._fields, **self._totals())
 
     async def chunks(self) -> AsyncGenerator[replies.Reply]:
-        """The reply as it comes; raises ApiError where the engine has stopped."""
+        """Yields the reply as it comes; ApiError where the engine has stopped."""
         options = self._request.stream_options
         ends_with_usage = options is not None and options.include_usage
         unfinished = len(self.answers)
@@ -272,7 +272,7 @@ class ResponseStream:
             yield self._style.chunk(choices=[], **self._fields, **self._totals())
 
     async def _settled(self) -> AsyncGenerator[tuple[int, Settled]]:
-        """Waits for the next tokens of any answer, and counts them."""
+        """Yields the next tokens of any answer, with its index, and counts them."""
         streams = [answer.stream for answer in self.answers]
         try:
             async with contextlib.aclosing(merged(streams)) as found:

@@ -1,7 +1,7 @@
 """A loosened rule in sglang-jax, where it verifies greedily: chains of drafts of one length.
 
-Its DFlash worker verifies by one function of the logits, whose place `install` takes. In its fused
-EAGLE program, `predictions` goes in the place of the argmax, one line of `draft_extend_fused.py`.
+Its DFlash worker verifies with one function of the logits, which `install` replaces. In its fused
+EAGLE program, `predictions` replaces the argmax, one line of `draft_extend_fused.py`.
 Tried with the source of August 2026 (commit cddbf6f) on a CPU.
 """
 
@@ -32,7 +32,7 @@ def predictions(
 ) -> Int32[Array, " tokens"]:
     """The target's tokens, with the draft's own where the rule rescues it. Pure; for greedy rows.
 
-    What compares drafts with the target's argmax then keeps what the rule keeps.
+    A comparison of drafts with the target's argmax then keeps what the rule keeps.
 
     Args:
       rule: without a budget, which would have to be carried from step to step (else FlyJaxError).
@@ -40,7 +40,7 @@ def predictions(
         the last one that was verified.
       target_logits: at the same places, so that each predicts the next draft token.
       num_draft_tokens: of each request, the verified one included.
-      protected: tokens that are never rescued, nor anything in their place.
+      protected: tokens that are never rescued, nor replaced by a rescue.
     """
     if rule.budget is not None:
         raise FlyJaxError(
@@ -57,10 +57,10 @@ def predictions(
 
 
 def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> None:
-    """Has sglang-jax's DFlash worker verify with a rule; in the process that runs the model.
+    """Makes sglang-jax's DFlash worker verify with a rule; call it where the model runs.
 
-    What is protected is as of `predictions`: say, the tokens that end a text. Raises FlyJaxError
-    for a rule with a budget, or an sglang-jax without that function.
+    `protected` is that of `predictions`: say, the tokens that end a text. Raises FlyJaxError for a
+    rule with a budget, or an sglang-jax without that function.
     """
     worker: Any = importlib.import_module("sgl_jax.srt.speculative.dflash_worker")
     stock: Callable[..., Any] | None = getattr(worker, "dflash_greedy_verify", None)
@@ -80,7 +80,7 @@ def install(rule: Rule, *, protected: Bool[Array, " vocab"] | None = None) -> No
         if not mesh.empty:  # the engine's axes are explicit, and the rule's are not
             found = jax.sharding.auto_axes(found, out_sharding=PartitionSpec("data"))
         tokens = found(draft_token, target_logits)
-        # The argmax of this is the tokens again; XLA makes no array of it.
+        # The argmax of this gives the tokens back; XLA makes no array of it.
         logits = tokens[:, None] == jnp.arange(target_logits.shape[-1])
         return stock(draft_token, logits, draft_token_num=draft_token_num)
 

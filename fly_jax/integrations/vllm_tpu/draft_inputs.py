@@ -1,7 +1,7 @@
 """The inputs of a draft model after a step of the target: flat, pure, and free of the engine.
 
 With a lookup, a pass takes in each request's last token and what followed the same n-gram before.
-The model's choices say how many were its own: the tokens are those of one pass for each.
+It keeps as many of these as the model chooses itself, so the tokens are those of one pass each.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def context_of(step: TargetStep, *, max_length: int) -> Context:
 def _flat(
     counts: Int[Array, " requests"], size: int
 ) -> tuple[Int32[Array, " requests+1"], Int[Array, " size"], Int[Array, " size"]]:
-    """Begins of so many tokens of each request, and the request and place of each token."""
+    """The begins of `counts` tokens of each request, and the request and place of each token."""
     starts = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
     flat = jnp.arange(size, dtype=jnp.int32)
     row = jnp.minimum(jnp.searchsorted(starts[1:], flat, side="right"), len(counts) - 1)
@@ -97,7 +97,7 @@ def decoding_step(
     Int32[Array, " requests+1"],
     Int32[Array, " 3"],
 ]:
-    """Hidden states and positions of the last tokens of a `Context`, for a pass of them."""
+    """The hidden states and positions of the last tokens of a `Context`, for a pass of them."""
     starts = jnp.arange(last.shape[0] + 1, dtype=jnp.int32)
     return hidden[last], positions[last], starts, jnp.repeat(distribution[2:], 3)
 
@@ -136,7 +136,7 @@ def begin(
     *,
     k: int,
 ) -> Progress:
-    """After the first draft token of each request; what is beyond all requests is padding."""
+    """The progress after the first draft token of each request; rows beyond these are padding."""
     rows = jnp.arange(len(length))
     text = jnp.pad(text, ((0, 0), (0, k))).at[rows, length].set(first)
     return Progress(text, length, jnp.where(rows < distribution[2], 1, k))
@@ -148,10 +148,10 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Pass
     num_rows, width = len(length), 1 + lookup.num_tokens
     end = length + num_drafted
     proposed, found = look_up(lookup, text, end, lookup.num_tokens)
-    # One token comes from the pass itself, so of the last one there is no proposal.
+    # The pass itself gives one token, so the last one needs no proposal.
     useful = jnp.minimum(k - 1 - num_drafted, max_length - end)
     counts = 1 + jnp.clip(found, 0, jnp.maximum(useful, 0))
-    # A request that has its tokens waits for the others: it takes in again what it has taken in.
+    # A request that has its tokens waits for the others, and takes in the same tokens again.
     first = length + jnp.minimum(num_drafted, k - 1) - 1
     last = jnp.take_along_axis(text, first[:, None], axis=1)
     tokens = jnp.concatenate([last, proposed], axis=1)
@@ -166,7 +166,7 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Pass
 
 
 def extended(progress: Progress, fed: Pass, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
-    """The draft tokens that a pass adds, whose model chose these after what it was fed."""
+    """The progress with the draft tokens of a pass, whose model chose `chosen` after its inputs."""
     text, length, num_drafted = progress
     num_rows, width = len(length), len(chosen) // len(length)
     steps = jnp.arange(width, dtype=jnp.int32)
@@ -193,6 +193,6 @@ def slots_of_tokens(
     starts: Int32[Array, " requests+1"],
     tokens: Int32[Array, " tokens"],
 ) -> Int32[Array, " tokens"]:
-    """The place of the text of each token's request; beyond all places for padding."""
+    """The slot of the text of each token's request; beyond all slots for padding."""
     row = jnp.searchsorted(starts[1:], jnp.arange(len(tokens)), side="right")
     return slots.at[row].get(mode="fill", fill_value=_NOWHERE)

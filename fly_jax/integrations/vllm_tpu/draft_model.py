@@ -26,9 +26,9 @@ Caches = list[jax.Array]
 
 
 class Texts:
-    """Tokens that the draft model has taken in of each request; its prompt as soon as it is known.
+    """The tokens of each request that the draft model has taken in; a prompt once it is known.
 
-    A request that finds no place here is drafted without a lookup, with the same tokens.
+    A request without a slot here is drafted without a lookup, with the same tokens.
     """
 
     tokens: Int32[Array, "slots capacity"]  # on every device whole
@@ -44,7 +44,7 @@ class Texts:
         self.begin([None] * num_requests, {})
 
     def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
-        """Says whose the rows of the next step are, of the requests that are alive, by id."""
+        """Assigns the next step's rows to requests, by the ids of those that are alive."""
         slots, is_new = self._slots.step(rows, requests)
         for name, slot, comes in zip(rows, slots, is_new, strict=True):
             if name is not None and comes and slot < self._slots.num:
@@ -72,7 +72,7 @@ def _put(
 
 
 class Drafted(NamedTuple):
-    """The results of a step: the model's layers, the texts of a lookup, the greedy drafts."""
+    """The results of a step: the draft model's caches, the texts of a lookup, the greedy drafts."""
 
     caches: Caches
     texts: Int32[Array, "slots capacity"] | None
@@ -86,15 +86,13 @@ def _laid_out(metadata: Any, given: draft_inputs.Context | draft_inputs.Pass, **
 
 
 class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
-    """Drafts greedily with a model of its own, in the place of the engine's EAGLE-3 head.
+    """Drafts greedily with a separate model, in place of the engine's EAGLE-3 head.
 
-    A step has two programs. `prepare_inputs` makes of the target's step what the draft model has
-    yet to take in: the tokens that the target kept, and the one that follows them. `propose` takes
-    them in, and drafts.
-
+    A step has two programs. `prepare_inputs` selects what the draft model has yet to take in: the
+    tokens that the target kept, and the one that follows them. `propose` takes them in, and drafts.
     The draft model's layers are further layers of the engine's paged cache, with the target's
-    pages. What it takes in of the tokens that it drafted itself it has taken in before; doing so
-    again lets the pass be the same after a prompt, a cached prefix or a rejection.
+    pages. It takes in again the tokens that it drafted itself, so that the pass is the same after a
+    prompt, a cached prefix or a rejection.
     """
 
     def __init__(self, vllm_config: Any, runner: Any, lookup: Lookup | None) -> None:
@@ -106,7 +104,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self.layer_names = [f"draft_layer.{index}" for index in range(count)]
 
     def load_model(self, target_model: Any) -> None:
-        """Loads it as the engine loads a target; `target_model` is not needed."""
+        """Loads the draft model as the engine loads a target; `target_model` is not needed."""
         # The engine's models read "the" model's config.
         config = copy.copy(self.vllm_config)
         config.model_config = copy.copy(self.draft_model_config)
@@ -129,7 +127,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             self._texts = Texts(self.mesh, self.runner.max_num_reqs, self.runner.max_model_len)
 
     def begin(self, rows: Sequence[str | None], requests: Mapping[str, Any]) -> None:
-        """Says whose the rows of the next step are; see `Texts.begin`."""
+        """Assigns the next step's rows to requests; see `Texts.begin`."""
         if self._texts is not None:
             self._texts.begin(rows, requests)
 
@@ -144,7 +142,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         num_rejected_tokens: Int[Array, " requests"],
         num_reqs_dp: Int[Array, " ranks"],
     ) -> tuple[None, Int32[Array, " more"], Int32[Array, " requests"], Any]:
-        """As `Eagle3Proposer.prepare_inputs`, without hidden states, and one more token of each."""
+        """Prepares inputs as its base does, without hidden states, and one more token of each."""
         step = draft_inputs.TargetStep(
             input_ids, attn_metadata.input_positions, attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -163,7 +161,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         last_token_indices: Int[Array, " requests"],
         target_hidden_states: None,
     ) -> tuple[list[jax.Array], Int32[Array, "requests K"]]:
-        """As `Eagle3Proposer.propose`."""
+        """Proposes K tokens of each request; see `Eagle3Proposer.propose`."""
         places = [self.runner.layer_name_to_kvcache_index[name] for name in self.layer_names]
         texts = self._texts
         drafted = self._drafted(
@@ -188,22 +186,22 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         metadata: Any,
         last: Int[Array, " requests"],
     ) -> Drafted:
-        """All passes of a step over a `Context`; without a lookup there are no texts."""
-        # 1) What is new of each request; its last token gives the first draft token.
+        """Runs all passes of a step over a `Context`; without a lookup there are no texts."""
+        # 1) The new tokens of each request, whose last one gives the first draft token.
         caches, hidden = self._passed(caches, leaves, tokens, metadata)
         hidden, positions, starts, distribution = self._on_each(draft_inputs.decoding_step)(
             hidden, metadata.input_positions, last, metadata.request_distribution
         )
         first = self._greedy(leaves, hidden)
         if texts is not None and slots is not None:
-            # 2) The texts, with what is new, and each request's own; zeros for one without a place.
+            # 2) The texts, with the new tokens, and each request's; zeros for one without a slot.
             find = self._on_each(draft_inputs.slots_of_tokens)
             where = find(slots, metadata.query_start_loc, tokens)
             texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
             rows = texts.at[slots].get(mode="fill", fill_value=0)
             begin = self._on_each(draft_inputs.begin, k=self.num_speculative_tokens)
             begun = begin(rows, positions + 1, first, metadata.request_distribution)
-            # 3) In a pass as many tokens as are found and would have been drafted, and one more.
+            # 3) Each pass gives the looked-up tokens that the model would draft, and one more.
             return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
         # 2) One token after the other.
         where = {"query_start_loc": starts, "request_distribution": distribution}
@@ -268,7 +266,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         return jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, SPLIT))
 
     def _on_each(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-        """On each device's share of the requests."""
+        """Maps a function over the devices, each with its share of the requests."""
         given = functools.partial(function, **static)
         return jax.shard_map(given, mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT)
 

@@ -22,7 +22,7 @@ PACKAGES = {
 TRIED = "tpu-inference 0.32.0 and vllm-tpu 0.32.0"
 PLATFORM = "platforms.tpu_platform"
 
-# All that is overridden, called or read, by module.
+# The names that are overridden, called or read, by module.
 HOOKS = {
     PLATFORM: "TpuPlatform.check_and_update_config TpuPlatform.validate_request",
     "worker.tpu_worker": "TPUWorker.init_device TPUModelRunner",
@@ -44,7 +44,7 @@ HOOKS = {
 
 
 def root() -> str | None:
-    """The engine's name: that of the platform which vLLM has imported, or the first installed."""
+    """The engine's package: that of the platform vLLM has imported, or the first installed."""
     names = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     return min(names, key=lambda name: f"{name}.{PLATFORM}" not in sys.modules, default=None)
 

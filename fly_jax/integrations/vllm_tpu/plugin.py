@@ -1,6 +1,6 @@
-"""The entry point: what vLLM calls in each of its processes.
+"""The entry point that vLLM calls in each of its processes.
 
-docs/integrations.md says what is put in whose place; `hooks.HOOKS` is what is needed for it.
+docs/integrations.md says what replaces what; `hooks.HOOKS` is what is needed for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 
 
 def register() -> None:
-    """Called by vLLM as `vllm.general_plugins` says, before settings are known."""
+    """Hooks into vLLM, which calls this as `vllm.general_plugins` before settings are known."""
     if root() is None:
         if importlib.util.find_spec("vllm_torchtpu") is not None:
             ours = " or ".join(PACKAGES)

@@ -20,9 +20,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class RequestPlaces:
-    """One of `num` places for each request, from its first step to its last.
+    """The `num` places of requests, each kept from a request's first step to its last.
 
-    More requests may be alive where some were preempted; padding and what finds none is at `num`.
+    More requests may be alive where some were preempted; those without a place, and padding, have
+    the place `num`.
     """
 
     def __init__(self, num: int) -> None:
@@ -35,7 +36,7 @@ class RequestPlaces:
     ) -> tuple[Int32[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
         """The place of each row's request, by its id (None for padding), and whether it is new.
 
-        Places of requests that are not `live`, as the engine knows them, are free again.
+        Frees the places of requests that are not `live`, as the engine knows them.
         """
         for gone in [name for name in self._of if name not in live]:
             slot = self._of.pop(gone)
@@ -67,7 +68,7 @@ class StepRows(NamedTuple):
 
 
 class RowRules:
-    """Every request's own rule, from its first step to its last."""
+    """The rules of all requests, each from its first step to its last."""
 
     def __init__(self, config: DecodingConfig, num_slots: int) -> None:
         """Takes a checked config; with a budget, requests without a slot are decoded exactly."""
@@ -80,7 +81,7 @@ class RowRules:
     def step(
         self, rows: Sequence[str | None], live: Collection[str], parameters: Callable[[str], Any]
     ) -> StepRows:
-        """Rules, by `SamplingParams` of requests, and places of rows as `RequestPlaces.step`."""
+        """The rules of rows, by requests' `SamplingParams`; places as `RequestPlaces.step`."""
         slots, is_new = self._slots.step(rows, live)
         self._rules = {name: rule for name, rule in self._rules.items() if name in live}
         for name in rows:
@@ -95,7 +96,7 @@ class RowRules:
         return StepRows(self._per_row([self._engines] * num_rows), slots, np.zeros(num_rows, bool))
 
     def _per_row(self, rules: list[Rule]) -> Rule:
-        """They seldom change from one step to the next."""
+        """Unites the rules of rows, which seldom change from one step to the next."""
         if self._united is None or self._united[0] != rules:
             self._united = rules, per_row(rules, like=[self._engines])
         return self._united[1]
@@ -114,5 +115,5 @@ def sampling_of(
     top_k: Int[Array, " requests"],
     top_p: Float[Array, " requests"],
 ) -> Sampling:
-    """The engine's numbers as ours: its temperature of a greedy request is -1."""
+    """The engine's numbers as a `Sampling`; the engine's temperature of a greedy request is -1."""
     return Sampling(jnp.maximum(temperature, 0), jnp.maximum(top_k, 0), top_p)

@@ -35,7 +35,7 @@ TPUWorker: Any = hook("worker.tpu_worker:TPUWorker")
 
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
 _SECONDS_BETWEEN_LINES = 10.0
-# One in a process, whichever engine counts; vLLM takes its own off the registry when it starts.
+# One in a process for all engines; vLLM unregisters its own counters when it starts.
 _COUNTER = Counter(
     "vllm:spec_decode_num_rescued_tokens",
     "Accepted draft tokens that the target refused and the loosened rule kept.",
@@ -45,7 +45,7 @@ _COUNTER = Counter(
 
 
 class RescueCounter:
-    """Counts what the sampler has rescued, one step late so that no step waits for it."""
+    """A counter of the sampler's rescues, one step late so that no step waits for it."""
 
     def __init__(self, model_name: str, engine: int) -> None:
         self._labels = model_name, str(engine)
@@ -54,13 +54,13 @@ class RescueCounter:
         self._since_line, self._last_line = 0, time.monotonic()
 
     def wait_for(self, num_rescued: Int32[Array, ""]) -> None:
-        """Notes a step's figure, which is still on the device."""
+        """Notes a step's number of rescues, which is still on the device."""
         self.flush()
         num_rescued.copy_to_host_async()
         self._waiting = num_rescued
 
     def flush(self) -> None:
-        """Counts what was noted."""
+        """Counts the noted number."""
         if self._waiting is None:
             return
         number, self._waiting = int(np.asarray(self._waiting)), None
@@ -76,7 +76,7 @@ class RescueCounter:
 
 
 class LoosenedSampler(RejectionSampler):
-    """The engine's sampler, but for what the rule keeps besides.
+    """The engine's sampler, which also keeps what a loosened rule rescues.
 
     It has the engine's layout: each device decides on its share of the requests, over a vocabulary
     that is whole where the stock sampler has it whole.
@@ -104,7 +104,7 @@ class LoosenedSampler(RejectionSampler):
     def begin(
         self, rows: Sequence[str | None], live: Collection[str], parameters: Callable[[str], Any]
     ) -> None:
-        """Says whose the rows of the next step are; see `RowRules.step`."""
+        """Assigns the next step's rows to requests; see `RowRules.step`."""
         self._step = self._rows.step(rows, live, parameters)
 
     def __call__(
@@ -117,7 +117,7 @@ class LoosenedSampler(RejectionSampler):
         sampling_metadata: Any,
         key: Key[Array, ""] | None = None,
     ) -> Int32[Array, " emitted"]:
-        """As `RejectionSampler.__call__`."""
+        """Emits tokens in the layout of `RejectionSampler.__call__`."""
         # The engine also calls to compile ahead, with no requests.
         step = self._step or self._rows.padding(num_draft_tokens.shape[0])
         tokens, self.num_rescued, self._budgets = kept_on(
@@ -146,10 +146,7 @@ def kept_on(
     mesh: jax.sharding.Mesh,
     max_drafted: int,
 ) -> tuple[Int32[Array, " emitted"], Int32[Array, ""], Float32[Array, " slots"]]:
-    """`verify_flat` on every device's share of the requests, with the budgets left, in nats.
-
-    It returns the tokens in the engine's layout, how many are rescues, and the budgets.
-    """
+    """Runs `verify_flat` on each device's requests; returns tokens, rescues, and budgets left."""
     sampling, budget = None, None
     if metadata.do_sampling:
         sampling = sampling_of(metadata.temperature, metadata.top_k, metadata.top_p)
@@ -188,7 +185,7 @@ def kept_on(
 
 
 class Runner(TPUModelRunner):  # type: ignore[misc]
-    """tpu-inference's, with fly_jax's sampler (of a loosened rule) and drafter."""
+    """The runner of tpu-inference, with fly_jax's sampler (of a loosened rule) and drafter."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.rescues: RescueCounter | None = None
@@ -225,7 +222,7 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)
 
     def get_kv_cache_spec(self) -> Any:
-        """As `TPUModelRunner.get_kv_cache_spec`, and the layers of the draft model."""
+        """The spec of `TPUModelRunner`, with the layers of the draft model."""
         spec = super().get_kv_cache_spec()
         if isinstance(self.drafter, DraftModelProposer):
             draft = self.speculative_config.draft_model_config
@@ -237,7 +234,7 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         return spec
 
     def capture_model(self) -> None:
-        """As `TPUModelRunner.capture_model`, and the programs of the draft model."""
+        """Compiles the programs of `TPUModelRunner`, and those of the draft model."""
         super().capture_model()
         skips = hook("envs:SKIP_JAX_PRECOMPILE") or self.model_config.enforce_eager
         if isinstance(self.drafter, DraftModelProposer) and not skips:
@@ -248,10 +245,10 @@ _PROPOSE = inspect.signature(Manager.propose_draft_token_ids)
 
 
 class _Manager(Manager):  # type: ignore[misc]
-    """tpu-inference's, which tells the sampler whose rows are next, and drafts with a model."""
+    """The manager of tpu-inference, which also tells the sampler whose rows are next."""
 
     def get_spec_decode_metadata(self, **kwargs: Any) -> Any:
-        """As its base: the first of a step."""
+        """Assigns the rows to requests: the engine's first call of a step."""
         metadata = super().get_spec_decode_metadata(**kwargs)
         sampler, requests = self.runner.rejection_sampler, self.runner.requests
         of_ranks = [metadata.req_ids_dp[rank] for rank in range(kwargs["dp_size"])]
@@ -264,7 +261,7 @@ class _Manager(Manager):  # type: ignore[misc]
         return metadata
 
     def propose_draft_token_ids(self, *given: Any, **named: Any) -> None:
-        """As its base: the last of a step."""
+        """Drafts: the engine's last call of a step."""
         runner, batch = self.runner, self.runner.input_batch
         bound = _PROPOSE.bind(self, *given, **named)
         bound.apply_defaults()
@@ -272,7 +269,7 @@ class _Manager(Manager):  # type: ignore[misc]
         if runner.rescues is not None:
             runner.rescues.wait_for(runner.rejection_sampler.num_rescued)
         if isinstance(runner.drafter, DraftModelProposer):
-            # It has the interface of the EAGLE-3 head, so that the engine drives it as that.
+            # It has the interface of the EAGLE-3 head, so the engine drives it as one.
             names = (
                 "spec_decode_metadata", "last_sampled_token_id", "num_rejected_tokens",
                 "discard_sampled_tokens_req_indices", "aux_hidden_states", "attn_metadata",
@@ -282,8 +279,8 @@ class _Manager(Manager):  # type: ignore[misc]
             self._draft_token_ids = drafts
             self._req_indices_dp = of["spec_decode_metadata"].req_indices_dp
         elif runner.speculative_config.method == "ngram":
-            # The engine looks up before the step's tokens stand in its text, and so drafts what
-            # would have followed one step ago. Here they do; it then writes them once more.
+            # The engine looks up before it writes the step's tokens into its text, so it drafts
+            # what followed one step ago. Here they are written first; it writes them once more.
             sampled = hook("runner.utils:host_extract_sampled_tokens")(
                 runner, of["spec_decode_metadata"], of["sampled_output"],
                 of["logits_indices_selector"], of["discard_sampled_tokens_req_indices"],
@@ -299,7 +296,7 @@ class _Manager(Manager):  # type: ignore[misc]
             super().propose_draft_token_ids(*given, **named)
 
     def take_draft_token_ids(self) -> Any:
-        """As its base, once the step's tokens have been read."""
+        """Counts rescues, once the step's tokens have been read."""
         if self.runner.rescues is not None:
             self.runner.rescues.flush()
         return super().take_draft_token_ids()
@@ -310,10 +307,10 @@ def _padded(of_ranks: list[list[str]], length: int) -> list[str | None]:
 
 
 class Worker(TPUWorker):  # type: ignore[misc]
-    """tpu-inference's, with `Runner` for its runner."""
+    """The worker of tpu-inference, with `Runner` for its runner."""
 
     def init_device(self) -> None:
-        """As `TPUWorker.init_device`, which makes the runner by this name."""
+        """Makes a `Runner`, in place of the module's `TPUModelRunner`."""
         module: Any = sys.modules[TPUWorker.__module__]
         stock, module.TPUModelRunner = module.TPUModelRunner, Runner
         try:

@@ -27,9 +27,9 @@ from fly_jax.verification.rules.loosened import rule_names
 
 KEY = "fly_jax"
 _VARIABLE = "FLY_JAX_"
-# Of `DecodingConfig`'s own parameters: K, temperature and limits are the engine's.
+# Parameters of `DecodingConfig` itself; K, temperature and other limits are the engine's.
 _OWN = ("rule", "protect", "memory", "csd_min_count")
-# What no request can have otherwise.
+# Settings that no request can change.
 _OF_THE_ENGINE = {"protect", "memory", "csd_min_count", "any_version"}
 _OF_THE_LOOKUP = {one.name for one in parameters_of(Lookup)}
 
@@ -38,7 +38,7 @@ DRAFTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 
 _WORKER = "fly_jax.integrations.vllm_tpu.runner.Worker"
 _LOGGER = logging.getLogger("vllm.fly_jax")  # which vLLM shows
-# What this process has prepared last; requests are checked against it.
+# The config that this process has prepared last; requests are checked against it.
 _prepared: list[DecodingConfig] = []
 
 
@@ -48,7 +48,7 @@ class _Plugin:
 
 
 def known() -> dict[str, Parameter]:
-    """All that may be asked for, by name."""
+    """The settings that may be asked for, by name."""
     everything, groups = decoding_parameters(), parameter_groups()
     parts = ("Loosened rules", "Limits of loosened rules", "Lookup")
     others = [one for part in parts for one in groups[part]]
@@ -59,13 +59,12 @@ def known() -> dict[str, Parameter]:
 def asked_for(
     given: Mapping[str, Any] | None, environment: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """The settings that are asked for; None if nothing is.
+    """The settings that are asked for; None if none are. FlyJaxError for a wrong one.
 
     Args:
-      given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published. For an
-        unknown name or a wrong value FlyJaxError is raised.
-      environment: `FLY_JAX_RULE` asks too, and the other names, in capitals, are read then; what
-        `given` says comes first.
+      given: `additional_config["fly_jax"]`, if it is there. `{}` asks for FLy as published.
+      environment: `FLY_JAX_RULE` asks too, and the other names, in capitals, are read then; `given`
+        takes precedence.
     """
     if given is None and f"{_VARIABLE}RULE" not in environment:
         return None
@@ -100,7 +99,7 @@ def decoding_config(asked: Mapping[str, Any], num_speculative_tokens: int) -> De
 
 @contextlib.contextmanager
 def _in_additional_config() -> Iterator[None]:
-    """Says in errors where the settings stand."""
+    """Adds to errors where the settings stand."""
     try:
         yield
     except FlyJaxError as error:
@@ -110,7 +109,7 @@ def _in_additional_config() -> Iterator[None]:
 def request_rule(config: DecodingConfig, override: Any, temperature: float) -> Rule:
     """The rule of one request; FlyJaxError where it cannot have one, or makes another program.
 
-    Whatever fails in it is that request's fault, not the engine's.
+    Any error in it is the request's fault, not the engine's.
 
     Args:
       override: `SamplingParams.extra_args["fly_jax"]` of the request, if it is there, or that as
@@ -161,7 +160,7 @@ def _parsed(text: str, one: Parameter) -> Any:
 
 
 class StartRefusedError(RuntimeError):
-    """A `FlyJaxError`'s sentence; that is a `ValueError`, which pydantic puts into a report."""
+    """A `FlyJaxError`'s sentence as no ValueError: pydantic would put that into a report."""
 
 
 def refuse(error: FlyJaxError) -> NoReturn:
@@ -174,10 +173,10 @@ def refuse(error: FlyJaxError) -> NoReturn:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Checks what was asked for, and has the engine make the worker that does it.
+    """Checks what was asked for, and makes the engine use fly_jax's worker.
 
-    Raises FlyJaxError for untried versions, no speculative decoding, a rule of which nothing can be
-    made with this K, a draft model that cannot be used, or a lookup without one.
+    Raises FlyJaxError for untried versions, no speculative decoding, a rule that cannot be made
+    with this K, a draft model that cannot be used, or a lookup without one.
     """
     asked = asked_for(vllm_config.additional_config.get(KEY), os.environ)
     speculative = vllm_config.speculative_config
@@ -206,7 +205,7 @@ def prepare(vllm_config: Any) -> None:
 
 
 def check_request(params: Any) -> None:
-    """Checks `extra_args["fly_jax"]` of a request, unless its worker has to; see `request_rule`."""
+    """Checks `extra_args["fly_jax"]` of a request, if this process prepared; see `request_rule`."""
     if _prepared:
         request_rule(_prepared[0], params.extra_args[KEY], params.temperature)
 

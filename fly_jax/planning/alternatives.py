@@ -1,4 +1,4 @@
-"""Other layouts and types that fit, by shapes and what the compiler said; drafts that pay."""
+"""Alternatives to a plan: layouts and types that fit, by shapes and the compiler; and drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ROWS, _CONTEXT_STEP = 4096, 1024
 
 
 def alternatives(spec: PlanSpec, peak_bytes: int) -> tuple[int, int, tuple[str, ...]]:
-    """The largest batch and context, and what would make a plan of this peak fit; see `Plan`."""
+    """The largest batch and context, and the remedies for a plan of this peak; see `Plan`."""
     correction = peak_bytes - counted_peak(spec, spec.layouts())
 
     def fits(changed: PlanSpec) -> bool:
@@ -54,7 +54,7 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
 def _remedies(
     spec: PlanSpec, fits: Callable[[PlanSpec], bool], largest_batch: int, largest_context: int
 ) -> Iterator[str]:
-    """Changes each of which would make it fit: int8, fewer rows, less context, a larger slice."""
+    """Yields changes that would make it fit: int8, fewer rows, less context, a larger slice."""
     is_own = spec.self_draft == SELF_DRAFTS["int8"]  # which an int8 target would be itself
     if not (spec.int8 or is_own) and fits(dataclasses.replace(spec, int8=True)):
         yield "int8 matrices (--dtype int8)"
@@ -109,7 +109,7 @@ class SmallerDraft:
 
 @dataclasses.dataclass(frozen=True)
 class Drafters:
-    """Draft models by what they would be worth.
+    """Draft models, sorted by their worth.
 
     Attributes:
       passes: the given draft in every layout and type, the fastest first; those that do not fit
@@ -122,7 +122,7 @@ class Drafters:
 
 
 def weigh_drafters(spec: PlanSpec, layouts: Layouts, verify: float, mean: float) -> Drafters:
-    """Weighs the draft's layouts and types, and smaller models, by seconds to verify and mean."""
+    """Weighs the draft's layouts and types, and smaller models, by `verify` seconds and `mean`."""
     left = spec.chip.memory_bytes - resident_bytes(layouts.target, spec.target, spec.workload)
     k = spec.num_speculative_tokens
     wide = "int8" if spec.int8 else "bfloat16"
@@ -159,7 +159,7 @@ def _num_passes(config: LlamaConfig, num_speculative_tokens: int) -> float:
 
 
 def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
-    """Whether a preset drafts for the same targets with less work."""
+    """Tells whether a preset drafts for the same targets with less work."""
     return (
         config.head is None  # which is one target's own
         and config.architecture == draft.architecture
@@ -171,7 +171,7 @@ def _replaces(config: LlamaConfig, draft: LlamaConfig) -> bool:
 
 
 def _passes(spec: PlanSpec, config: LlamaConfig, left: float) -> tuple[DraftPass, ...]:
-    """Every layout and type of a draft model in the bytes left of a chip, the best first."""
+    """The layouts and types of a draft model in the bytes left of a chip, the best first."""
     ways = itertools.product(RULES, (None, INT8))
     found = (_pass(spec, config, *way, left) for way in ways)
     return tuple(sorted(found, key=lambda one: (not one.fits, one.seconds)))

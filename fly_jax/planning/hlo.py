@@ -1,4 +1,4 @@
-"""A compiled program as its HLO text says it: what runs how often, what travels, what is copied."""
+"""The HLO text of a compiled program: what runs how often, what travels, what is copied."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne,
     "add": operator.add, "subtract": operator.sub,
 }  # fmt: skip
-# Beyond so many trips a loop is taken to be one that only data ends.
+# A loop of more trips is taken to be one that only data ends.
 _MOST_TRIPS = 2**10
-# What hands its operand on, as far as a counter is concerned.
+# Operations that hand a counter on unchanged.
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "optimization-barrier")
 
 
@@ -44,7 +44,7 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation: `name = result opcode(inputs), attributes`."""
+    """A line of a computation: `name = result opcode(inputs), attributes`."""
 
     name: str
     result: str
@@ -54,12 +54,12 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of what it is given."""
+        """The names of its operands."""
         return tuple(_NAME.findall(self.inputs))
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """Of the result: several where it is a tuple."""
+        """The arrays of the result: several where it is a tuple."""
         return tuple(
             Array(kind, tuple(int(size) for size in sizes.split(",") if size), layout)
             for kind, sizes, layout in _ARRAY.findall(self.result)
@@ -74,7 +74,7 @@ class Instruction:
 
 
 class Computation(NamedTuple):
-    """One function of the program: its lines by name, in their order, and the one it returns."""
+    """A function of the program: its lines by name, in their order, and the one it returns."""
 
     instructions: dict[str, Instruction]
     root: Instruction | None
@@ -87,13 +87,13 @@ class Program(NamedTuple):
     entry: str
 
     def computation(self, name: str) -> Computation:
-        """The one of that name; an empty one where the text has none."""
+        """The computation of that name; an empty one where the text has none."""
         return self.computations.get(name, Computation({}, None))
 
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One computation that runs, `count` times at most, as called from a place; none is fused."""
+    """A computation that runs, `count` times at most, as called from a place; none is fused."""
 
     computation: Computation
     count: int
@@ -124,10 +124,10 @@ def parse(hlo: str) -> Program:
 
 
 def frames(program: Program, *, unknown_trips: int = 1) -> Iterator[Frame]:
-    """Every computation that runs, once for each place that it is called from.
+    """Yields the computations that run, once for each place that they are called from.
 
-    Of a conditional every branch is given, with the count of the whole, so that what is summed
-    over them is an upper bound. A loop that nothing but data ends makes `unknown_trips`.
+    All branches of a conditional are yielded, with the count of the whole, so that sums over them
+    are upper bounds. A loop that only data ends makes `unknown_trips`.
     """
 
     def of(scope: _Scope, count: int, in_loop: bool, in_branch: bool) -> Iterator[Frame]:
@@ -190,14 +190,14 @@ class _Scope:
         self._known: dict[str, _Value] = {}
 
     def value(self, name: str) -> _Value:
-        """The known part of the result of that name."""
+        """The value of the result of that name, as far as it is known."""
         if name not in self._known:
             one = self.computation.instructions.get(name)
             self._known[name] = None if one is None else self._worked_out(one)
         return self._known[name]
 
     def result(self) -> _Value:
-        """The known part of the result of the whole."""
+        """The value of the whole, as far as it is known."""
         root = self.computation.root
         return None if root is None else self.value(root.name)
 
@@ -232,7 +232,7 @@ def _element(value: _Value, slot: int) -> _Value:
 
 
 def _loop(scope: _Scope, one: Instruction) -> tuple[int | None, _Scope]:
-    """A `while`: its trips at most, counted through (None: data says), and its body."""
+    """Counts the trips of a `while` at most (None: only data ends it); also gives its body."""
     names = _LOOP.search(one.attributes)
     condition, body = (names[1], names[2]) if names else ("", "")
     init = scope.value(one.operands[0]) if one.operands else None
@@ -244,7 +244,7 @@ def _loop(scope: _Scope, one: Instruction) -> tuple[int | None, _Scope]:
     found = _Scope(scope.program, body, (inside,))
     if known := _KNOWN_TRIPS.search(one.attributes):
         return int(known[1]), found
-    # A counter whose start is data starts at 0 at the least: more trips than there will be.
+    # A counter whose start is data is taken to start at 0, the least: no fewer trips than in fact.
     state: _Value = tuple(
         0 if value is None and not same and array.kind != "pred" else value
         for value, same, array in zip(before, kept, one.arrays, strict=True)
@@ -268,11 +268,7 @@ ITEM_BYTES = {
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One exchange of a program, as HLO names it; shapes and bytes are its results' on one device.
-
-    Attributes:
-      axes: of the mesh, along which a group lies; empty where only the group's size is known.
-    """
+    """An exchange with its results on one device; `axes` are its group's, empty if unknown."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
@@ -283,7 +279,7 @@ class Exchange:
 
 
 def exchanges(hlo: str, num_devices: int, *, unknown_trips: int = 1) -> list[Exchange]:
-    """Every exchange of a compiled program, as often as the loops around it run; see `frames`."""
+    """The exchanges of a compiled program, as often as the loops around them run; see `frames`."""
     program, found = parse(hlo), []
     for frame in frames(program, unknown_trips=unknown_trips):
         for kind, one in _within(program, frame.computation):
@@ -323,14 +319,13 @@ def _group_size(line: str, num_devices: int) -> int:
         return int(counted[1])
     if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{([^}]*)\}", line):
         sizes = dict(part.split("=") for part in meshed[1].split(","))
-        # A part of an axis is written with what comes before it and its own size: 'x':(2)4.
+        # A part of an axis is written with the size before it and its own: 'x':(2)4.
         parts = (re.split(r":\(\d+\)", name.strip()) for name in meshed[2].split(","))
         return math.prod(int(own[0] if own else sizes[name]) for name, *own in parts)
     return 2 if "source_target_pairs=" in line else num_devices
 
 
-# What hands an array on, or changes some of it where it lies. What a loop or a branch returns is
-# looked for inside it.
+# Operations that hand an array on, or change it in place; loops and branches are looked into.
 _IN_PLACE = (
     "bitcast", "call", "conditional", "copy-done", "dynamic-update-slice", "get-tuple-element",
     "optimization-barrier", "parameter", "scatter", "tuple", "while",
@@ -355,12 +350,12 @@ class Copy:
 
     @property
     def is_repeated(self) -> bool:
-        """It is not made once, on the way in or out, but by a loop or a branch."""
+        """Tells whether a loop or a branch makes it, rather than once on the way in or out."""
         return self.in_loop or self.in_branch
 
 
 def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1) -> list[Copy]:
-    """Every copy of an array that has one of these shapes, in whatever order it lies.
+    """The copies of arrays that have one of these shapes, in whatever order of dimensions.
 
     Dimensions of 1 do not count, nor does the type (which a widened copy has changed). Arrays made
     from nothing, such as an empty cache, are no copies, nor is what a vector memory fetches.
@@ -380,7 +375,7 @@ def copies(hlo: str, shapes: Iterable[Sequence[int]], *, unknown_trips: int = 1)
 def large_shapes(
     layout: Layout | None, config: LlamaConfig, rows: int, capacity: int
 ) -> set[tuple[int, ...]]:
-    """Shapes of what a device holds of a model's cache and of each of its stacks of matrices."""
+    """The shapes, on one device, of a model's cache and of each of its stacks of matrices."""
     arrays = [
         (spec.axes, spec.shape)
         for spec in parameter_specs(config).values()
@@ -410,7 +405,7 @@ def _made(program: Program, computation: Computation, one: Instruction) -> Itera
 
 
 def _updates(program: Program, fusion: Instruction, index: int) -> bool:
-    """Whether a result of a fusion is one of its operands, changed where it lies."""
+    """Tells whether a result of a fusion is one of its operands, changed in place."""
     inside = program.computation(fusion.called[0]) if fusion.called else Computation({}, None)
     one = inside.root
     if one is not None and one.opcode == "tuple":
@@ -421,7 +416,7 @@ def _updates(program: Program, fusion: Instruction, index: int) -> bool:
 
 
 def _reads(computation: Computation, one: Instruction, array: Array) -> bool:
-    """Whether it is given an array of that size at the least, or collects one."""
+    """Tells whether it is given an array of at least that size, or collects one."""
     if one.opcode.removesuffix("-start") in EXCHANGES:
         return True
     given = (computation.instructions.get(operand) for operand in one.operands)

@@ -26,13 +26,12 @@ from fly_jax.sharding.mesh import MeshSpec
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.rules import Exact, Fly
 
-# libtpu looks for a TPU host around it unless it is told of one. The values decide nothing about
-# what it compiles for.
+# Tells libtpu of a TPU host, for which it looks otherwise; it decides nothing about the programs.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    # It would let one process in at a time, as if there were chips to share.
+    # Without this it lets one process in at a time, as if there were chips to share.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 
@@ -128,14 +127,14 @@ class PlanSpec:
 
     @property
     def draft_passes(self) -> tuple[dict[int, float], ...]:
-        """`roofline.draft_passes` of a round."""
+        """The passes of the draft models in a round; see `roofline.draft_passes`."""
         level_tokens = next(iter(self.rounds.static.level_speculative_tokens), 1)
         accepted = self.level_accepted_tokens or 1.0
         return draft_passes(self.drafts, self.num_speculative_tokens, level_tokens, accepted)
 
     @property
     def draft_workload(self) -> Workload:
-        """The same for the draft model, with the type of its matrices."""
+        """The workload of the draft model, with the type of its matrices."""
         workload = self.workload
         return dataclasses.replace(workload, matrices=self.self_draft or workload.matrices)
 
@@ -145,7 +144,7 @@ class PlanSpec:
         return self.context - 1 if self.prompt_length is None else self.prompt_length
 
     def chunk_plan(self, target: Layout) -> ChunkPlan:
-        """How the engine runs prompts where the target lies so."""
+        """The engine's plan of prompts, with the target in this layout."""
         is_whole = bool(target.rules.cache_length)
         steps = attention_steps(self.workload.capacity, is_whole=is_whole)
         most = OFFLINE_PREFILL_TOKENS
@@ -172,7 +171,7 @@ class PlanSpec:
                 f"a level below it gives 1 to {levels[0] + 1} tokens: give a mean in that range."
             )
         check_self_draft(self.self_draft, int8=self.int8)
-        # A head takes longer texts than it was trained on, as its files say too little of it.
+        # A head is left out: it takes longer texts than the context that its files state.
         models = [self.target, *(one for one in self.drafts if one.head is None)]
         most = min(one.max_context for one in models)
         if not 2 <= self.context <= most:
@@ -190,13 +189,13 @@ class PlanSpec:
             acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
 
     def without_padding(self) -> PlanSpec:
-        """The same with one vocabulary, without what pads the larger of both."""
+        """A copy with one vocabulary, without the padding of the larger one."""
         size = min(shared_vocabulary(self.target, one) for one in self.drafts)
         target, draft, *below = (one.with_vocabulary(size) for one in (self.target, *self.drafts))
         return dataclasses.replace(self, target=target, draft=draft, below=tuple(below))
 
     def layouts(self, mesh: Mesh | AbstractMesh | None = None) -> Layouts:
-        """How both models lie: on this mesh, or on an abstract one."""
+        """The layouts of both models: on this mesh, or on an abstract one."""
         mesh = abstract_mesh(self.mesh) if mesh is None else mesh
         task = self.target, self.draft, self.workload, self.chip, self.self_draft
         return choose_layouts(mesh, *task)

@@ -47,7 +47,7 @@ _Model = tuple[Layout, LlamaConfig, Workload]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step (of `STEPS`) on each chip; see `Plan.to_dict` for the names that JSON has.
+    """A step (of `STEPS`) on each chip; see `Plan.to_dict` for the names that JSON has.
 
     Attributes:
       peak_bytes: most memory at a time, with what the engine holds beside the step.
@@ -71,11 +71,11 @@ class Step:
 
     @property
     def source(self) -> str:
-        """Who says it: "compiled", or "shapes" where no compiler was asked."""
+        """The source of its figures: "compiled", or "shapes" where no compiler was asked."""
         return "shapes" if self.compile_seconds is None else "compiled"
 
     def collectives(self) -> list[dict[str, object]]:
-        """How often each kind of exchange runs, and the bytes of its results on a chip."""
+        """The exchanges by kind: how often they run, and the bytes of their results on a chip."""
         runs, sent = Counter[str](), Counter[str]()
         for one in self.exchanges:
             runs[one.kind] += one.count
@@ -83,7 +83,7 @@ class Step:
         return [{"kind": kind, "count": runs[kind], "bytes": sent[kind]} for kind in sorted(runs)]
 
     def copied(self) -> list[dict[str, object]] | None:
-        """Each copy: of which array, how often, and whether a loop or a branch makes it."""
+        """The copies: of which array, how often, and whether a loop or a branch makes it."""
         if self.copies is None:
             return None
         names = ("operation", "shape", "count", "in_loop", "in_branch")
@@ -105,7 +105,7 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     engine = make(target, drafts, rounds, memory=memory)
     alone = make(target, None, RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
-    # The widest chunk, which attends to all before it, takes most.
+    # The widest chunk, which attends to all before it, takes most memory.
     chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
     lies = [layout for layout, *_ in models]
     state = abstract_state(engine.trace_slots(), lies)
@@ -164,7 +164,7 @@ def _drafted(spec: PlanSpec, layouts: Layouts) -> list[Exchange]:
 
 
 def counted_peak(spec: PlanSpec, layouts: Layouts) -> int:
-    """Most bytes that a step takes of a chip's memory, counted from shapes."""
+    """The most bytes that a step takes of a chip's memory, counted from shapes."""
     return max(map(sum, _counted_memory(spec, layouts).values()))
 
 
@@ -174,7 +174,7 @@ def prefill_cache_bytes(spec: PlanSpec, layouts: Layouts) -> int:
 
 
 def _group_bytes(spec: PlanSpec, layouts: Layouts) -> dict[int, int]:
-    """Bytes of a chip for the caches of prompts that are run together, and how many such groups."""
+    """The bytes of a chip for the caches of a group of prompts, with the number of such groups."""
     plan, found = spec.chunk_plan(layouts.target), Counter[int]()
     for (chunk, *_), times in plan.groups(spec.prefilled, spec.rows):
         whole = chunk._replace(attended=plan.positions(chunk.rows))
@@ -207,7 +207,7 @@ def _counted_memory(spec: PlanSpec, layouts: Layouts) -> dict[str, tuple[int, in
 
 
 def _models(spec: PlanSpec, layouts: Layouts) -> tuple[_Model, ...]:
-    """Target and drafts: how each lies, its shape, and its rows, positions and matrices."""
+    """The layout, shape and workload (rows, positions, matrices) of target and drafts."""
     drafts = ((layouts.draft, one, spec.draft_workload) for one in spec.drafts)
     return ((layouts.target, spec.target, spec.workload), *drafts)
 
@@ -218,7 +218,7 @@ def _matrices(model: _Model) -> tuple[Layout, LlamaConfig, MatrixType | None]:
 
 
 def _chunks(spec: PlanSpec, layouts: Layouts) -> dict[Chunk, int]:
-    """How often each chunk runs; those that differ in their start alone are one."""
+    """The number of runs of each chunk; those that differ only in their start count as one."""
     found = Counter[Chunk]()
     for chunks, times in spec.chunk_plan(layouts.target).groups(spec.prefilled, spec.rows):
         for chunk in chunks:
@@ -287,9 +287,9 @@ def _compiled(
     times: int = 1,
     beside: int = 0,
 ) -> Step:
-    """Compiles a step that runs so many times, with so many bytes held beside its arguments.
+    """Compiles a step that runs `times`, with `beside` bytes held beside its arguments.
 
-    Neither the caches are to be copied, nor the models' stacks of matrices.
+    It reports copies of the caches and of the models' stacks of matrices: there should be none.
     """
     large = {
         shape
@@ -317,7 +317,7 @@ def _compiled(
     found = exchanges(hlo, layouts.target.mesh.size, unknown_trips=most)
     sent = tuple(_times(found, times))
     if spec.below and name in ("round", "draft"):
-        # How often a level runs is data, and not in the program.
+        # The number of runs of a level is data, and not in the program.
         verified = model_exchanges(*_models(spec, layouts)[0], most + 1) if name == "round" else []
         sent = (*_drafted(spec, layouts), *verified)
     return Step(
@@ -367,8 +367,8 @@ def abstract_state(traced: Traced, layouts: Sequence[Layout | None]) -> DecodeSt
 
         return jax.tree.map(lying, part)
 
-    # The target's cache comes first, each drafter's before those of what lies below it, and what
-    # a head keeps of its target last.
+    # The target's cache comes first, each drafter's before those of the levels below it, and a
+    # head's features last.
     found = jax.tree.map(put, state, is_leaf=lambda one: isinstance(one, KVCache))
     return cast(DecodeState, found)
 

@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that any step takes on a chip."""
+        """The most memory that any step takes on a chip."""
         return max(step.peak_bytes for step in self.steps)
 
     @property
@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Every step fits."""
+        """Tells whether every step fits."""
         return self.left_bytes >= 0
 
     def step(self, name: str) -> Step | None:
@@ -108,7 +108,7 @@ class Plan:
         }
 
     def replicated(self) -> list[str]:
-        """One line for each kind of axis that the mesh does not divide as asked."""
+        """Lines on the kinds of axes that the mesh does not divide as asked."""
         spec = self.spec
         pairs = (
             ("target", self.layouts.target, spec.target, spec.workload.matrices),
@@ -223,7 +223,7 @@ def _exchanges(plan: Plan) -> list[str]:
 
 
 def _copies(plan: Plan) -> list[str]:
-    """One line for each step that copies a cache or a stack of matrices again and again."""
+    """Lines on the steps that copy a cache or a stack of matrices again and again."""
     found = [(step, step.copies) for step in plan.steps if step.copies is not None]
     if not found:
         return []

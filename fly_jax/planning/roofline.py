@@ -20,7 +20,7 @@ from fly_jax.planning.hlo import Exchange
 from fly_jax.sharding.chips import Chip, group_of
 from fly_jax.sharding.rules import Layout, axes_in
 
-# Of them only rows are read.
+# Tables of which only single rows are read.
 _TABLES = ("embedding", "markov_rows")
 
 
@@ -47,7 +47,7 @@ def pass_work(
     logits: bool = True,
     vector_memory: float = math.inf,
 ) -> Work:
-    """One pass of a model over `tokens` new tokens of every row.
+    """The work of one pass of a model over `tokens` new tokens of every row.
 
     Operations are the products' multiplications and additions. Bytes are every parameter once (of
     an embedding only the rows looked up), the whole cache once, and what is written to it; also
@@ -93,7 +93,7 @@ def draft_passes(
     level_tokens: int = 1,
     level_accepted: float = 1.0,
 ) -> tuple[dict[int, float], ...]:
-    """Of each draft model of a stack, how often a round runs it over so many tokens of a row.
+    """The passes of each draft model in a round, by the tokens of a row that they run over.
 
     The first of them proposes to the target, each other one `level_tokens` at a time to the one
     before it, of which a pass over such a proposal gives `level_accepted` tokens in the mean.
@@ -101,7 +101,7 @@ def draft_passes(
     found, k, calls = list[dict[int, float]](), num_speculative_tokens, 1.0
     for level, config in enumerate(drafts):
         if config.pard_token is not None:
-            # What a round may have settled, and the copies behind it.
+            # The tokens that a round may have settled, and the copies behind them.
             found.append({2 * k: calls})
             continue
         if isinstance(config.head, Block):  # which takes in what was settled with the target's pass
@@ -125,7 +125,7 @@ def draft_passes(
 def model_exchanges(
     layout: Layout, config: LlamaConfig, workload: Workload, tokens: int
 ) -> list[Exchange]:
-    """The layers' exchanges of one pass over `tokens` of every row, and attention's."""
+    """The exchanges of the layers and of attention in a pass over `tokens` of every row."""
     kinds = cache_exchanges(layout, config, workload)
     rows = workload.rows // layout.devices(layout.axes_of("rows", workload.rows))
     shape = (rows, tokens, config.embed_size)
@@ -164,8 +164,8 @@ def group_axes(exchange: Exchange, sizes: dict[str, int]) -> tuple[list[int], in
     return [exchange.group_size], 1
 
 
-# FLy on Llama-3.1-405B with an 8B draft, K = 25, mean of its authors' out-of-domain sets (arXiv
-# 2511.22972): what is assumed where nothing is given.
+# Assumed by default: FLy on Llama-3.1-405B with an 8B draft, K = 25, mean of its authors'
+# out-of-domain sets (arXiv 2511.22972).
 PUBLISHED_MEAN_ACCEPTED, PUBLISHED_K = 17.13, 25
 _MOST_DRAFTED = 64
 

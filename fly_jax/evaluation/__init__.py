@@ -1,1 +1,1 @@
-"""How fast and how well: the rules measured side by side."""
+"""Evaluation: the speed and the quality of rules, measured side by side."""

@@ -23,17 +23,17 @@ from fly_jax.evaluation.paired import compare_paired
 from fly_jax.evaluation.tasks import DRAFT, TASKS, Item
 from fly_jax.verification.rules import Why
 
-# Items that a decoding answers before the next one's turn, for each slot.
+# Items for each slot that a decoding answers before the next one's turn.
 _GROUPS = 4
 
 Key = tuple[str, str, str]  # task, item, decoding
 
 
 class Answers:
-    """The file: a setting, then an answer a line; `dropped` if the last was only half there."""
+    """A file of a setting and then an answer a line; `dropped` if the last was incomplete."""
 
     def __init__(self, path: Path, setting: Mapping[str, Any]) -> None:
-        """Reads what is whole of the file; raises FlyJaxError for one of another setting."""
+        """Reads the complete lines; FlyJaxError for a file of another setting."""
         self.path = path
         self.records: dict[Key, dict[str, Any]] = {}
         first = json.dumps({"fly_jax_answers": 2, **setting})
@@ -70,7 +70,7 @@ class Answers:
                 )
 
     def add(self, record: dict[str, Any]) -> None:
-        """Writes an answer down."""
+        """Writes down an answer."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         self.records[record["task"], record["item"], record["decoding"]] = record
@@ -85,7 +85,7 @@ def answer_items(
     *,
     batch_size: int,
 ) -> None:
-    """Decodes what is missing in `answers`, in turns, and judges and writes down each answer."""
+    """Decodes the answers that are missing, in turns, and judges and writes down each."""
     engines: dict[str, tuple[Engine, list[int]]] = {}
     for name, config in configs.items():
         missing = [at for at, one in enumerate(items) if _key(one, name) not in answers.records]
@@ -126,7 +126,7 @@ def _key(item: Item, decoding: str) -> Key:
 
 
 def prompt_digest(prompt: Sequence[int]) -> str:
-    """Tells prompts apart."""
+    """A digest that tells prompts apart."""
     return hashlib.sha256(repr(tuple(prompt)).encode()).hexdigest()[:16]
 
 
@@ -150,7 +150,7 @@ def _record(item: Item, decoding: str, state: RequestState, pieces: list[str]) -
 def support(config: DecodingConfig) -> str | None:
     """The tokens that a loosened rule keeps at a position, windows aside, or is truncated to.
 
-    None for other decodings, a rule that looks at what came long before, and one that draws.
+    None for other decodings, a rule that depends on what came long before, and one that draws.
     """
     rule = config.to_truncation() or config.to_rule()
     draws = config.is_loosened and config.sampling.temperature > 0
@@ -200,10 +200,10 @@ def figures(
 
 
 def compare_decodings(decodings: Mapping[str, dict[str, Any]], margin: float) -> None:
-    """Adds scores, and what `compare_paired` says of each decoding but the first.
+    """Adds scores, and `compare_paired` of each decoding but the first.
 
-    What rescued something is also compared with what arXiv 2607.26627 asks for beside it: the
-    target's truncation sampling with the rule's own support, and the draft alone.
+    Decodings that rescued something are also compared as arXiv 2607.26627 asks: with the target's
+    truncation sampling with the rule's own support, and with the draft alone.
     """
     verdicts = [np.array([*one["right"]]) == "1" for one in decodings.values()]
     base = verdicts[0]
@@ -237,7 +237,7 @@ def rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]
 
 
 def beside_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """Loosened decodings beside truncation sampling and the draft alone, as `rows`."""
+    """A table, as `rows`, of loosened decodings beside truncation sampling and the draft alone."""
     shown = [["task", "rule", "score", "beside", "its score", "gained", "lost", "p"]]
     for task, decodings in found.items():
         for name, one in decodings.items():
@@ -248,7 +248,7 @@ def beside_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[li
 
 
 def class_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """Rescued tokens by class, with what one of them lost in the mean, in nats, as `rows`."""
+    """A table, as `rows`, of rescued tokens by class, with the mean loss of one in nats."""
     shown = [["task", "rule", *CLASSES]]
     for task, decodings in found.items():
         for name, one in decodings.items():

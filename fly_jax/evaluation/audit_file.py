@@ -1,7 +1,7 @@
-"""An audit: the mismatches that a run kept or refused, what became of each, and their file.
+"""An audit: the mismatches that a run kept or refused, the fate of each, and their file.
 
 The file has JSON lines: the run, then of each prompt that is done its mismatches, in the order of
-the text, and its continuation. Nothing here needs JAX: an audit is read where the models are not.
+the text, and its continuation. This module needs no JAX: audits are read where models are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMAT = "fly_jax audit"
 VERSION = 1
 _CONTEXT_CHARACTERS = 48
-# Of a `Mismatch`, as a `TokenReport` has it.
+# Fields of a `Mismatch` that a `TokenReport` has too.
 _SAID = ("draft_id", "choice_id", "draft_probability", "choice_probability", "entropy")
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
@@ -39,7 +39,7 @@ class Run:
     """The settings that all prompts of an audit share; the event "run".
 
     Attributes:
-      entropy_measure: what the entropies are: "top_3" (over so many most probable tokens, in nats),
+      entropy_measure: the kind of entropy: "top_3" (over so many most probable tokens, in nats),
         "full" (over all tokens, in nats) or "normalized" ("full", divided by ln V).
       settings: of decoding, by their names as flags, and `num_prompts`, how many there were.
     """
@@ -61,7 +61,7 @@ class Mismatch:
       position: index in the continuation's tokens, from 0, as `prompt` is of the prompts.
       draft_text: what the draft token spells by itself.
       choice_id: the target's most probable token.
-      window: what became of the deferred window: "held" in its block, "completed" by a later block,
+      window: the fate of the deferred window: "held" in its block, "completed" by a later block,
         "failed" in a later block, so that the row was rolled back and this token refused; None
         where it was refused at once, or the rule has no window.
       refused_by: "gate", "memory", "budget", "window", "boundary" or, for what no rule may keep,
@@ -90,13 +90,13 @@ class Mismatch:
 
     @property
     def is_rescue(self) -> bool:
-        """The draft token was kept."""
+        """Tells whether the draft token was kept."""
         return self.refused_by is None
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """The continuation of a prompt, and what the target said at each token; the event "prompt".
+    """The continuation of a prompt, with the target's figures at each token; the event "prompt".
 
     Attributes:
       token_texts: what each of these tokens adds to the text, control tokens by their names.
@@ -104,7 +104,7 @@ class Continuation:
       choice_probabilities: of the target's most probable token.
       text: without control tokens.
       answer: `final_answer` of the text; None if the limit cut it off.
-      exact_text: what the target alone continues the prompt with; None if that was not decoded.
+      exact_text: the continuation of the target alone; None if that was not decoded.
     """
 
     prompt: int
@@ -208,7 +208,7 @@ _Line = TypeVar("_Line", Run, Mismatch, Continuation)
 
 @dataclasses.dataclass
 class Audit:
-    """A file that has been read, by index of the prompt; the warning says what is missing."""
+    """An audit that has been read, by index of the prompt; the warning says what is missing."""
 
     run: Run
     mismatches: list[Mismatch] = dataclasses.field(default_factory=list)
@@ -223,7 +223,7 @@ def write_run(file: IO[str], run: Run) -> None:
 
 
 def write_prompt(file: IO[str], mismatches: Sequence[Mismatch], continuation: Continuation) -> None:
-    """Writes all of one prompt at once, so that a run that is stopped leaves whole prompts."""
+    """Writes a prompt's events at once, so that a run that is stopped leaves whole prompts."""
     lines = [_line("rescue" if one.is_rescue else "refusal", one) for one in mismatches]
     file.write("".join(lines) + _line("prompt", continuation))
     file.flush()
@@ -254,9 +254,9 @@ def check_writable(path: Path) -> None:
 
 
 def read_audit(path: Path) -> Audit:
-    """Reads an audit; raises FlyJaxError if it cannot be read, or is none of this version.
+    """Reads an audit; FlyJaxError if it cannot be read, or is none of this version.
 
-    What a run that was stopped did not finish is left out, with a warning.
+    Prompts that a stopped run did not finish are left out, with a warning.
     """
     try:
         lines = path.read_bytes().split(b"\n")

@@ -1,4 +1,4 @@
-"""The sums of an audit: pairs of tokens, kinds of token, and answers that changed."""
+"""The summary of an audit: pairs of tokens, kinds of token, and answers that changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from fly_jax.evaluation.audit_file import Audit, Mismatch
 
-# In this order: a pair is of the first class that one of its two tokens belongs to.
+# In order: a pair is of the first class that one of its two tokens belongs to.
 CLASSES = {
     "digits": "has a digit",
     "capitalised": "begins with a capital: names, and starts of sentences",
@@ -26,7 +26,7 @@ _IDENTIFIER = re.compile(r"_|[a-z][A-Z]")
 
 
 def token_class(text: str) -> str:
-    """The name in `CLASSES` of what a token spells; a part of a character is punctuation."""
+    """The name in `CLASSES` of a token's text; a part of a character is punctuation."""
     word = text.strip()
     if not word:
         return "white space"
@@ -41,7 +41,7 @@ def token_class(text: str) -> str:
 
 
 def pair_class(mismatch: Mismatch) -> str:
-    """The first in `CLASSES` of the draft token's and of the target's choice's."""
+    """The first class in `CLASSES` of the draft token and the target's choice."""
     found = {token_class(mismatch.draft_text), token_class(mismatch.choice_text)}
     return next(name for name in CLASSES if name in found)
 
@@ -77,7 +77,7 @@ class Summary:
 
     Attributes:
       regret: of all rescues together, in nats; None if one is infinite.
-      windows: rescues by what became of their window; "none" where the rule has no window.
+      windows: rescues by the fate of their window; "none" where the rule has no window.
       windows_failed: mismatches that were deferred and then rolled back.
       compared: prompts of which the target's own text is known; `texts_differ` is of these.
       answered: of these, those where both texts came to their end within the limit, and
@@ -105,12 +105,12 @@ class Summary:
         return 100 * self.rescues / max(self.tokens, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure, as JSON has it."""
+        """The figures as JSON has them."""
         return dataclasses.asdict(self) | {"rescues_per_100_tokens": self.rescues_per_100_tokens}
 
 
 def summarise(audit: Audit) -> Summary:
-    """Counts what is in an audit."""
+    """Counts the events of an audit."""
     rescues = [one for one in audit.mismatches if one.is_rescue]
     refusals = [one for one in audit.mismatches if not one.is_rescue]
     texts = collections.defaultdict(list)
@@ -165,7 +165,7 @@ def _counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def table(summary: Summary, most_pairs: int) -> str:
-    """The summary for eyes, with so many pairs at most."""
+    """The summary as text, with so many pairs at most."""
     lines = [
         f"rule {summary.rule}: {summary.prompts} prompts, {summary.tokens} tokens, "
         f"{summary.rescues} rescues ({summary.rescues_per_100_tokens:.1f} per 100 tokens, "
@@ -210,7 +210,7 @@ def _shown(value: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Lines of columns, numbers to the right; the first column and those in `left` to the left."""
+    """Aligns columns: the first one and those in `left` to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""Fills a memory of corrections offline, from prompts without answers."""
+"""The filling of a memory of corrections, offline, from prompts without answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 from fly_jax.verification.correction_memory import CorrectionMemory, load_memory
 
 _SECONDS_BETWEEN_SAVES = 10.0
-# What is counted at a time: prompts for each slot of the engine.
+# Prompts for each slot of the engine that are counted at a time.
 _BATCHES = 4
 
 
@@ -31,12 +31,12 @@ def fill_memory(
     max_new_tokens: int = 128,
     batch_size: int = 1,
 ) -> CorrectionMemory:
-    """Decodes the prompts exactly and counts what is corrected (CSD's initialisation).
+    """Decodes the prompts exactly and counts the corrections (CSD's initialisation).
 
-    A run that was interrupted goes on after the last whole batch whose counts are in the file, to
-    which the memory goes now and then and at the end. Where several processes decode on one mesh,
-    all see the corrections of all rows, and the first one has the file; the others return what they
-    counted. `models` tells this pair from others, so that a run does not go on with another one.
+    The memory is saved now and then and at the end; an interrupted run goes on after the last whole
+    batch in the file. Where several processes decode on one mesh, all see the corrections of all
+    rows, and the first one has the file; the others return what they counted. `models` tells this
+    pair from others, so that a run does not go on with another one.
 
     Raises:
       FlyJaxError: it cannot be written, or is no memory of this vocabulary and of this run.
@@ -76,7 +76,7 @@ def fill_memory(
 def begin_memory(
     path: Path, vocabulary: str, prompts: Sequence[Sequence[int]], *settings: int | str
 ) -> tuple[CorrectionMemory, int]:
-    """The memory that `fill_memory` goes on with, and how many of the prompts it has counted.
+    """The memory that `fill_memory` goes on with, and the number of prompts that it has counted.
 
     Its K, `max_new_tokens` and `models` are the settings. Every process calls it, and process 0
     looks at the file; its FlyJaxError is raised on all.

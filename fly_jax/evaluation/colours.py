@@ -1,4 +1,4 @@
-"""Why a token stands there, for the eye: words, meanings and the colours of pages."""
+"""Words, meanings and colours for each `Why` of a token."""
 
 from __future__ import annotations
 

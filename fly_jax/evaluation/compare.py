@@ -1,4 +1,4 @@
-"""Rules side by side on the same prompts in one run: how fast, and how well."""
+"""Rules side by side on the same prompts in one run: their speed and quality."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 
 _Check = Callable[[int, str], bool | None]
 
-# Prompts that a rule decodes before the next one's turn, for each slot, where there are several.
+# Prompts for each slot (of several) that a rule decodes before the next one's turn.
 _GROUPS = 4
 _COUNTS = ("num_rounds", "num_draft_tokens", "num_accepted_tokens", "num_rescued_tokens")
 _DERIVED = ("tokens_per_second", "deviation", "mean_accepted_tokens", "rescued_per_100_tokens")
-# Tokens of each prompt by which rounds without draft models are timed.
+# Tokens of each prompt in the timing of rounds without draft models.
 _FEW_TOKENS = 16
 
 
@@ -65,22 +65,22 @@ class RuleResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens over all seconds."""
+        """The tokens of all turns over their seconds."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of the turns' tokens per second; None for a single turn."""
+        """The standard deviation of the turns' tokens per second; None for a single turn."""
         return statistics.stdev(self.speeds) if len(self.speeds) > 1 else None
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Settled tokens per target pass, bonus included."""
+        """The settled tokens per target pass, bonus included."""
         return self.num_tokens / max(self.num_rounds, 1)
 
     @property
     def rescued_per_100_tokens(self) -> float:
-        """Rescued mismatches in a hundred settled tokens."""
+        """The rescued mismatches in a hundred settled tokens."""
         return 100 * self.num_rescued_tokens / max(self.num_tokens, 1)
 
     @property
@@ -106,7 +106,7 @@ class Comparison:
         return accuracy / base if base and accuracy is not None else None
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Every figure, by rule."""
+        """The figures by rule."""
         figures = {}
         for result in self.results:
             counted = dataclasses.asdict(result)
@@ -117,7 +117,7 @@ class Comparison:
         return figures
 
     def table(self) -> str:
-        """An aligned text table with a line for every rule; what nobody has is left out."""
+        """An aligned text table with a line for every rule; empty columns are left out."""
         rows = [self._cells(result) for result in self.results]
         shown = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
         lines = aligned([shown, *([row[name] for name in shown] for row in rows)])
@@ -165,13 +165,13 @@ def compare(
 ) -> Comparison:
     """Decodes the same prompts with every rule, in turns, a few prompts at a time.
 
-    Everything is compiled before the first measurement. The rules have an engine each, of which
-    only the one that decodes has its caches.
+    Everything is compiled before the first measurement. Each rule has an engine of its own; only
+    the one that decodes holds its caches.
 
     Args:
       configs: the rules by name, the baseline first; `DecodingConfig.side_by_side` if not given.
-      draft_share: measures rounds of the same K as well in which something drafts that takes no
-        time, for the share of the draft models.
+      draft_share: also measures rounds of the same K with a drafter that takes no time, for the
+        share of the draft models.
       categories: of each prompt, for figures of each category where prompts are decoded alone.
       check: whether a prompt's continuation is correct; None where that cannot be said.
       memory: what every rule that uses one begins with; it is copied.
@@ -225,7 +225,7 @@ def compare(
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _LastToken(Drafter):
-    """Drafts each row's last token again and again."""
+    """A drafter that repeats each row's last token."""
 
     num_tokens = 1
     resumes = True
@@ -233,7 +233,7 @@ class _LastToken(Drafter):
     def propose(
         self, state: Any, text: Array, length: Array, num_tokens: int, terms: Terms = PLAIN
     ) -> tuple[Draft, Any]:
-        """See `Drafter`; nothing is drawn."""
+        """Proposes the last token K times; draws nothing."""
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
         drafted = terms.of_each(length, num_tokens)
         tokens = jnp.broadcast_to(last, (len(length), num_tokens))
@@ -242,7 +242,7 @@ class _LastToken(Drafter):
 
 @dataclasses.dataclass
 class _Measured:
-    """One rule's requests in each turn, and the seconds of each group of prompts."""
+    """A rule's requests in each turn, and the seconds of each group of prompts."""
 
     engine: Engine
     done: list[list[RequestState]] = dataclasses.field(default_factory=list)
@@ -250,7 +250,7 @@ class _Measured:
 
     @property
     def fixed_depth(self) -> int:
-        """K; 0 where nothing is drafted, or K is chosen while decoding."""
+        """The K of all rounds; 0 where nothing is drafted, or K is chosen while decoding."""
         static = self.engine.spec.static
         return 0 if static.depths else static.num_speculative_tokens
 
@@ -269,7 +269,7 @@ class _Measured:
 
     @property
     def seconds_of_a_round(self) -> float:
-        """The mean, where all slots run in the same rounds."""
+        """The mean seconds of a round, where all slots run in the same rounds."""
         seconds = sum(map(sum, self.seconds))
         return seconds / sum(one.generation.num_rounds for turn in self.done for one in turn)
 

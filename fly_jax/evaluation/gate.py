@@ -1,4 +1,4 @@
-"""Finds the laxest setting of a rule that meets a bound, on prompts without answers."""
+"""Calibration of a gate: the laxest setting of a rule within a bound, without known answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fly_jax.verification.rules.loosened import rule_names
 MIN_PROMPTS = 8
 _VALUES = 97
 _DRAWS = 10_000
-# What is measured scatters around what is promised: aiming at the bound itself would miss it in
-# every other try, each of which is compiled.
+# A measured risk scatters around its promise: to aim at the bound itself would miss it in every
+# other try, each of which is compiled.
 _AIM = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A setting, and what replaying exact decoding's rounds with it promises: risk per token."""
+    """A setting, and the figures of its replay on exact decoding's rounds; risk is per token."""
 
     config: DecodingConfig
     rate: float
@@ -56,7 +56,7 @@ class Gate:
 
     @property
     def rate(self) -> float:
-        """Of the risk, per token, on the prompts to check."""
+        """The risk per token, on the prompts to check."""
         return self.bound.rate(self.checked)
 
     @property
@@ -65,7 +65,7 @@ class Gate:
         return upper_bound(self.bound.of(self.checked), self.checked.tokens)
 
     def summary(self) -> str:
-        """A few lines for the file and for eyes."""
+        """A few lines of text for the file and for people."""
         chosen = ", ".join(f"{name} = {self.config.to_dict()[name]}" for name in self.varied)
         checked, bound = self.checked, self.bound
         other = Bound("regret" if bound.risk == "disagreement" else "disagreement", 1.0)
@@ -83,7 +83,7 @@ class Gate:
 
 
 def upper_bound(amounts: np.ndarray, tokens: np.ndarray, *, confidence: float = 0.95) -> float:
-    """One-sided upper end of a bootstrap interval of all amounts over all tokens, by prompts."""
+    """The upper end of a one-sided bootstrap interval of amounts over tokens, by prompts."""
     draws = np.random.default_rng(0).integers(len(tokens), size=(_DRAWS, len(tokens)))
     rates = amounts[draws].sum(axis=1) / np.maximum(tokens[draws].sum(axis=1), 1)
     return float(np.quantile(rates, confidence))
@@ -102,11 +102,11 @@ def find_gate(
     """Finds a rule's strictness, and FLy's window, for a bound; FlyJaxError where none meets it.
 
     Every other prompt is to search with, and the rest to check. The prompts to search with are
-    decoded exactly, and each round is judged with every setting. The one that promises most mean
-    accepted tokens within the bound is decoded with. A rescue changes the text that follows, so
-    that more may come of it than was promised: then less may be promised, in proportion.
-    The prompts to check are decoded with what has met the bound on the others, and must meet it
-    too. A `window_size` that is None tries `WINDOWS`.
+    decoded exactly, and each round is judged with every setting. The setting that promises most
+    mean accepted tokens within the bound is decoded with. A rescue changes the text that follows,
+    so its risk may exceed the promise: the next promise must then be lower, in proportion. A
+    setting that has met the bound must also meet it on the prompts to check. A `window_size` that
+    is None tries `WINDOWS`.
     """
     check_prompts(prompts)
     search, check = prompts[0::2], prompts[1::2]
@@ -154,7 +154,7 @@ def find_gate(
 
 
 def check_prompts(prompts: Sequence[object]) -> None:
-    """Raises FlyJaxError for fewer prompts than can be searched and checked with."""
+    """Raises FlyJaxError for too few prompts to search and check with."""
     if len(prompts) < MIN_PROMPTS:
         raise FlyJaxError(
             f"There are {len(prompts)} prompts to calibrate with, half of them to search and half "
@@ -165,7 +165,7 @@ def check_prompts(prompts: Sequence[object]) -> None:
 def candidates(
     pair: Pair, rounds: Rounds, config: DecodingConfig, bound: Bound, windows: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Every setting that would have rescued something in these rounds."""
+    """Yields the settings that would have rescued something in these rounds."""
     strictness, eos = strictness_of(config), pair.tokenizer.eos_token_ids
     protected = np.zeros(pair.target.config.vocab_size, bool)
     protected[[*pair.protected_token_ids(config.limits.protect), *eos]] = True
@@ -180,7 +180,7 @@ def candidates(
 
 
 def best(found: Sequence[Candidate], allowed: float) -> Candidate | None:
-    """The candidate with most mean accepted tokens, and of equal ones the least risk."""
+    """The candidate with most mean accepted tokens within the risk; of equals the least risky."""
     merits = [(one.mean_accepted_tokens, -one.rate, at) for at, one in enumerate(found)]
     best = max((merit for merit in merits if -merit[1] <= allowed), default=None)
     at = broadcast(None if best is None else best[2])  # all processes decode with the same

@@ -115,7 +115,7 @@ class Load:
 async def load(
     client: httpx.AsyncClient, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
 ) -> Load:
-    """Has so many clients ask for the answers one after another; see `ask`."""
+    """Lets `concurrency` clients ask for the answers, each one after another; see `ask`."""
     left, replies = iter(bodies), list[ClientReply]()
     with tqdm(total=len(bodies), desc=f"{concurrency} clients", disable=None, leave=False) as bar:
 

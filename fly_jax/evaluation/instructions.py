@@ -29,7 +29,7 @@ def check_instructions(record: Mapping[str, Any], source: str) -> None:
 
 
 def follows_all(record: Mapping[str, Any], text: str) -> bool:
-    """Whether an answer follows all instructions, strictly: as it stands, an empty one none."""
+    """Tells whether an answer, as it stands, follows all instructions; an empty one does not."""
     checkers = load_checkers()
     random.seed(record["key"])  # instructions without a number draw theirs
     names = ("key", "instruction_id_list", "prompt", "kwargs")
@@ -40,7 +40,7 @@ def follows_all(record: Mapping[str, Any], text: str) -> bool:
 
 @functools.cache
 def load_checkers() -> Any:
-    """The module of lm-eval that judges; FlyJaxError where it or NLTK's tables lack."""
+    """The module of lm-eval that judges; FlyJaxError where it or NLTK's tables are missing."""
     try:
         import langdetect
         import nltk
@@ -57,7 +57,7 @@ def load_checkers() -> Any:
 
 
 def _provide_tables(nltk: Any) -> None:
-    """Where English sentences end: from NLTK, or from a package that carries the same tables."""
+    """Provides the ends of English sentences, from NLTK or a package with the same tables."""
     with contextlib.suppress(LookupError):
         nltk.data.find(_TABLES)
         return

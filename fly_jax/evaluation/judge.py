@@ -1,10 +1,9 @@
-"""Runs programs that models have written, and says whether they came to their end.
+"""A judge of programs that models have written: it runs them, and says whether they end.
 
 Each runs in a process of its own, on Linux, with limits on seconds, memory and files. Where the
 system permits namespaces, it has no network, may write only into a temporary folder, and whatever
 it started dies with it. In any case Python itself refuses sockets, processes, foreign libraries,
 and changes outside that folder. This holds back what goes wrong, not an attacker.
-
 The file is also the program of that process; so it imports the standard library alone.
 """
 
@@ -30,7 +29,7 @@ _WALL_SECONDS = 30  # a machine that decodes meanwhile is slow
 _FILES = 16 << 20
 _LIMITS = {"CPU": 10, "AS": 2 << 30, "FSIZE": _FILES, "CORE": 0}  # in seconds and bytes
 
-# Of <sched.h>, <sys/mount.h>, <sys/prctl.h> and <asm-generic/unistd.h>.
+# Constants of <sched.h>, <sys/mount.h>, <sys/prctl.h> and <asm-generic/unistd.h>.
 _NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _MOUNT_ATTR_RDONLY, _MS_PRIVATE, _PR_SET_PDEATHSIG = 1, 1 << 18, 1
@@ -47,14 +46,14 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Judged(NamedTuple):
-    """Whether a program came to its end, and what kept it in: `NAMESPACES` or `HOOK_ALONE`."""
+    """A verdict: whether a program came to its end, and its `NAMESPACES` or `HOOK_ALONE`."""
 
     passed: bool
     isolation: str
 
 
 def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_SECONDS) -> Judged:
-    """Runs a Python program for so long: it passes if its last line was run."""
+    """Runs a Python program for `wall_seconds` at most; it passes if its last line was run."""
     word = secrets.token_hex()  # what the process says at the end, and no program knows
     with tempfile.TemporaryDirectory() as folder:
         given = {"program": program, "folder": folder, "word": word, "namespaces": namespaces}
@@ -64,7 +63,7 @@ def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Sets of texts have the same order each time; keys of the user's are not handed on.
+            # Sets of texts have the same order each time; the user's keys are not passed on.
             env={"PYTHONHASHSEED": "0", "HOME": folder, "PATH": os.defpath},
         )
         try:
@@ -80,7 +79,7 @@ def judge(program: str, *, namespaces: bool = True, wall_seconds: float = _WALL_
 
 
 def _main() -> None:
-    """The process: the first one of it waits, its child runs the program."""
+    """Runs the process: its first part waits, its child runs the program."""
     given = json.load(sys.stdin)
     libc = ctypes.CDLL(None, use_errno=True)
     for name, most in _LIMITS.items():
@@ -104,7 +103,7 @@ def _main() -> None:
 
 
 def _isolate(libc: ctypes.CDLL, folder: str) -> bool:
-    """Puts the process and its children into namespaces; whether all of it was permitted."""
+    """Puts the process and its children into namespaces; tells whether all was permitted."""
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_NAMESPACES):
         return False
@@ -123,7 +122,7 @@ def _isolate(libc: ctypes.CDLL, folder: str) -> bool:
 
 
 def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:
-    """An audit hook, which cannot be taken away: refuses what no answer needs."""
+    """Refuses, as an audit hook that cannot be removed, what no answer needs."""
     refused = event.startswith(_REFUSED)
     if event == "open":
         refused = bool(given[2] & _WRITES) and not _is_inside(folder, given[0])
@@ -135,7 +134,7 @@ def _refuse(folder: Path, event: str, given: tuple[Any, ...]) -> None:
 
 
 def _is_inside(folder: Path, given: object) -> bool:
-    """Whether a path is of the folder; whatever is no path passes."""
+    """Tells whether a path is in the folder; anything but a path passes."""
     if isinstance(given, str | bytes | os.PathLike):
         return Path(os.path.realpath(os.fsdecode(given))).is_relative_to(folder)
     return True

@@ -1,4 +1,4 @@
-"""How much of one decoding's score another keeps, on the same items."""
+"""The share of one decoding's score that another keeps, on the same items."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def retention(
 def compare_paired(
     base: Bool[np.ndarray, " items"], other: Bool[np.ndarray, " items"], margin: float
 ) -> dict[str, Any]:
-    """Counts of the items that another decoding gained and lost, and its retention.
+    """Counts the items that another decoding gained and lost, and its retention.
 
-    The verdict is Tango's score test (1998) of a difference of `margin` points, at 2.5%: also where
-    no item differs, it needs a few hundred of them for a point. Where it is undecided,
+    The verdict is Tango's score test (1998) of a difference of `margin` points, at 2.5%. Where no
+    item differs it still needs a few hundred items for a point. Where it is undecided,
     `items_to_decide` are those that would decide: in 80% of cases if the decodings are equally good
     and differ as often as here, or, where there are as many already, with the difference seen.
     """

@@ -1,4 +1,4 @@
-"""Word problems that the embedded pair solves, and whether an answer is right.
+"""Word problems that the embedded pair solves, and the check of an answer.
 
 Their wording is free and their numbers are determined; `recipes/embedded_pair` makes them.
 """
@@ -24,7 +24,7 @@ class Problem:
 
 
 def built_in_problems() -> list[Problem]:
-    """Eight that no model of the pair was trained on."""
+    """The eight problems of the package, on which no model of the pair was trained."""
     lines = BUILT_IN.read_text(encoding="utf-8").splitlines()
     return [Problem(**json.loads(line)) for line in lines]
 
@@ -36,5 +36,5 @@ def extract_answer(text: str) -> str | None:
 
 
 def is_correct(problem: Problem, text: str) -> bool:
-    """Whether a text, cut at its end, gives the number that the problem asks for."""
+    """Tells whether a text, cut at its end, gives the number that the problem asks for."""
     return extract_answer(text) == problem.answer

@@ -1,4 +1,4 @@
-"""Rounds on record, drafts with the target's evidence, and how other rules would end them."""
+"""The records of rounds, drafts with the target's evidence, and their end under other rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds:
     """The rounds of some prompts' continuations, on the host.
 
     Attributes:
-      evidence: of [rounds, K + 1], what the target said.
+      evidence: the target's, [rounds, K + 1].
       room: tokens that could settle before the prompt's limit, as `count` did.
       prompt: its index, of `num_prompts` that were decoded.
       why: a `Why` for each token of the block, the bonus token included.
@@ -41,19 +41,19 @@ class Rounds:
 
     @property
     def gap(self) -> Float[np.ndarray, "rounds block"]:
-        """By how much the target finds its own choice more probable than the draft's, in nats."""
+        """The nats by which the target finds its own choice more probable than the draft token."""
         return np.asarray(self.evidence.argmax_logit - self.evidence.draft_logit)
 
     @property
     def is_mismatch(self) -> Bool[np.ndarray, "rounds block"]:
-        """Draft tokens that the lossless rule refuses."""
+        """Tells which draft tokens the lossless rule refuses."""
         drafted = np.arange(self.why.shape[1]) < self.num_drafted[:, None]
         return drafted & ~np.asarray(self.evidence.accepted)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """Settled tokens, target passes, rescues and their regret in nats, of each continuation."""
+    """The settled tokens, target passes, rescues and their regret in nats, of each continuation."""
 
     tokens: Int[np.ndarray, " prompts"]
     rounds: Int[np.ndarray, " prompts"]
@@ -62,7 +62,7 @@ class Tally:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Settled tokens per pass of the target."""
+        """The settled tokens per pass of the target."""
         return float(self.tokens.sum() / max(self.rounds.sum(), 1))
 
 
@@ -81,7 +81,7 @@ def record(
         bar.update(settled.finish_reason is not None)
     engine.listener = None
     rounds = jax.tree.map(lambda *some: np.concatenate(some), *parts)
-    # Prompt by prompt, whatever was decoded together.
+    # In the order of prompts, whatever was decoded together.
     order = np.argsort(rounds["prompt"], kind="stable")
     rounds = jax.tree.map(lambda leaf: leaf[order], rounds)
     return Rounds(**rounds, num_prompts=len(prompts))
@@ -114,11 +114,11 @@ def _room(state: RequestState, max_length: int) -> int:
 def replay(
     rounds: Rounds, rule: Rule, protected: Bool[np.ndarray, " vocab"], eos_token_ids: Sequence[int]
 ) -> Rounds:
-    """The same rounds as another rule, without memory, budget and sampling, would have ended them.
+    """The rounds as another rule, without memory, budget and sampling, would have ended them.
 
-    With the rule that they were decoded with they come out as they were. With another one each is
-    what would have happened there, though decoding would have come to other places afterwards.
-    They need the evidence that the rule needs.
+    With the rule that they were decoded with they come out as they were. With another rule each
+    round is true on its own, though decoding would have come to other places afterwards. They need
+    the evidence that the rule needs.
     """
     given = rounds.evidence, rounds.draft_tokens, protected, rounds.num_drafted
     evidence, draft_tokens, barred, num_drafted = jax.tree.map(jnp.asarray, given)
@@ -135,7 +135,7 @@ def replay(
 
 
 def tally(rounds: Rounds) -> Tally:
-    """Sums over each prompt's rounds."""
+    """Sums each prompt's rounds."""
     settled = np.arange(rounds.why.shape[1]) < rounds.count[:, None]
     rescued = settled & (rounds.why == Why.RESCUED)
 

@@ -29,7 +29,7 @@ WINDOWS = (4, 6, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """How far from the target's greedy text decoding may go; FlyJaxError for no such limit.
+    """A bound on the distance from the target's greedy text; FlyJaxError for a wrong limit.
 
     Attributes:
       risk: "disagreement": rescues per settled token, the share that the target, given the same
@@ -54,11 +54,11 @@ class Bound:
         return tally.rescues if self.risk == "disagreement" else tally.regret
 
     def rate(self, tally: Tally) -> float:
-        """Of all prompts together, per settled token."""
+        """The risk of all prompts together, per settled token."""
         return float(self.of(tally).sum() / max(tally.tokens.sum(), 1))
 
     def in_words(self, rate: float) -> str:
-        """Such a rate as it is read."""
+        """A rate in words."""
         if self.risk == "disagreement":
             return f"{100 * rate:.2f} rescues in 100 tokens"
         return f"{rate:.4f} nats a token"
@@ -74,9 +74,9 @@ class Strictness:
     least: float = 0.0
 
     def values(self, rounds: Rounds, number: int) -> list[float]:
-        """Numbers to try: at the quantiles of what these rounds' mismatches need."""
+        """The numbers to try: quantiles of the levels that these rounds' mismatches need."""
         levels = self.levels(rounds)[rounds.is_mismatch]
-        # Rules of probabilities take none of 0: it would rescue what float32 cannot tell from 0.
+        # Rules of probabilities refuse 0: it would rescue what float32 cannot tell from 0.
         levels = np.minimum(levels[np.isfinite(levels) & (levels >= self.least)], self.most)
         if not levels.size:
             return []
@@ -151,7 +151,7 @@ def check_new(path: Path) -> None:
 
 
 def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
-    """A config as a file: a comment, values that differ from the defaults, and those varied."""
+    """The text of a config file: a comment, values other than the defaults, and those varied."""
     # TOML has no control characters in its comments, nor halves of surrogate pairs.
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in comment)
     lines = [f"# {line}".rstrip() for line in shown.splitlines()]
@@ -159,7 +159,7 @@ def as_toml(config: DecodingConfig, varied: Sequence[str], comment: str) -> str:
     for name, value in config.to_dict().items():
         stated = name in ("rule", "num_speculative_tokens", *varied)
         if value is not None and (stated or value != default[name]):
-            # What JSON has for a value TOML reads as well, but for DEL and surrogate pairs.
+            # TOML reads JSON's values, but for DEL and surrogate pairs.
             text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {text}")
     return "\n".join(lines) + "\n"

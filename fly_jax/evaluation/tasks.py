@@ -30,7 +30,7 @@ _PROMPT: Callable[[Record], str] = operator.itemgetter("prompt")
 
 
 class Task(NamedTuple):
-    """How items of one set are asked and judged.
+    """A set of items, and how they are asked and judged.
 
     Attributes:
       files: names of its file, of which one has to be there.
@@ -56,7 +56,7 @@ class Task(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One of a task's; `name` is unique in its task."""
+    """An item of a task; `name` is unique in its task."""
 
     task: str
     name: str
@@ -70,7 +70,7 @@ def _code(text: str) -> str:
 
 
 def _passes_humaneval(record: Record, text: str) -> bool:
-    """The prompt comes first: its imports and helpers are not always said again."""
+    """Runs the prompt first: answers do not always repeat its imports and helpers."""
     code = _code(text)
     between = "\n" if f"def {record['entry_point']}" in code else ""
     check = f"check({record['entry_point']})"
@@ -83,7 +83,7 @@ def _passes_mbpp(record: Record, text: str) -> bool:
 
 
 def _is_right_gsm8k(record: Record, text: str) -> bool:
-    """The number behind the last ####, or else the last one."""
+    """Compares the number behind the last ####, or else the last one."""
     marked = text.rpartition("####")[2] if "####" in text else ""
     said = _NUMBER.findall(marked)[:1] or _NUMBER.findall(text)[-1:]
     asked = _NUMBER.findall(record["answer"].rpartition("####")[2])[:1]
@@ -158,7 +158,7 @@ TASKS = {
 
 
 def named_tasks(given: str) -> list[str]:
-    """The tasks of a list with commas; raises FlyJaxError for one that there is not."""
+    """The tasks of a list with commas; FlyJaxError for an unknown one."""
     names = list(dict.fromkeys(one.strip() for one in given.split(",")))
     for name in names:
         if name not in TASKS:

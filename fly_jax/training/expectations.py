@@ -17,10 +17,10 @@ from fly_jax.models.llama import Llama
 from fly_jax.training.teacher_answers import Document
 from fly_jax.training.trainer import bfloat16_matmul
 
-# Beyond these a teacher's probabilities are mostly below one in a hundred.
+# A teacher's further probabilities are mostly below one in a hundred.
 _FEW = 8
 _PART_DOCUMENTS = 64
-# Lengths are rounded up to this, so that few programs are compiled.
+# Lengths are rounded up to multiples of this, so that few programs are compiled.
 _LENGTH_STEP = 64
 _PASS_TOKENS = 2048
 
@@ -44,10 +44,7 @@ class Expected(NamedTuple):
 def expected(
     teacher: Llama, documents: Sequence[Document], folder: Path, length: int, layers: Sequence[int]
 ) -> list[Expected]:
-    """A teacher's expectations after the last `length` tokens of each, in parts kept on disk.
-
-    The inputs of these `layers` of the teacher are the features.
-    """
+    """The teacher's expectations of each text's last `length` tokens, kept in parts on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     found: list[Expected] = []
     with tqdm(total=len(documents), desc="Reading along", unit="document") as bar:
@@ -92,7 +89,7 @@ def _read_along(
 
 
 def _passes(lengths: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-    """Which documents go through the teacher together, and that pass's rows and width."""
+    """Yields the documents of each pass through the teacher, with its rows and width."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     while order:
         width = -(-lengths[order[-1]] // _LENGTH_STEP) * _LENGTH_STEP

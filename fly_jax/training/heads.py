@@ -1,9 +1,9 @@
 """Heads that draft for a teacher: where each kind begins, what it learns, and what it is worth.
 
-All kinds draft the tokens behind slot i in steps, of which the first sees the text up to there and
-each further one what the steps before it have added at this slot. So a row of text is trained on as
-a whole (training-time test, EAGLE-3, arXiv 2503.01840; PARD, arXiv 2504.18583): step s of slot i
-attends to what step 0 knows of the slots up to i, and to steps 1 to s of its own.
+All kinds draft the tokens behind slot i in steps. The first step sees the text up to there, and
+each further one what the steps before it have added at this slot. So a row of text is trained on
+as a whole (training-time test, EAGLE-3, arXiv 2503.01840; PARD, arXiv 2504.18583): step s of slot
+i attends to what step 0 knows of the slots up to i, and to steps 1 to s of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fly_jax.training.rows import HeardRow, laid_out
 from fly_jax.training.trainer import Recipe, Row, Start, bfloat16_matmul, seen_within, stacked
 
 _DECAY = 0.8  # of the weight of a step's loss from that of the one before
-# Tokens that are drafted where a head is measured, and documents of which that is done at once.
+# Draft tokens where a head is measured, and the documents that are measured at once.
 NUM_SPECULATIVE_TOKENS = 4
 _MEASURED_ROWS, _LENGTH_STEP = 8, 64
-# Of the bias that DSpark's tokens put on the next one.
+# Rank of the bias that DSpark's tokens put on the next one.
 _MARKOV_RANK = 64
 
 # Keys and values of each layer, which a step leaves to those after it.
@@ -44,8 +44,8 @@ class Kind(NamedTuple):
     Attributes:
       behind: step s of slot i predicts token i + 1 + `behind` + s.
       scores: of the tokens that it knows, step by step, in float32.
-      depth: steps that are trained. With more than three, EAGLE's users found, the first ones
-        become worse; where all are drafted at once, one that was not trained is worth nothing.
+      depth: steps that are trained. With more than three the first ones become worse, as EAGLE's
+        users found; where all are drafted at once, one that was not trained is worth nothing.
     """
 
     behind: int
@@ -109,7 +109,7 @@ def _pard_scores(
 def _dspark_scores(
     config: LlamaConfig, parameters: Parameters, heard: HeardRow, depth: int
 ) -> Iterator[Float[Array, "rows time known"]]:
-    """All steps of all slots in one pass: blocks do not see each other (arXiv 2607.05147)."""
+    """Runs all steps of all slots in one pass: blocks do not see each other (arXiv 2607.05147)."""
     head, own = BlockHead(config, parameters), config.head
     assert isinstance(own, Block)
     tokens = jnp.asarray(heard.row.tokens)[:, :-1]
@@ -160,7 +160,7 @@ def _ahead(x: Array | np.ndarray, number: int) -> Array:
 def loss(
     kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
 ) -> Float[Array, ""]:
-    """Cross entropy of what the teacher expects of known tokens, in nats; steps weigh 0.8^s."""
+    """The cross entropy of the teacher's shares of known tokens, in nats; steps weigh 0.8^s."""
     behind, depth, scores, _ = KINDS[kind]
     rows, segment = parameters["token_rows"], jnp.asarray(heard.row.segments)[:, :-1]
     total = jnp.float32(0)
@@ -168,7 +168,7 @@ def loss(
         at = behind + step
         likely, weights = rows[_ahead(heard.likely, at)], _ahead(heard.row.weights, at)
         weights = jnp.where(_ahead(segment, at) == segment, weights, 0)
-        # What the head does not know it cannot draft.
+        # The head cannot draft tokens that it does not know.
         shares = jnp.where(likely == config.unknown_row, 0, _ahead(heard.shares, at))
         found = jnp.take_along_axis(logits, jnp.minimum(likely, config.unknown_row - 1), axis=-1)
         losses = jnp.sum(shares * (jax.nn.logsumexp(logits, axis=-1, keepdims=True) - found), -1)
@@ -180,7 +180,7 @@ def loss(
 def _hits(
     kind: str, config: LlamaConfig, parameters: Parameters, heard: HeardRow
 ) -> Bool[Array, "rows time steps"]:
-    """Whether each step of each slot has the row's own token for its best, the steps before too."""
+    """Tells which steps of each slot, with all before them, have the row's own token as best."""
     behind, _, scores, _ = KINDS[kind]
     rows = parameters["token_rows"][jnp.asarray(heard.row.tokens)]
     found = [
@@ -191,10 +191,7 @@ def _hits(
 
 
 def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected]) -> float:
-    """Tokens that a round of exact decoding with K = 4 settles of the answers, the teacher's too.
-
-    The answers are the teacher's own greedy ones: a draft is accepted where the text goes on so.
-    """
+    """The tokens that a round with K = 4 settles, in answers that are the teacher's greedy ones."""
     behind, tokens, rounds = KINDS[kind].behind, 0, 0
     longest = max(len(one.tokens) for one in documents)
     width = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
@@ -213,7 +210,7 @@ def mean_accepted_tokens(kind: str, model: Llama, documents: Sequence[Expected])
 
 
 def layers_read(num_layers: int) -> tuple[int, ...]:
-    """Layers of a teacher whose inputs heads read, the last one's among them."""
+    """The layers of a teacher whose inputs heads read, the last one among them."""
     return (min(2, max(num_layers // 2 - 1, 0)), num_layers // 2, num_layers - 1)
 
 
@@ -227,8 +224,8 @@ def beginning(
 ) -> tuple[LlamaConfig, Start]:
     """A head that knows some of the teacher's tokens, and begins as parts of the teacher.
 
-    It reads the inputs of these `layers`. Of the teacher's, a DSpark head has the last
-    `num_layers`; a PARD drafter has the first ones, and half of them are the last ones.
+    It reads the inputs of these `layers`. A DSpark head has the teacher's last `num_layers` layers.
+    A PARD drafter has as many, half of them the first ones and half the last ones.
     """
     config, last = teacher.config, teacher.config.num_layers
     few = 1 if kind == "eagle3" else num_layers
@@ -307,5 +304,5 @@ def recipe_of(
     )  # fmt: skip
 
 
-# One function each for good: `jit` knows programs by the functions that they were made of.
+# One function each, made once: `jit` knows programs by their functions.
 _LOSSES = {kind: functools.partial(loss, kind) for kind in KINDS}

@@ -14,12 +14,12 @@ from fly_jax.training.expectations import Expected
 from fly_jax.training.trainer import Recipe, Row, stacked
 
 ROW_LENGTH = 512
-# Of a token of a prompt, which is never drafted, but has the same words as answers.
+# Weight of a prompt's token: it is never drafted, but has the same words as answers.
 _PROMPT_WEIGHT = 0.3
 
 
 class HeardRow(NamedTuple):
-    """A row of documents, or with a leading axis a batch of them, and what the teacher made of it.
+    """A row of documents, or with a leading axis a batch of them, with the teacher's figures.
 
     Attributes:
       likely: tokens that it expects instead of `tokens[t + 1]`, with `shares` for probabilities.
@@ -40,14 +40,14 @@ def frequent_tokens(
     for one in documents:
         said += np.bincount(one.tokens[one.num_prompt :], minlength=vocab_size)
         seen += np.bincount(one.tokens, minlength=vocab_size)
-    # Tokens of prompts fill what answers leave.
+    # Tokens of prompts fill the places that answers leave.
     order = np.argsort(-(said + seen / (1 + seen.sum())), kind="stable")[:number]
     known = np.sort(order).astype(np.int32)
     return known, float(said[known].sum() / max(said.sum(), 1))
 
 
 def batches(documents: Sequence[Expected], recipe: Recipe, start_step: int) -> Iterator[HeardRow]:
-    """Endless batches of rows of documents, from a step on, each by the seed and its number."""
+    """Yields batches of rows of documents without end; each depends on the seed and its number."""
     numbers = itertools.count(start_step * recipe.batch_size)
     draws = (random.Random(f"{recipe.seed}/{number}") for number in numbers)
     rows = (laid_out(_drawn(documents, one), recipe.row_length) for one in draws)
@@ -60,7 +60,7 @@ def _drawn(documents: Sequence[Expected], rng: random.Random) -> Iterator[Expect
 
 
 def laid_out(documents: Iterable[Expected], length: int) -> HeardRow:
-    """A row of documents, the last of them cut off, and zeros where they end before it does."""
+    """A row of documents; the last one is cut off, and zeros follow if they end too early."""
     size, start = length + 1, 0
     documents = iter(documents)
     first = next(documents)

@@ -1,4 +1,4 @@
-"""A teacher's answers to prompts, kept in a file from which a later run goes on."""
+"""A teacher's answers to prompts, kept in a file that a later run continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Document(NamedTuple):
 def continued(
     engine: Engine, prompts: Sequence[Sequence[int]], file: Path, *, max_new_tokens: int, seed: int
 ) -> list[Document]:
-    """The teacher's continuations, kept in a JSON lines file, from which an earlier run goes on."""
+    """The teacher's continuations, kept in a JSON lines file that a later run continues."""
     found = dict(_read(file))
     with (
         file.open("a", encoding="utf-8") as out,
@@ -43,7 +43,7 @@ def continued(
 
 
 def _read(file: Path) -> Iterator[tuple[int, Document]]:
-    """The records of an earlier run; a last one that was cut off is cut out of the file."""
+    """The records of an earlier run; a last one that is incomplete is removed from the file."""
     if not file.exists():
         return
     text = file.read_bytes()

@@ -28,7 +28,7 @@ from fly_jax.models.llama import Llama
 _STEPS_PER_REPORT = 10
 # Checkpoints after the best one.
 PATIENCE = 5
-# How good a model is; of equally good ones the first is the best.
+# Figures that order checkpoints: of equally good ones the first is the best.
 _MEASURED, _BEFORE = "mean_accepted_tokens", "negative_step"
 
 
@@ -56,7 +56,7 @@ class Recipe:
 
     @property
     def last_step(self) -> int:
-        """The last one that is really done."""
+        """The last step that is run."""
         return self.num_steps if self.stop_step is None else self.stop_step
 
 
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     Attributes:
       tokens: one more than there are predictions.
       weights: of the loss of predicting `tokens[t + 1]`; zero from one document to the next.
-      segments: numbers of the row's documents from 1 on, as `positions` of a token in one from 0.
+      segments: numbers of the row's documents from 1 on; `positions` count within one from 0.
     """
 
     tokens: Int32[np.ndarray, length + 1]
@@ -80,7 +80,7 @@ Batch = TypeVar("Batch")
 
 
 def stacked(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
-    """Endless rows by the batch."""
+    """Yields batches of rows without end."""
     while True:
         batch = list(itertools.islice(rows, batch_size))
         yield jax.tree.map(lambda *parts: np.stack(parts), *batch)
@@ -117,7 +117,7 @@ bfloat16_matmul.defvjp(_forward, _backward)
 
 
 def seen_within(row: Row) -> Bool[Array, "batch length length"]:
-    """Each token sees those before it in its document, and itself."""
+    """Tells which tokens each one sees: those before it in its document, and itself."""
     segment = jnp.asarray(row.segments)[:, :-1]
     before = jnp.tril(jnp.ones((segment.shape[1],) * 2, bool))
     return (segment[:, :, None] == segment[:, None, :]) & before
@@ -154,7 +154,7 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def _train_step(
     recipe: Recipe, state: TrainingState, frozen: dict[str, Array], batch: Any
 ) -> tuple[TrainingState, Float[Array, ""]]:
-    """One step on one batch: the new state, and the loss before it."""
+    """Runs a step on a batch; returns the new state, and the loss before it."""
 
     def loss(parameters: dict[str, Array]) -> Float[Array, ""]:
         return recipe.loss(recipe.config, parameters | frozen, batch)
@@ -190,7 +190,7 @@ def train(
     Args:
       batches: what it learns from, from a step on.
       start: where it begins; None for parameters at random, all of them trained.
-      measured: how good a model is. It is asked before each checkpoint; the run ends where the last
+      measured: tells how good a model is, before each checkpoint. The run ends where the last
         `PATIENCE` checkpoints were no better than one before them, and the best one is returned.
     """
     if start is None:
@@ -244,7 +244,7 @@ def steps_done(directory: Path) -> int:
 
 
 def _manager(directory: Path, *, is_measured: bool) -> ocp.CheckpointManager:
-    """Keeps the newest checkpoint, from which a run goes on, and the best one."""
+    """A manager that keeps the newest checkpoint, to continue from, and the best one."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     if is_measured:
         measure = operator.itemgetter(_MEASURED, _BEFORE)

@@ -1,1 +1,1 @@
-"""Meshes of devices, and which logical axis of an array lies on which axis of the mesh."""
+"""Meshes of devices, and the mapping of an array's logical axes to the axes of a mesh."""

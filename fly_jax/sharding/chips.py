@@ -1,4 +1,4 @@
-"""Accelerators by name, from chips.toml, and how long an exchange takes with their figures."""
+"""Accelerators by name, from chips.toml, and the time of an exchange by their figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fly_jax.errors import FlyJaxError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One accelerator and the network between several; bandwidths are in bytes per second.
+    """An accelerator and the network between several; bandwidths are in bytes per second.
 
     Attributes:
       kinds: beginnings of JAX's `device_kind`.
@@ -45,7 +45,7 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """There is a compiler for it in libtpu."""
+        """Tells whether libtpu has a compiler for it."""
         return bool(self.slices)
 
     def exchange_seconds(
@@ -74,7 +74,7 @@ class Chip:
         return phases * (steps * self.step_seconds + moved)
 
     def _switched_seconds(self, kind: str, num_bytes: float, count: int, stride: int) -> float:
-        """One phase of an exchange of `count` chips, some of which may be behind other switches."""
+        """The seconds of one phase of an exchange of `count` chips, over one switch or more."""
         near = min(count, max(self.domain // stride, 1)) if self.domain else count
         switches = -(-count // near)
         seconds = 0.0
@@ -111,14 +111,14 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so; None for a CPU, or one whose figures are not known here."""
+    """The chip of a `device_kind` of JAX; None for a CPU, or one whose figures are unknown."""
     named = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
     matches = [kind for kind in named if device_kind.startswith(kind)]
     return named[max(matches, key=len)] if matches else None
 
 
 def group_of(mesh: Mapping[str, int], names: Sequence[str]) -> tuple[list[int], int]:
-    """Sizes of these neighbouring axes, of which a mesh has the outermost first; their stride."""
+    """The sizes of neighbouring axes of a mesh (outermost first), and the stride of their group."""
     sizes = [mesh[name] for name in names]
     axes = list(mesh)
     inside = axes[axes.index(names[-1]) + 1 :] if names else []

@@ -1,4 +1,4 @@
-"""JAX as a process sets it up: its devices and meshes, and where compiled programs are kept."""
+"""The setup of JAX in a process: devices and meshes, and where compiled programs are kept."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MeshSpec:
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        """As `parse_mesh` reads it: `8x8`, or `data=2,x=4` where the short form has other names."""
+        """The text that `parse_mesh` reads: `8x8`, or `data=2,x=4` where names are not usual."""
         if self.names == _DEFAULT_NAMES[len(self.axes)]:
             return "x".join(map(str, self.sizes))
         return ",".join(f"{name}={size}" for name, size in self.axes)
@@ -68,12 +68,12 @@ def parse_mesh(text: str) -> MeshSpec:
     return MeshSpec(tuple((name, int(size)) for name, _, size in parts))
 
 
-# More than this and starting the CPU backend takes minutes and all memory.
+# With more, starting the CPU backend takes minutes and all memory.
 MOST_SIMULATED = 1024
 
 
 def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
-    """Has a CPU-only machine simulate as many devices as the mesh has; elsewhere without effect.
+    """Makes a CPU-only machine simulate the mesh's devices; it has no effect elsewhere.
 
     Of several processes each simulates its share; FlyJaxError where the mesh does not divide. Call
     it before anything touches a JAX backend: after that it changes nothing, and `create_mesh` says
@@ -93,7 +93,7 @@ def prepare_devices(spec: MeshSpec, num_processes: int) -> None:
 
 
 def _has_idle_libtpu() -> bool:
-    """Whether libtpu is here to plan with, without an accelerator: JAX would look for TPUs."""
+    """Tells whether libtpu is here without an accelerator, to plan: JAX would look for TPUs."""
     found = [importlib.util.find_spec(name) is not None for name in ("libtpu", "jax_plugins")]
     vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
     may_have_tpu = any(path.read_text().strip() == _GOOGLE for path in vendors)
@@ -134,7 +134,7 @@ def create_mesh(spec: MeshSpec) -> Mesh:
 
 
 def describe(mesh: Mesh) -> str:
-    """One line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
+    """A line for people, such as `64 simulated devices (CPU) as mesh 8x8`."""
     spec, device = MeshSpec(tuple(mesh.shape.items())), mesh.devices.flat[0]
     count, processes, is_cpu = spec.num_devices, jax.process_count(), device.platform == "cpu"
     noun = "device" if count == 1 else "simulated devices" if is_cpu else "devices"
@@ -145,16 +145,16 @@ def describe(mesh: Mesh) -> str:
 
 VARIABLE = "FLY_JAX_COMPILATION_CACHE"
 _LEAST_SECONDS_OF_JAX = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-# What was not read for longest goes when the programs take more than this.
+# When the programs take more than this, those that were not read for longest are removed.
 _MOST_BYTES = 4 * 2**30
 
 
 def enable_compilation_cache(folder: str | Path | None = None) -> Path | None:
-    """Keeps every program that is compiled from now on in a folder, and takes it from there.
+    """Keeps programs that are compiled from now on in a folder, and loads them from there.
 
     JAX's variable JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS leaves out those that compile faster.
     Call it before anything is compiled. The folder must be one that only trusted people can write
-    to: what lies in it is run. It returns where the programs of this JAX and this kind of machine
+    to: what lies in it is run. Returns where the programs of this JAX and this kind of machine
     lie, or None, and raises FlyJaxError if it cannot write there.
 
     Args:
@@ -215,7 +215,7 @@ def make_folder(path: Path, what: str, flag: str) -> None:
 
 
 def forget_oldest(path: Path, most_bytes: int) -> None:
-    """Removes what was not read for longest until the other files are few enough."""
+    """Removes files that were not read for longest until the others take few enough bytes."""
     found = []
     for file in path.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another command removed it

@@ -23,9 +23,9 @@ from fly_jax.errors import FlyJaxError, file_trouble
 
 Json = Any
 
-# Without a sign of life for so long a process counts as lost, and JAX stops all the others.
+# A process without a sign of life for so long counts as lost, and JAX stops all the others.
 HEARTBEAT_SECONDS = 30
-# How long a process that is done, or has failed, waits for the others to be so too.
+# Seconds that a process that is done, or has failed, waits for the others.
 _SHUTDOWN_SECONDS = 10
 _SLICE_MS = 1000
 _BLOCK = 1024
@@ -35,7 +35,7 @@ _turns = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """Which process this is, with its accelerators (None: all), and where process 0 listens."""
+    """A process's place in the job, its accelerators (None: all), and where process 0 listens."""
 
     coordinator_address: str
     num_processes: int
@@ -54,7 +54,7 @@ def detect_process(
     *,
     timeout: int = 300,
 ) -> ProcessInfo | None:
-    """Which of several processes this one is; None where it is alone.
+    """Finds this process's place among several; None where it is alone.
 
     What is not given is asked of the cluster, as JAX knows it: TPU pods, GKE, Slurm, Open MPI. One
     process asks none. `timeout` is for the coordinator's name to be known, in seconds. Raises
@@ -99,7 +99,7 @@ def detect_process(
 
 
 def _cluster_size() -> int:
-    """Processes that the cluster says it runs; 1 where it answers nothing (notebooks)."""
+    """The number of processes in the cluster; 1 where it answers nothing (notebooks)."""
     for cluster in ClusterEnv._cluster_types:
         if not cluster.opt_in_only_method and cluster.is_env_present():
             try:
@@ -110,8 +110,8 @@ def _cluster_size() -> int:
 
 
 def initialize(process: ProcessInfo, *, timeout: int) -> tuple[str, ...]:
-    """Meets the other processes, before a JAX backend is up; returns every one's host name."""
-    # It would take SIGTERM for a wish to save a checkpoint first, and go on for a minute.
+    """Joins the other processes, before a JAX backend is up; returns the host names of all."""
+    # This service would take SIGTERM as a wish for a checkpoint, and go on for a minute.
     with contextlib.suppress(AttributeError):  # a JAX without that service
         jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -133,7 +133,7 @@ def num_processes() -> int:
 
 
 def process_id() -> int:
-    """Of this process, from 0. Starts no backend."""
+    """The number of this process, from 0. Starts no backend."""
     return distributed.global_state.process_id
 
 
@@ -158,7 +158,7 @@ def broadcast(value: Json) -> Json:
 
 
 def _await(key: str) -> Json:
-    """The value that a process sets, in its own time; if it is lost, JAX stops this one too."""
+    """Waits for a value that another process sets; if that one is lost, JAX stops this one too."""
     while True:
         try:  # in slices, between which Ctrl-C is heard
             return json.loads(_client().blocking_key_value_get(key, _SLICE_MS))
@@ -169,7 +169,7 @@ def _await(key: str) -> Json:
 
 @contextlib.contextmanager
 def joint_errors() -> Iterator[None]:
-    """Around what each process does by itself, such as reading files: all succeed, or all fail.
+    """Makes all processes succeed, or all fail, in what each does alone, such as reading files.
 
     They fail with the same sentence, a JointError; where there is but one process, errors pass.
     """
@@ -201,7 +201,7 @@ def check_same(settings: dict[str, Json]) -> None:
 
 
 def _client() -> Any:
-    """Of the coordination service; JAX has no public name for it."""
+    """The client of the coordination service; JAX has no public name for it."""
     return distributed.global_state.client
 
 

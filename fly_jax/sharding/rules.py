@@ -1,4 +1,4 @@
-"""One table from logical axes to mesh axes, and the placement of arrays that follows from it."""
+"""The table from logical axes to mesh axes, and the placement of arrays that follows from it."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _NARROW = dataclasses.replace(_TENSOR, vocab=("x",), q_heads=("x",), ffw=("x",),
 
 
 def _caches(name: str, rules: ShardingRules) -> dict[str, ShardingRules]:
-    """The same matrices with the cache by heads and rows, by heads and positions, by heads."""
+    """Variants of rules: the cache by heads and rows, by heads and positions, or by heads."""
     whole = dataclasses.replace(rules, cache_batch=("data",))
     long = dataclasses.replace(whole, cache_length=("y",))
     return {name: rules, f"{name}_long": long, f"{name}_whole": whole}
 
 
 # "tensor": matrices over the whole mesh. "narrow": over x alone, the same in every column of y.
-# "replicated": whole on every device. After it "_long" or "_whole" says how the cache lies where it
-# is not split by rows.
+# "replicated": whole on every device. Over y a cache is split by rows, with "_long" behind the name
+# by positions, with "_whole" not at all.
 RULES = _caches("tensor", _TENSOR) | _caches("narrow", _NARROW) | {"replicated": ShardingRules()}
 
 
@@ -75,7 +75,7 @@ class NamedShape(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How arrays lie on a mesh; hashable, so static under `jit`."""
+    """The placement of arrays on a mesh; hashable, so static under `jit`."""
 
     mesh: Mesh | AbstractMesh
     rules: ShardingRules
@@ -90,7 +90,7 @@ class Layout:
         return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
 
     def sharding(self, axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-        """`spec` on the mesh: what `device_put` and `jit` take."""
+        """The `spec` on the mesh, as `device_put` and `jit` take it."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def shard_bytes(self, axes: Sequence[str | None], shape: Sequence[int], itemsize: int) -> int:
@@ -103,7 +103,7 @@ class Layout:
         return next(self._assign((axis,), (size,)))[0]
 
     def place(self, value: np.ndarray, axes: Sequence[str | None]) -> Array:
-        """A host array on the mesh; every process has all of it and fills its own devices."""
+        """Puts a host array on the mesh; every process has all of it and fills its own devices."""
         sharding = self.sharding(axes, value.shape)
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)
@@ -114,7 +114,7 @@ class Layout:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
     def fallbacks(self, specs: Mapping[str, NamedShape]) -> list[str]:
-        """One line for each kind of dimension that does not divide as the rules ask."""
+        """Lines on the kinds of dimensions that do not divide as the rules ask."""
         names: dict[str, list[str]] = {}
         for name, spec in specs.items():
             parts = zip(spec.axes, spec.shape, self._assign(spec.axes, spec.shape), strict=True)
@@ -144,5 +144,5 @@ class Layout:
             yield free[:count], free[count:]
 
     def devices(self, names: MeshAxes) -> int:
-        """Devices along these axes of the mesh together."""
+        """The number of devices along these axes of the mesh together."""
         return math.prod(self.mesh.shape.get(name, 1) for name in names)

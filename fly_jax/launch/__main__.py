@@ -1,4 +1,4 @@
-"""Picks the command and turns whatever goes wrong for the user into one line."""
+"""The entry: it picks the command, and turns whatever goes wrong for the user into one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fly_jax.errors import FlyJaxError, file_trouble
 from fly_jax.launch import crash_handler
 from fly_jax.launch.crash_handler import EXIT_FAILED, EXIT_WRONG_INPUT
 
-# Each is a module of this package with `main(arguments)`, imported only when it is asked for. It
-# raises FlyJaxError for whatever is wrong with flags, files and models.
+# Each is a module of this package, imported only when asked for. Its `main(arguments)` raises
+# FlyJaxError for whatever is wrong with flags, files and models.
 COMMANDS = {
     "generate": "continue prompts, and compare the rules (the default)",
     "chat": "talk to an instruct model in the terminal",
@@ -103,11 +103,10 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def run() -> NoReturn:
-    """The console script's entry."""
+    """Runs the console script."""
     status = main(sys.argv[1:])
     if status == _EXIT_INTERRUPTED:
-        # What XLA's threads are compiling or running goes on, and would crash in an interpreter
-        # that is being taken down.
+        # XLA's threads go on, and would crash in an interpreter that is being taken down.
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""The command bench: several decodings of the same prompts, in turns, with what each round took."""
+"""The command bench: several decodings of the same prompts, in turns, with the times of rounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Examples:
     --prompts_file question.jsonl --picture speed.svg --json > speed.json
 """
 
-# K of exact decoding where nothing else is asked for: the fastest of them is tuned exact decoding.
+# Default K of exact decoding: the fastest of them is tuned exact decoding.
 _EXACT_DEPTHS = (2, 4, 8, 15)
 _PICTURE_INCHES = (8.0, 0.4)  # width, and height of a bar
 
@@ -120,7 +120,7 @@ def _run(values: _BenchFlags) -> None:
 def decodings(
     given: Sequence[str], config: DecodingConfig, *, proposes: bool
 ) -> dict[str, DecodingConfig]:
-    """The configs of a bench by their names, all checked; the first is what others are held to.
+    """The configs of a bench by their names, all checked; others are compared with the first.
 
     Args:
       given: such as "fly:8,15 window_size=4"; none for one token at a time, exact decoding, and the

@@ -127,13 +127,13 @@ def _run(values: _CalibrateFlags, command: str) -> None:
 
 
 def _config(values: _CalibrateFlags) -> DecodingConfig:
-    """How prompts are continued, once everything about it that can be checked is."""
+    """The config for the prompts, after every check of it that is possible."""
     drafted = {"num_speculative_tokens": values.num_speculative_tokens}
     if values.gate is None:
         return DecodingConfig(rule="exact").replace(**DecodingFlags(decoding=drafted).given)
     decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
     given = DecodingFlags(config=values.config, decoding=decoding)
-    # Other models are decoded exactly where nothing is said, and then there is no gate.
+    # The default config of other models is exact, and has no gate.
     config = given.to_config(values if values.is_embedded else None)
     _bound(values), strictness.strictness_of(config)
     return config.replace(window_size=strictness.windows_of(config, values.window_size)[0])
@@ -170,14 +170,14 @@ def _fill(values: _CalibrateFlags, path: Path, inputs: Inputs) -> None:
     dtype = values.dtype or inputs.models.default_dtype  # starts the backend, in all processes
     with joint_errors():
         if process_id() == 0:
-            # What the draft models below the first one are does not change a token.
+            # Draft models below the first one do not change a token.
             models = inputs.models
             named = models.drafter or models.self_draft
             draft = named or identity(models.drafts[0].path)
             which = " ".join([identity(models.target.path), draft, dtype])
     which = broadcast(which)
     sizes = (inputs.config.drafting.max_speculative_tokens, values.max_new_tokens)
-    # A file that will not do is refused before the weights are read.
+    # A wrong file is refused before the weights are read.
     begin_memory(path, inputs.models.target.tokenizer.digest, inputs.ids, *sizes, which)
     memory = fill_memory(
         load_models(values, inputs), inputs.ids, path,

@@ -1,4 +1,4 @@
-"""The command chat: a conversation in the terminal, coloured by why each token stands there."""
+"""The command chat: a conversation in the terminal, each token coloured by its `Why`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
             "The target has no chat template, so it cannot take a conversation; give --target an "
             "instruct model, or continue texts with the command generate."
         )
-    # A template that fails, also of a system's message alone, does so before weights are read.
+    # A template that fails, perhaps only for a system's message, does so before weights are read.
     models.encode([*_beginning(values), {"role": "user", "content": "Hello"}], name="--target")
     pair = load_opened(values, config, models, mesh, rows=1, longest=_USUAL_TOKENS)
     with contextlib.suppress(ImportError):
@@ -86,7 +86,7 @@ def _beginning(values: _ChatFlags) -> list[dict[str, str]]:
 
 
 class Conversation:
-    """A conversation, and how it goes on."""
+    """A conversation, with its rule, engines and messages."""
 
     def __init__(
         self, values: _ChatFlags, config: DecodingConfig, models: OpenPair, pair: Pair
@@ -98,7 +98,7 @@ class Conversation:
         self._messages = _beginning(values)
 
     def take(self, line: str) -> None:
-        """Does what a line says, or answers it; what is wrong with it is said."""
+        """Runs a command line, or answers a message; it prints errors."""
         try:
             if line.startswith("/"):
                 self._command(*line[1:].split(maxsplit=1))
@@ -165,7 +165,7 @@ class Conversation:
         )
 
     def _engine(self, length: int) -> Engine:
-        """That of the rule; its caches grow with the conversation, which is run once more then."""
+        """The engine of the rule; larger caches for a longer conversation mean a new one."""
         from fly_jax.engine.engine import Engine
 
         engine = self._engines.get(self._config)

@@ -1,8 +1,8 @@
 """The end of a process of several: one sentence, where JAX's runtime would print a stack trace.
 
 When another process dies, JAX's coordination service notices and ends this one from a thread of
-its own, by `abort()` after a page of C++. Python hears nothing of that, so the signal is caught
-where it is raised, and what the runtime wrote is kept in a file.
+its own, by `abort()` after a page of C++. Python does not see that, so the signal is caught where
+it is raised, and the runtime's output is kept in a file.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:  # this module is there before JAX
 EXIT_FAILED, EXIT_WRONG_INPUT = 1, 2
 
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
-# How the coordination service names the tasks that it misses, and the one that left before others.
+# The coordination service's words for the tasks that it misses, and for the one that left first.
 _LOST = re.compile(r"stopped sending heartbeats\):\s*((?:\d+[,\s]*)+)")
 _LEFT = re.compile(r"first task at the barrier: (\d+)")
-# How a process says that the service itself, in process 0, has closed or is silent.
+# A process's words for a service, in process 0, that has closed or is silent.
 _SERVICE_LOST = re.compile(
     r"Failed to send RPC to coordination service|DEADLINE_EXCEEDED.*\s+RPC: \S+/Heartbeat"
 )
 
 
 class CrashHandler:
-    """Takes over a process's output and its way to end, where it is one of several.
+    """Takes over the output and the end of a process that is one of several.
 
     Standard output is process 0's alone. Libraries in C++ write to a file from now on: the
     collectives announce themselves on standard output, where only results belong.
     """
 
     def __init__(self, process: ProcessInfo, timeout: int) -> None:
-        """Begins before the processes have met, within `timeout` seconds, as `connected` tells."""
+        """Begins before the processes have met; they have `timeout` seconds for that."""
         self._process = process
         self._timeout = timeout
         self._hosts: Sequence[str] = ()
@@ -63,7 +63,7 @@ class CrashHandler:
         libc.signal(signal.SIGABRT, self._handler)
 
     def connected(self, hosts: Sequence[str]) -> None:
-        """All processes are there, on these hosts."""
+        """Notes that all processes have met, on these hosts."""
         self._hosts = hosts
 
     def shutdown(self, status: int) -> None:
@@ -80,7 +80,7 @@ class CrashHandler:
             os._exit(status)
 
     def _aborted(self, _: int) -> None:
-        """Runs in whichever thread called `abort()`."""
+        """Handles SIGABRT, in whichever thread called `abort()`."""
         if self._exit_status is not None:
             self._native.unlink(missing_ok=True)
             os._exit(self._exit_status)
@@ -116,18 +116,18 @@ class CrashHandler:
 
 
 def lost_processes(native: str) -> set[int]:
-    """The processes that are gone, from what JAX's runtime wrote; empty where it does not say."""
+    """The processes that are gone, by the output of JAX's runtime; empty where it does not say."""
     if found := _LOST.search(native) or _LEFT.search(native):
         return {int(index) for index in re.findall(r"\d+", found[1])}
     return {0} if _SERVICE_LOST.search(native) else set()
 
 
-# Of this process, where it is one of several.
+# The handler of this process, if it is one of several.
 installed: CrashHandler | None = None
 
 
 def install(process: ProcessInfo, timeout: int) -> CrashHandler:
-    """Handles the end of this process from now on, which must be one of several."""
+    """Installs a handler for the end of this process, which must be one of several."""
     global installed
     installed = CrashHandler(process, timeout)
     return installed

@@ -1,4 +1,4 @@
-"""The command evaluate: how well several decodings answer the same items of tasks."""
+"""The command evaluate: the quality of several decodings on the same items of tasks."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _requests(values: _EvaluateFlags, items: Sequence[Item], models: OpenPair) -
 
 
 def _setting(values: _EvaluateFlags, config: DecodingConfig, models: OpenPair) -> dict[str, Any]:
-    """Everything that an answer depends on, but its prompt and its decoding's rule and K."""
+    """The setting of an answer, without its prompt and its decoding's rule and K."""
     from fly_jax.models.checkpoints.source import identity
 
     named = models.drafter or models.self_draft

@@ -1,4 +1,4 @@
-"""The flags of the commands, in groups, and what is said about a wrong one."""
+"""The flags of the commands, in groups, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flag_group(head: str = "") -> Callable[[type[_Class]], type[_Class]]:
 
 
 class _IntegerOr(flags.ArgumentParser[int | str]):
-    """Reads a whole number, or one word as it stands."""
+    """A parser of a whole number, or of one word as it stands."""
 
     def __init__(self, word: str) -> None:
         self.syntactic_help = f"a whole number or {word}"
@@ -57,14 +57,14 @@ class _IntegerOr(flags.ArgumentParser[int | str]):
 
 
 class Flags(Generic[_Values]):
-    """One command's flags: declared by dataclasses, then parsed once into an instance of one.
+    """The flags of a command: declared by dataclasses, and parsed once into an instance of one.
 
-    They live in an absl `FlagValues` of their own: the process-wide one holds those of every
-    library that was imported.
+    They live in an absl `FlagValues` of their own: the process-wide one has those of every imported
+    library.
     """
 
     def __init__(self, command: str, kind: type[_Values], without: Sequence[str] = ()) -> None:
-        """Defines those of `kind`, its own first; `without` names parameters of decoding."""
+        """Defines the flags of `kind`, its own first; `without` names parameters of decoding."""
         self.command, self._kind = command, kind
         self._flags = flags.FlagValues()
         self._groups: dict[str, dict[str, str]] = {}
@@ -92,15 +92,15 @@ class Flags(Generic[_Values]):
                     continue
                 differs = shipped.get(one.name) != others.get(one.name)
                 text = _described(one, shipped[one.name] if differs else None)
-                # The config says what is wrong with a number, whoever has given it.
+                # The config checks numbers, whoever has given them.
                 self._add(group, dataclasses.replace(one, low=None, high=None), None, text)
                 self._decoding.append(one.name)
 
     def parse(self, arguments: Sequence[str], help: str) -> _Values:
-        """The flags' values; SystemExit where the help was asked for, and printed.
+        """Parses the flags' values; SystemExit after the help, if that was asked for.
 
-        Where they have a field `file`, it gets the one argument that is no flag, wherever that
-        stands. Raises FlyJaxError for an unknown flag, a wrong value, or an argument too many.
+        A field `file` gets the one argument that is no flag, wherever it stands. FlyJaxError for an
+        unknown flag, a wrong value, or an argument too many.
         """
         takes_file = hasattr(self._kind, "file")
         self._flags.set_gnu_getopt(takes_file)
@@ -139,7 +139,7 @@ class Flags(Generic[_Values]):
         return f"see python -m fly_jax.launch {self.command} --help"
 
     def _rest(self, arguments: Sequence[str]) -> list[str]:
-        """Parses the flags, and returns what is none."""
+        """Parses the flags, and returns the arguments that are none."""
         try:
             return self._flags([self.command, *arguments])[1:]
         except flags.UnrecognizedFlagError as error:
@@ -151,7 +151,7 @@ class Flags(Generic[_Values]):
             raise FlyJaxError(f"{reason[:1].upper()}{reason[1:]}; {self._advice}.") from error
 
     def help(self) -> str:
-        """Every flag with its default, in its group."""
+        """The help: all flags with their defaults, in their groups."""
         lines: list[str] = []
         for group, texts in self._groups.items():
             lines += ["", f"{group}:"]
@@ -182,7 +182,7 @@ def _flag(one: Parameter, default: Any, text: str) -> flags.Flag:
 
 
 def _described(one: Parameter, shipped: Any) -> str:
-    """The help of a parameter, its default, and `shipped`, that of our own pair."""
+    """The help of a parameter, with its default and, as `shipped`, that of our own pair."""
     text = one.help
     if one.kind is bool and one.default:
         text = f"{text}; --no{one.name} to switch it off"
@@ -196,7 +196,7 @@ def _described(one: Parameter, shipped: Any) -> str:
 
 
 def _shown(flag: flags.Flag) -> str:
-    """The choices, or the default, or what kind of value there is."""
+    """The choices of a flag, its default, or the kind of its value."""
     if isinstance(flag, flags.EnumFlag):
         return "|".join(flag.parser.enum_values)
     if flag.default in (None, []):
@@ -248,22 +248,22 @@ class ModelFlags:
 
     @property
     def has_draft(self) -> bool:
-        """A draft was given, or is there without."""
+        """Tells whether a draft was given, or the pair of the package has one."""
         return self.target is None or bool(self.draft)
 
     def proposes(self, config: DecodingConfig) -> bool:
-        """A draft, or the config's lookup, proposes to the target."""
+        """Tells whether a draft, or the config's lookup, proposes to the target."""
         return self.has_draft or config.to_lookup() is not None
 
     @property
     def is_embedded(self) -> bool:
-        """The pair is the one that ships with the package."""
+        """Tells whether the pair is the one that ships with the package."""
         return self.target is None and not self.draft
 
 
 @flag_group("Prompts")
 class PromptFlags:
-    """A file of prompts, and how far and how many at a time they go on."""
+    """A file of prompts, and the lengths and number of continuations."""
 
     prompts_file: str | None = parameter(
         None,
@@ -288,7 +288,7 @@ class BatchFlags(ModelFlags, PromptFlags):
 
 @flag_group("Decoding")
 class DecodingFlags:
-    """How to decode; `decoding` has each parameter that is a flag, None unless it was given."""
+    """Settings of decoding; `decoding` has each parameter that is a flag, None if not given."""
 
     config: str | None = parameter(
         None,
@@ -303,9 +303,9 @@ class DecodingFlags:
         return {name: value for name, value in self.decoding.items() if value not in (None, ())}
 
     def to_config(self, models: ModelFlags | None = None) -> DecodingConfig:
-        """The flags over a file's, or over what suits the models; FlyJaxError for a wrong one.
+        """The flags over a file, or over the models' default; FlyJaxError for a wrong one.
 
-        Without models, which a plan has not, over FLy as published.
+        Without models, as in a plan, they are laid over FLy as published.
         """
         if not self.config:
             suits = models and default_config(is_embedded=models.is_embedded)
@@ -319,14 +319,14 @@ class DecodingFlags:
 
 @flag_group("Sampling")
 class SeedFlags:
-    """The seed of what is drawn."""
+    """The seed of the draws."""
 
     seed: int = parameter(0, "seed of the draws", low=0, high=2**31 - 1)
 
 
 @flag_group("Audit")
 class AuditFlags:
-    """Where mismatches are written down."""
+    """The file for mismatches."""
 
     audit: str | None = parameter(
         None,
@@ -341,7 +341,7 @@ class AuditFlags:
 
 @flag_group("Processes")
 class ProcessFlags:
-    """Where the processes meet."""
+    """The place of this process among several, and where they meet."""
 
     coordinator_address: str | None = parameter(
         None,
@@ -360,4 +360,4 @@ class ProcessFlags:
 
 @flag_group()
 class RunFlags(BatchFlags, DecodingFlags, SeedFlags, ProcessFlags):
-    """All for prompts that are continued in one process or several."""
+    """Flags for prompts that are continued in one process or several."""

@@ -110,7 +110,7 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
 
 
 def _check_memory(values: GenerateFlags, config: DecodingConfig) -> None:
-    """A config may name a memory for some of its rules; who gives one on the spot means it."""
+    """Refuses --memory for a rule that uses none; a config may name one for other rules."""
     given = {"memory": values.given.get("memory"), "update_memory": values.update_memory}
     for name, is_given in given.items():
         if is_given and not config.to_rule().uses_memory:
@@ -169,7 +169,7 @@ def _decode(
         states = [engine.submit(request) for request in requests]
 
         def ended(index: int) -> None:
-            """Of a prompt and all before it everything is there."""
+            """Reports a prompt when it and all before it are complete."""
             generation = states[index].generation
             if values.json:
                 record = _record(pair, config, prompts[index], generation)
@@ -201,7 +201,7 @@ def _decode(
 def _auditing(
     values: GenerateFlags, file: str, pair: Pair, spec: RoundSpec, inputs: Inputs
 ) -> Iterator[Callable[[int, Generation], None]]:
-    """Opens the audit, and gives what writes the generation of the prompt with an index."""
+    """Opens the audit; yields what writes the generation of the prompt with an index."""
     from fly_jax.engine.engine import Engine
 
     config, ids, rule, most = inputs.config, inputs.ids, spec.rule, values.max_new_tokens
@@ -210,10 +210,10 @@ def _auditing(
     settings = {**config.to_dict(), "max_new_tokens": most, "num_prompts": len(ids)}
     run = Run(config.rule, measure.name, settings)
     own: Sequence[Generation | None] = [None] * len(ids)
-    # Unless all are decoded so anyhow, or are drawn; now, since the engine would stand still later.
+    # Unless all are decoded exactly anyhow, or drawn. Now: later the engine would wait for it.
     if values.audit_exact is not False and config.is_loosened and spec.sampling is None:
         say(f"Decoding {len(ids)} prompts exactly, to say what differs from that ...")
-        # By exact speculation, which is faster than doing without.
+        # By exact speculation, which is faster than decoding without.
         lossless = Engine.of(
             pair, config.side_by_side()[1], prompts=ids, max_new_tokens=most,
             num_slots=values.batch_size, with_texts=False,

@@ -1,4 +1,4 @@
-"""The beginning of commands that decode: prompts and models, each read and checked once."""
+"""The first steps of commands that decode: prompts and models, each read and checked once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Facts that are known before weights are read; in other processes prompts are texts alone."""
+    """Inputs that are known before weights are read; in other processes prompts are texts alone."""
 
     config: DecodingConfig
     rule: Rule
@@ -74,14 +74,14 @@ class Inputs:
 
 
 def say(line: str) -> None:
-    """Writes to standard error, where whatever is not a result goes, once for all processes."""
+    """Writes a line to standard error, once for all processes; results go elsewhere."""
     if process_id() == 0:
         print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def waiting(why: str) -> Iterator[None]:
-    """Shows on a terminal what is being waited for, until it is there."""
+    """Shows on a terminal, until it is done, what the user waits for."""
     shown = process_id() == 0 and sys.stderr.isatty()
     if shown:
         print(f"{why} …", end="", file=sys.stderr, flush=True)
@@ -93,12 +93,12 @@ def waiting(why: str) -> Iterator[None]:
 
 
 def proposing(values: ModelFlags, config: DecodingConfig) -> DecodingConfig:
-    """The config, or one for a target that nothing proposes to."""
+    """The config, or its form without a draft where nothing proposes."""
     return config if values.proposes(config) else config.without_draft()
 
 
 def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, MeshSpec]:
-    """The models, and the mesh for them; what is wrong on one process raises on all."""
+    """Opens the models, with the mesh for them; an error of one process is raised on all."""
     mesh = parse_mesh(values.mesh)
     # Before anything below can start a JAX backend.
     prepare_devices(mesh, processes.num_processes())
@@ -121,7 +121,7 @@ def open_models(values: ModelFlags, config: DecodingConfig) -> tuple[OpenPair, M
 
 
 def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str] = ()) -> Inputs:
-    """Reads the prompts, these texts first, opens models, and encodes; or fails on all."""
+    """Reads the prompts, after these texts, opens models, and encodes; fails on all processes."""
     # The same on all of them, which have the same flags and process 0's config.
     rule, _ = config.to_rule(), config.to_lookup()
     with joint_errors():
@@ -136,7 +136,7 @@ def open_inputs(values: BatchFlags, config: DecodingConfig, texts: Sequence[str]
 
 
 def load_models(values: BatchFlags, inputs: Inputs) -> Pair:
-    """`load_opened` for prompts that are known."""
+    """Loads the models, as `load_opened`, for prompts that are known."""
     length = max(map(len, inputs.ids)) + values.max_new_tokens
     rows = min(values.batch_size, len(inputs.ids))
     return load_opened(values, inputs.config, inputs.models, inputs.mesh, rows=rows, longest=length)
@@ -236,7 +236,7 @@ def _chats(values: PromptFlags, prompts: list[Prompt], models: OpenPair) -> bool
 
 
 def _refuse(error: FlyJaxError, *, skip: bool) -> None:
-    """Raises the error, or only says it where bad prompts are to be skipped."""
+    """Raises the error, or only prints it where bad prompts are to be skipped."""
     if not skip:
         raise error
     say(f"Skipped: {error}")
@@ -262,11 +262,11 @@ def prompts_from_flags(values: PromptFlags, texts: Sequence[str]) -> list[Prompt
 
 
 def read_prompts(path: str, *, skip_bad: bool) -> list[Prompt]:
-    """The prompts of a file: an object with `prompt`, `messages` or `turns` a line, or plain text.
+    """Reads prompts: objects with `prompt`, `messages` or `turns`, one a line, or plain text.
 
     A file has JSON lines if its name ends in .jsonl or .json, or its first line begins with "{".
-    Lines of nothing but white space are passed over; with `skip_bad` those that are no prompt are
-    only told of. Raises FlyJaxError for them, and for a file that cannot be read or has no prompt.
+    Blank lines are ignored. Raises FlyJaxError for a line that is no prompt (with `skip_bad` it is
+    only reported), and for a file that cannot be read or has no prompt.
     """
     name = "Standard input" if path == "-" else path
     try:
@@ -360,7 +360,7 @@ def _check_unicode(text: str, source: str) -> None:
         raise FlyJaxError(said) from error
 
 
-# Added to what the service takes to miss a process.
+# Added to the seconds in which the service misses a process.
 _MARGIN_SECONDS = 15
 # The flags that may differ between the processes.
 _OF_ONE_PROCESS = {"compilation_cache", "weights_cache"}
@@ -371,7 +371,7 @@ _OF_ONE_PROCESS |= {one.name for one in parameters_of(ProcessFlags)}
 def distributed_session(values: ProcessFlags) -> Iterator[None]:
     """Joins the other processes for the time of a command; does nothing where there are none.
 
-    Raises FlyJaxError where the flags do not say which there are, or the command is not the same.
+    FlyJaxError where the flags do not say which there are, or the commands differ.
     """
     at, timeout = values.coordinator_address, values.coordinator_timeout
     process = processes.detect_process(at, values.num_processes, values.process_id, timeout=timeout)
@@ -401,6 +401,6 @@ def distributed_session(values: ProcessFlags) -> Iterator[None]:
 
 
 def is_of_another(error: BaseException) -> bool:
-    """Whether it may come of another process's end: a collective or a message that failed."""
+    """Tells whether another process's end may be the cause: a failed collective or message."""
     failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
     return failed and crash_handler.installed is not None

@@ -1,4 +1,4 @@
-"""One generation as a page: every token coloured by why it stands there, the rest on pointing."""
+"""A page of one generation: tokens coloured by their `Why`, and the rest on pointing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WINDOWS = {
 
 
 def page(audit: Audit, index: int) -> str:
-    """The page of one prompt: it loads and runs nothing, and nothing of a model's is markup."""
+    """The page of one prompt: it loads and runs nothing, and a model's text is never markup."""
     mismatches = {one.position: one for one in audit.mismatches if one.prompt == index}
     return rendered(
         "page.html",
@@ -32,7 +32,7 @@ def page(audit: Audit, index: int) -> str:
 
 
 def rendered(template: str, **given: object) -> str:
-    """A page of this folder's template, which escapes all that it is given."""
+    """Renders a template of this folder, which escapes all that it is given."""
     loader, strict = jinja2.FileSystemLoader(Path(__file__).parent), jinja2.StrictUndefined
     made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=strict)
     made.filters |= {

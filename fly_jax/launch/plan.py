@@ -1,4 +1,4 @@
-"""The command plan: what a pair needs on a slice and how fast it would be, without the slice."""
+"""The command plan: a pair's needs and speed on a slice of chips, without the slice."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _PlanFlags(DecodingFlags):
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the command."""
-    # What is looked up on the host is the same to a chip.
+    # The host's look-ups make no difference to a chip.
     without = ("protect", "memory", "csd_min_count")
     values = Flags("plan", _PlanFlags, without).parse(arguments, _HELP)
     # An accelerator that is there is not needed, nor locked; JAX may have read the variable before.
@@ -113,7 +113,7 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
 
 
 def _rounds(values: _PlanFlags) -> RoundSpec:
-    """The round that the flags describe; without a rule FLy's, or a lossless one for a small K."""
+    """The rounds of the flags; without a rule FLy's, or lossless ones for a small K."""
     from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.planning.roofline import PUBLISHED_K
 

@@ -1,4 +1,4 @@
-"""The command report: what bench and evaluate have measured, speed beside quality, as one page."""
+"""The command report: results of bench and evaluate, speed beside quality, as one page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 class _Runs(NamedTuple):
-    """Files of bench and of evaluate by name, where answers are, and names by machine in words."""
+    """The files of bench and evaluate by name, the folders of answers, and names by machine."""
 
     speeds: dict[str, Figures]
     qualities: dict[str, Figures]
@@ -123,7 +123,7 @@ def _read(folder: Path, margin: float) -> _Runs:
 def _tables(
     name: str, tasks: Mapping[str, Figures], margin: float
 ) -> Iterator[tuple[str, list[list[str]]]]:
-    """The tables of an evaluation that have a row, once it is judged by the margin."""
+    """Yields the tables of an evaluation that have a row, judged by the margin."""
     from fly_jax.evaluation.answers import beside_rows, class_rows, compare_decodings, rows
 
     for one in tasks.values():
@@ -146,7 +146,7 @@ def _in_words(machine: Mapping[str, Any]) -> str:
 def _speed_rows(
     name: str, found: Figures, qualities: Mapping[str, Figures]
 ) -> Iterator[dict[str, Any]]:
-    """The speeds of one file, each with what evaluate says of the same models and decoding."""
+    """Yields the speeds of one file, each with the quality of the same models and decoding."""
     exact = [of["tokens_per_second"] for key, of in found["decodings"].items() if "exact" in key]
     for decoding, one in found["decodings"].items():
         yield {
@@ -186,7 +186,7 @@ def _speed_table(speed: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 def _changed(
     folder: Path, source: str, tasks: Mapping[str, Figures], most: int
 ) -> Iterator[dict[str, Any]]:
-    """Items that a decoding has lost or gained, with the tokens of both answers if there."""
+    """Yields the items that a decoding lost or gained, with both answers' tokens if there."""
     path = folder / "answers.jsonl"
     lines = path.read_bytes().split(b"\n")[1:-1] if path.exists() else []
     answers = {(one["task"], one["item"], one["decoding"]): one for one in map(json.loads, lines)}

@@ -138,7 +138,7 @@ def _serve(values: ServeFlags, config: DecodingConfig) -> None:
     from fly_jax.serving.http.service import Service
     from fly_jax.serving.lockstep import LeadingEngine, follow
 
-    # All that can be known to be wrong is found before weights are read.
+    # Errors are found before weights are read, as far as possible.
     builder = RequestBuilder.of(config, values.rules or None)
     spec = RoundSpec.of(builder.for_engine, num_drafts=1)
     check_spec(spec, builder.kinds)

@@ -32,7 +32,7 @@ Examples:
   python -m fly_jax.launch train --head pard --teacher MODEL --prompts_file prompts.txt
 """
 
-# Of so many documents one is held out, and at most so many are.
+# One of so many documents is held out, and at most so many in all.
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 16, 48
 
 
@@ -155,7 +155,7 @@ def _make_head(values: _TrainFlags) -> None:
 
 
 def _claim(directory: Path, wanted: dict[str, object]) -> None:
-    """Makes the directory this run's, or finds that it is."""
+    """Claims the directory for this run; FlyJaxError if it is another run's."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "answers_to.json"
     text = json.dumps(wanted, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Text on its way to the reader, each token coloured by why it stands there."""
+"""Text on its way to the reader, each token coloured by its `Why`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fly_jax.verification.rules import Why
 _STYLES = {Why.MATCHED: "32", Why.RESCUED: "1;4;33", Why.CORRECTED: "31", Why.BONUS: "36"}
 _DIM = "2"
 
-# A model may write what a terminal obeys.
+# Replaces characters that a terminal would obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """True on a terminal, unless NO_COLOR (https://no-color.org) or a dumb terminal says no."""
+    """Tells whether it is a terminal that is not dumb, without NO_COLOR (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -28,7 +28,7 @@ def painted(text: str, style: str) -> str:
 
 
 def legend() -> str:
-    """One line that says what each colour means."""
+    """A line that explains the colours."""
     return "  ".join(painted(word, _STYLES[why]) for why, word in WORDS.items())
 
 
@@ -42,10 +42,10 @@ class _Row:
 
 
 class TextView:
-    """Writes the rows of a batch one after the other, the first unfinished one as it grows."""
+    """A view of a batch: it writes row after row, the first unfinished one as it grows."""
 
     def __init__(self, out: TextIO) -> None:
-        """Takes where to write: in colour, with a legend, on a terminal; untouched elsewhere."""
+        """Takes the output: in colour, with a legend, on a terminal; plain elsewhere."""
         self._out = out
         self._terminal, self._colour = out.isatty(), wants_colour(out)
         self._rows: list[_Row] = []
@@ -54,7 +54,7 @@ class TextView:
             self._write(legend() + "\n\n")
 
     def begin(self, prompts: Sequence[str]) -> None:
-        """Starts a batch, with what stands before each row's text."""
+        """Begins a batch, with the headings of its rows."""
         self._rows = [_Row(self._shown(prompt, _DIM)) for prompt in prompts]
         self._current = 0
         self._write(self._rows[0].heading)
@@ -71,7 +71,7 @@ class TextView:
             self._flush(state)
 
     def ended(self) -> Iterator[int]:
-        """The rows of which all is written by now, each before the next one begins."""
+        """Yields the rows that are written completely, each before the next one begins."""
         while self._current < len(self._rows) and self._rows[self._current].done:
             yield self._current
             self._current += 1

@@ -2,15 +2,11 @@
 
 
 class FlyJaxError(ValueError):
-    """An error in one sentence: what was given, what is needed and what to do.
-
-    Raised by every check of input in the library; `fly_jax.launch` prints it without a
-    traceback and ends with status 2.
-    """
+    """An error in one sentence: what was given, what is needed and what to do."""
 
 
 def file_trouble(error: OSError) -> str:
-    """The sentence for a file that could not be read or written, where nobody had a better one."""
+    """A sentence for a file that could not be read or written, where there is no better one."""
     return (
         f"{error.filename or 'standard output'} could not be read or written "
         f"({error.strerror or error}); check the disk's space and the path's permissions, then "

@@ -25,7 +25,7 @@ _NOUNS: dict[type, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter.
+    """A declared parameter.
 
     Attributes:
       name: of the flag and the TOML key.
@@ -33,10 +33,8 @@ class Parameter:
       kind: int, float, bool, str, or tuple for any number of texts.
       default: the value if none is given.
       help: one line, without a full stop.
-      low: smallest value; None for no bound.
-      high: largest value; None for no bound.
-      above: the value must be larger than this; None for no bound.
-      below: the value must be smaller than this; None for no bound.
+      low, high: smallest and largest value; None for no bound.
+      above, below: bounds that the value must not reach; None for no bound.
       choices: the words allowed; empty for any.
       word: allowed in place of a number; empty for none.
       flag: the command line has it; a TOML file always does.
@@ -61,7 +59,7 @@ class Parameter:
             self.check_given(value)
 
     def check_given(self, value: object) -> None:
-        """Raises FlyJaxError for a value that is not allowed: no array, and a default's None."""
+        """Raises FlyJaxError for a value that is not allowed; None is allowed as a default only."""
         if not self._allows(value):
             raise FlyJaxError(f"{self.name} is {value!r}; it must be {self.described}.")
 
@@ -119,7 +117,7 @@ def parameter(
     flag: bool = True,
     static: bool = False,
 ) -> Any:
-    """A dataclass field that is a parameter.
+    """Declares a dataclass field that is a parameter.
 
     Args:
       default: the value if none is given.

@@ -11,12 +11,12 @@ RowInts: TypeAlias = Int[Array, " rows"]
 RowFloats: TypeAlias = Float32[Array, " rows"]
 RowFlags: TypeAlias = Bool[Array, " rows"]
 RowKeys: TypeAlias = Key[Array, " rows"]
-# The rows' tokens, with room behind them; those of one pass; those of a draft.
+# Tokens: the rows' texts, with room behind them; those of one pass; those of a draft.
 Text: TypeAlias = Int[Array, "rows capacity"]
 Tokens: TypeAlias = Int[Array, "rows time"]
 DraftTokens: TypeAlias = Int[Array, "rows draft"]
 DraftFlags: TypeAlias = Bool[Array, "rows draft"]
-# Of a pass: its last states, inputs of some layers side by side, and the scores of all tokens.
+# Results of a pass: last states, inputs of some layers side by side, the scores of all tokens.
 Hidden: TypeAlias = Float[Array, "rows time embed"]
 Features: TypeAlias = Float[Array, "rows time features"]
 Inputs: TypeAlias = Float[Array, "rows time inputs"]

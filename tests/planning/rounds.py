@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,10 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
-EOS = (1,)
 BY_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
 )
-LEVEL_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,44 +35,37 @@ class Kind:
     """One kind of round.
 
     Attributes:
-      spec: makes its description for a K.
+      spec: its description.
       num_drafts: draft models.
-      has_head: the last of them is a head of the model above it.
-      teaches: mismatches teach a memory.
       served: rules that requests may ask for, each one its own, beside that of the spec; None
         where all are decoded as the spec says.
     """
 
-    spec: Callable[[int], RoundSpec]
+    spec: RoundSpec
     num_drafts: int = 1
-    has_head: bool = False
-    teaches: bool = False
     served: tuple[Rule, ...] | None = None
 
 
-def _rule(rule: Rule, sampling: Sampling | None = None, **given: Any) -> Callable[[int], RoundSpec]:
-    return lambda k: RoundSpec(rule, RoundStatic(k, eos_token_ids=EOS, **given), sampling)
+def _rounds(rule: Rule, k: int = 5, sampling: Sampling | None = None, **given: Any) -> RoundSpec:
+    return RoundSpec(rule, RoundStatic(k, eos_token_ids=(1,), **given), sampling)
 
 
 _FLY = Fly(window_size=2)
 _WHOLE = Budget(_FLY | Margin() | Csd(), 20.0)  # all that a rule may ask for
+_LEVEL = _rounds(_FLY, level_speculative_tokens=(3,))
 KINDS = {
-    "autoregressive": Kind(lambda _: RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
-    "exact": Kind(_rule(Exact())),
-    "fly": Kind(_rule(_FLY)),
-    "rules": Kind(_rule(_WHOLE, reports_mismatches=True, audits=True), teaches=True),
-    "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
-    "lookup": Kind(_rule(_FLY, lookup=Lookup())),
-    "levels": Kind(
-        _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
-    ),
-    "head below": Kind(
-        _rule(_FLY, level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2, has_head=True
-    ),
-    "auto": Kind(lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k)))),
-    "defer": Kind(_rule(_FLY, deferred_window=2)),
+    "autoregressive": Kind(_rounds(Exact(), 0), num_drafts=0),
+    "exact": Kind(_rounds(Exact())),
+    "fly": Kind(_rounds(_FLY)),
+    "rules": Kind(_rounds(_WHOLE, reports_mismatches=True, audits=True)),
+    "sampled": Kind(_rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
+    "lookup": Kind(_rounds(_FLY, lookup=Lookup())),
+    "levels": Kind(_LEVEL.with_static(lookup=Lookup()), num_drafts=2),
+    "head below": Kind(_LEVEL, num_drafts=2),
+    "auto": Kind(_rounds(_FLY, depths=(2, 5))),
+    "defer": Kind(_rounds(_FLY, deferred_window=2)),
     # Each row has a rule of its own, and some are drawn.
-    "served": Kind(_rule(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
+    "served": Kind(_rounds(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
 }
 
 
@@ -95,25 +86,23 @@ def on_cpu(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
     return Llama(config, layers)
 
 
-def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int) -> Engine:
-    """An engine of abstract models for so many rows of so many tokens, with K draft tokens."""
+def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int) -> Engine:
+    """An engine of abstract models for so many rows of so many tokens."""
     return Engine(
         models[0],
         models[1:],
-        kind.spec(k),
+        kind.spec,
         num_slots=rows,
         max_length=context,
         rules=kind.served or (),
-        memory=CorrectionMemory("tests") if kind.teaches else None,
+        memory=CorrectionMemory("tests") if kind.spec.static.reports_mismatches else None,
         offline=kind.served is None,
     )
 
 
-def round_hlo(
-    kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int
-) -> tuple[str, int]:
+def round_hlo(kind: Kind, models: Sequence[Llama], **sizes: int) -> tuple[str, int]:
     """The optimised program of a dispatch, and the capacity of its caches; see `engine_of`."""
-    engine = engine_of(kind, models, rows=rows, context=context, k=k)
+    engine = engine_of(kind, models, **sizes)
     state = abstract_state(engine.trace_slots(), [model.layout for model in models])
     return compiled_text(engine.trace_rounds(state), models[0]), state.target.capacity
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.stages import Traced
-from rounds import KINDS, Kind, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
+from rounds import KINDS, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
 
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
@@ -33,83 +33,71 @@ TINY = [
 ROWS = 3
 
 
-def placed(
-    number: int, rules: str | None, configs: Sequence[LlamaConfig] = TINY
-) -> tuple[list[Llama], Layout | None]:
-    """So many models: on one device without rules, else with them on a mesh."""
+def placed(configs: Sequence[LlamaConfig], rules: str | None) -> tuple[list[Llama], Layout | None]:
+    """The models: on one device without rules, else with them on a mesh."""
     # In bfloat16 the CPU's programs widen whole arrays, which accelerators do not.
-    configs, float32 = configs[:number], jnp.dtype(jnp.float32)
+    float32 = jnp.dtype(jnp.float32)
     if rules is None:
         return [on_cpu(config, float32) for config in configs], None
     layout = Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
     return [abstract_model(config, layout, dtype=float32) for config in configs], layout
 
 
-def copied_with_head(
-    name: str, rules: str | None, configs: Sequence[LlamaConfig], above: LlamaConfig
-) -> list[str]:
-    """What a kind of round copies of models and of a head of one of them, and of its features."""
-    own = Eagle3(target_embed_size=above.embed_size, layers=(0, 1, 1), has_embedding=True)
-    sizes = {"num_layers": 1, "ffw_size": 112, "draft_vocab_size": 200}
-    head = dataclasses.replace(TINY[2], **sizes, head=own)
-    models, layout = placed(len(configs) + 1, rules, (*configs, head))
-    hlo, capacity = round_hlo(KINDS[name], models, rows=ROWS, context=100, k=5)
-    kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
-    features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
-    return repeated(copied(hlo, models, ROWS, capacity) + copies(hlo, {features}))
+def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
+    """What lies below these models: another one of its own, or a head of the last of them."""
+    if what in ("model", "pard"):  # which drafts in one pass
+        return dataclasses.replace(TINY[len(above)], pard_token=7 if what == "pard" else None)
+    given: dict[str, Any] = {"target_embed_size": above[-1].embed_size}
+    if what == "eagle":
+        own: Eagle3 | Block = Eagle3(**given, layers=(0, 1, 1), has_embedding=True)
+        sizes = {"num_layers": 1, "ffw_size": 112}
+    else:
+        given |= {"anchor_predicts": True, "markov_rank": 24, "has_confidence": True}
+        own = Block(**given, layers=(0, 1), block_size=6, mask_token=5)
+        sizes = {"embed_size": own.target_embed_size}
+    return dataclasses.replace(TINY[2], **sizes, draft_vocab_size=200, head=own)
 
 
-@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
-@pytest.mark.parametrize("name", KINDS)
-def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, rules: str | None) -> None:
-    kind = KINDS[name]
-    if kind.has_head:
-        assert not copied_with_head(name, rules, TINY[: kind.num_drafts], TINY[kind.num_drafts - 1])
-        return
-    models, _ = placed(1 + kind.num_drafts, rules)
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
-    assert not repeated(copied(hlo, models, ROWS, capacity))
-
-
-@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
-def test_no_round_that_drafts_in_one_pass_copies_them(rules: str | None) -> None:
-    kind, at_once = KINDS["fly"], dataclasses.replace(TINY[1], pard_token=7)
-    models, _ = placed(2, rules, (TINY[0], at_once))
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
-    assert not repeated(copied(hlo, models, ROWS, capacity))
+PLACES = (None, "tensor_whole")  # one device, and 8
 
 
 @pytest.mark.parametrize(
-    ("name", "rules"), [("defer", None), ("sampled", None), ("auto", "tensor_whole")]
+    ("name", "last", "rules"),
+    [
+        *((name, "model", rules) for name in KINDS if name != "head below" for rules in PLACES),
+        *(("fly", "pard", rules) for rules in PLACES),
+        *(("head below", "eagle", rules) for rules in PLACES),
+        ("defer", "eagle", None),
+        ("sampled", "eagle", None),
+        ("auto", "eagle", "tensor_whole"),
+        ("defer", "block", "tensor_whole"),
+        ("auto", "block", None),
+        ("head below", "block", None),
+    ],
 )
-def test_no_round_of_a_head_copies_them_nor_its_features(name: str, rules: str | None) -> None:
-    assert not copied_with_head(name, rules, TINY[:1], TINY[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "rules"), [("defer", "tensor_whole"), ("auto", None), ("head below", None)]
-)
-def test_no_round_of_a_block_drafter_copies_them(name: str, rules: str | None) -> None:
+def test_no_round_copies_a_cache_or_a_stack_of_matrices(
+    name: str, last: str, rules: str | None
+) -> None:
     kind = KINDS[name]
-    configs = TINY[: kind.num_drafts]
-    own = Block(
-        target_embed_size=configs[-1].embed_size, layers=(0, 1), block_size=6, mask_token=5,
-        anchor_predicts=True, markov_rank=24, has_confidence=True,
-    )  # fmt: skip
-    sizes = {"embed_size": own.target_embed_size, "draft_vocab_size": 200}
-    head = dataclasses.replace(TINY[2], **sizes, head=own)
-    models, _ = placed(1 + len(configs), rules, (*configs, head))
-    sure = Kind(lambda k: kind.spec(k).with_static(draft_confidence=0.5))
-    hlo, capacity = round_hlo(sure, models, rows=ROWS, context=100, k=5)
+    above = TINY[: kind.num_drafts]
+    head = last_model(last, above)
+    models, layout = placed([*above, head], rules)
+    if last == "block":
+        kind = dataclasses.replace(kind, spec=kind.spec.with_static(draft_confidence=0.5))
+    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100)
     assert not repeated(copied(hlo, models, ROWS, capacity))
+    if last == "eagle":  # nor its features
+        kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
+        features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
+        assert not repeated(copies(hlo, {features}))
 
 
 @pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
     slots = 8
-    models, layout = placed(2, rules)
-    engine = engine_of(KINDS["served"], models, rows=slots, context=500, k=5)
+    models, layout = placed(TINY[:2], rules)
+    engine = engine_of(KINDS["served"], models, rows=slots, context=500)
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])
     sharding = None if layout is None else layout.sharding((), ())

@@ -187,18 +187,13 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
 ) -> None:
     target, draft = models(None, 1)
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 90, 160, 240, 330, 422)]
-
-    def decoded(prompt: list[int]) -> tuple[Engine, list[int]]:
-        sizes = {"rows": 1, "max_length": len(prompt) + LIMIT}
-        engine = batch_engine(target, [draft], SPECS["exact"], **sizes)
-        return engine, engine.generate([prompt], LIMIT)[0].token_ids
-
-    expected = [decoded(prompt)[1] for prompt in prompts]
+    made = functools.partial(batch_engine, target, draft, SPECS["exact"], 1)
+    expected = made(max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
-    for prompt, tokens in zip(prompts, expected, strict=True):
+    for prompt, one in zip(prompts, expected, strict=True):
         compilations()
-        engine, found = decoded(prompt)
-        assert found == tokens
+        engine = made(max_length=len(prompt) + LIMIT)
+        assert engine.generate([prompt], LIMIT)[0].token_ids == one.token_ids
         assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
     # Several rows waste no more together.
     room = engine._programs.room

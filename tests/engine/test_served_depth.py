@@ -62,7 +62,7 @@ class Schedule(Clock):
 def test_lossless_requests_do_not_notice() -> None:
     one = engine(costs := Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4))))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
-    found = finished(one, [Request(prompt, LIMIT) for prompt in prompts])
+    found = finished(one, one.requests(prompts, LIMIT))
     expected = autoregressive(random_target(2), prompts, LIMIT)
     assert [state.generation.token_ids for state in found] == expected
     assert set(costs.taken) == set(DEPTHS)
@@ -77,11 +77,10 @@ def test_lossless_requests_do_not_notice() -> None:
 def test_a_loosened_request_keeps_its_k() -> None:
     """Also where it goes on with a text of which the draft model has not seen the end."""
     one = engine(costs := Schedule(itertools.repeat(0)))
-    (before,) = finished(one, [Request(list(range(30)), LIMIT)])
+    (before,) = finished(one, [Request(range(30), LIMIT)])
     assert set(costs.taken) == {0}
     assert before.generation.kept == []
-    text = [*range(30), *before.generation.token_ids]
-    asked = Request([*text, 3, 1], LIMIT, rule=FLY)
+    asked = Request([*range(30), *before.generation.token_ids, 3, 1], LIMIT, rule=FLY)
     found, beside = finished(one, [asked, Request([6, 7, 8], LIMIT)])
     assert found.num_reused >= 16
     assert costs.taken[-1] in (0, 4)

@@ -7,16 +7,12 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
@@ -69,35 +65,11 @@ KINDS = {
 }
 
 
-def on_chip(config: LlamaConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> Llama:
-    """An abstract model on one accelerator, which need not be there."""
-    sharding = None if device is None else SingleDeviceSharding(device)
-    parameters = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype, sharding=sharding)
-        for name, spec in parameter_specs(config).items()
-    }
-    return Llama(config, parameters)
-
-
-def on_cpu(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
-    """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
-    stacked = on_chip(config, dtype).parameters()
-    layers = jax.eval_shape(lambda stacks: Llama(config, stacks).unstacked().parameters(), stacked)
-    return Llama(config, layers)
-
-
 def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int) -> Engine:
     """An engine of abstract models for so many rows of so many tokens."""
-    return Engine(
-        models[0],
-        models[1:],
-        kind.spec,
-        num_slots=rows,
-        max_length=context,
-        rules=kind.served or (),
-        memory=CorrectionMemory("tests") if kind.spec.static.reports_mismatches else None,
-        offline=kind.served is None,
-    )
+    memory = CorrectionMemory("tests") if kind.spec.static.reports_mismatches else None
+    given = {"rules": kind.served or (), "memory": memory, "offline": kind.served is None}
+    return Engine(models[0], models[1:], kind.spec, num_slots=rows, max_length=context, **given)
 
 
 def round_hlo(kind: Kind, models: Sequence[Llama], **sizes: int) -> tuple[str, int]:
@@ -113,17 +85,13 @@ def compiled_text(traced: Traced, target: Llama) -> str:
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
     options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
-    hlo = traced.lower().compile(compiler_options=options).as_text()
-    assert hlo is not None
-    return hlo
+    return traced.lower().compile(compiler_options=options).as_text()
 
 
 def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[Copy]:
     """Copies of a cache or a stack of matrices of any of these models."""
-    shapes: set[tuple[int, ...]] = set()
-    for model in models:
-        shapes |= large_shapes(model.layout, model.config, rows, capacity)
-    return copies(hlo, shapes)
+    large = (large_shapes(model.layout, model.config, rows, capacity) for model in models)
+    return copies(hlo, set().union(*large))
 
 
 def repeated(found: Sequence[Copy]) -> list[str]:

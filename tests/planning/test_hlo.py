@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from golden import layout_on
 from jax.sharding import PartitionSpec
 
 from fly_jax.planning.hlo import Exchange, copies, exchanges, frames, parse
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
 
 # The limit, the step and what the loop ends on are filled in; the counter starts at START.
 LOOP = """\
@@ -110,7 +110,7 @@ def test_a_loop_that_only_data_ends_runs_as_often_as_is_said() -> None:
 
 def test_loops_and_exchanges_of_a_compiled_program_are_counted() -> None:
     """A draft of K tokens: one before a loop from 1 to K, layers inside, and a branch."""
-    mesh, whole = create_mesh(parse_mesh("2x4")), PartitionSpec()
+    mesh, whole = layout_on("2x4").mesh, PartitionSpec()
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     def program(x: jax.Array, wide: jax.Array) -> jax.Array:

@@ -180,37 +180,30 @@ def test_a_targets_own_matrices_are_weighed_where_they_fit(plan: Plan) -> None:
     assert not [name for name in smaller(plan) if "self" in name]
 
 
-def own_draft(target: LlamaConfig, kind: str) -> Plan:
-    """A plan that fits four chips, of a model that drafts for itself."""
-    sizes = {"context": 4096, "mesh": parse_mesh("2x2")}
-    plan = planned(target=target, draft=target, self_draft=SELF_DRAFTS[kind], **sizes)
-    assert plan.fits
-    return plan
-
-
-@pytest.mark.parametrize("name", SELF_DRAFTS)
-def test_a_plan_with_a_targets_own_draft(name: str) -> None:
-    plan = own_draft(SMALL, name)
-    assert plan.layouts.draft_rules == plan.layouts.target_rules
-    memory, per_byte = plan.memory(), {"int8": 1 / 2, "int4": (1 / 2 + 4 / 64) / 2}[name]
-    # Of the target's matrices, without the embedding and the unembedding that both share.
-    shared = 2 * SMALL.vocab_size * SMALL.embed_size * 2 / 4
-    drafting = (memory["parameter_bytes"] - shared) * per_byte
-    assert memory["draft_parameter_bytes"] == pytest.approx(drafting, rel=0.01)
-    assert [one.matrices for one in plan.drafters().passes] == [name]
-    assert name in table(plan)
+FAMILIES = (
+    "llama-3.1-8b", "mistral-7b", "qwen-2.5-7b", "qwen-3-8b", "smollm2-1.7b", "smollm3-3b",
+    "deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["mistral-7b", "qwen-2.5-7b", "qwen-3-8b", "smollm2-1.7b", "smollm3-3b",
-     "deepseek-r1-distill-qwen-7b", "deepseek-r1-distill-llama-8b"],
-)  # fmt: skip
-def test_every_family_is_planned(name: str) -> None:
-    target = preset(name)
+    ("name", "kind"), [("llama-3.1-8b", "int8"), *((name, "int4") for name in FAMILIES)]
+)
+def test_every_family_is_planned_with_its_own_matrices_as_its_draft(name: str, kind: str) -> None:
+    target, sizes = preset(name), {"context": 4096, "mesh": parse_mesh("2x2")}
+    plan = planned(target=target, draft=target, self_draft=SELF_DRAFTS[kind], **sizes)
+    assert plan.fits
+    assert plan.layouts.draft_rules == plan.layouts.target_rules
+    assert [one.matrices for one in plan.drafters().passes] == [kind]
+    assert kind in table(plan)
+    held, drafting = (plan.memory()[f"{one}parameter_bytes"] for one in ("", "draft_"))
     a_quarter = 2 * sum(math.prod(spec.shape) for spec in parameter_specs(target).values()) / 4
     # All is split over the four chips, but for what their number does not divide.
-    assert 0.99 < own_draft(target, "int4").memory()["parameter_bytes"] / a_quarter < 1.15
+    assert 0.99 < held / a_quarter < 1.15
+    # Of the matrices, without the embedding and the unembedding that both share.
+    shared = (1 if target.tied_embeddings else 2) * target.vocab_size * target.embed_size * 2 / 4
+    per_byte = {"int8": 1 / 2, "int4": (1 / 2 + 4 / 64) / 2}[kind]
+    assert drafting == pytest.approx((held - shared) * per_byte, rel=0.01)
 
 
 SIZES = {"vocab_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}

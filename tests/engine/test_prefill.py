@@ -121,7 +121,7 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
     assert passes == [(4, 16)] * 7
     for state in found:
         moments = (state.submitted, state.seated, state.prefilled, state.first_token)
-        assert list(moments) == sorted(moments)  # type: ignore[type-var]
+        assert list(moments) == sorted(moments)
     # Behind what a slot holds of them, together too: where two are, and where it is another's.
     common = [given[5].prompt[:32], given[6].prompt[:32]]
     again = [[*common[one], *range(one, 14 + one)] for one in (0, 0, 1)]
@@ -196,6 +196,6 @@ def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
         assert engine.generate([prompt], LIMIT)[0].token_ids == one.token_ids
         assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
     # Several rows waste no more together.
-    room = engine._programs.room
-    capacities = [engine._programs.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
-    assert capacities == [512, 384, programs.cache_capacity(300, room)]
+    shared = engine._programs
+    capacities = [shared.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
+    assert capacities == [512, 384, programs.cache_capacity(300, shared.room)]

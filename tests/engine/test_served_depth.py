@@ -60,7 +60,7 @@ class Schedule(Clock):
 
 
 def test_lossless_requests_do_not_notice() -> None:
-    one = engine(costs := Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4))))
+    one = engine(costs := Schedule(itertools.cycle((4, 0, 0, 2, *[0] * 21, 4, 4))))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
     found = finished(one, one.requests(prompts, LIMIT))
     expected = autoregressive(random_target(2), prompts, LIMIT)

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, batch_engine, greedy, logits_after
+from refusals import assert_refused
 
-from fly_jax import CorrectionMemory, Engine, FlyJaxError, Lookup, Request, RequestState, Sampling
+from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, Sampling
 from fly_jax.verification.rules import Csd, Exact, Why
 
 
@@ -267,9 +268,8 @@ def test_warming_up_again_overwrites_nothing() -> None:
     request = Request(tuple(prompt), 10)
     first = engine.submit(Request(prompt, 10))
     prompt.reverse()  # the request is as it was handed in
-    for call, words in ((engine.warm_up, "warm up"), (engine.forget, "give its caches back")):
-        with pytest.raises(FlyJaxError, match=f"{words} while it decodes"):
-            call()
+    assert_refused("warm up while it decodes", engine.warm_up)
+    assert_refused("give its caches back while it decodes", engine.forget)
     finished(engine, [])
     assert first.generation.prompt_token_ids == request.prompt
     found = [first]

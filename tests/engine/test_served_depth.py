@@ -116,66 +116,60 @@ def rounds(*depths: int, given: float = 1.0) -> list[Round]:
     return [Round(depth, depth and round(1000 * given), depth and 1000.0) for depth in depths]
 
 
-def learnt(*seconds: float, num_passes: Sequence[float] = ()) -> DepthCosts:
-    """For rounds of each depth."""
-    costs = DepthCosts(DEPTHS)
-    costs.learn(PROGRAM, seconds, num_passes)
-    return costs
+class Learnt(DepthCosts):
+    """Of one program, whose rounds take so many seconds, by K."""
+
+    def __init__(self, *seconds: float, num_passes: Sequence[float] = ()) -> None:
+        super().__init__(DEPTHS)
+        self.learn(PROGRAM, seconds, num_passes)
+
+    def after(self, run: list[Round], seconds: float | None = None, times: int = 1) -> np.ndarray:
+        """What the next rounds cost when dispatches of these have been seen."""
+        for _ in range(times):
+            self.observe(PROGRAM, run, seconds)
+        return self.next(PROGRAM, may_vary=True)
+
+
+def chosen(costs: np.ndarray) -> int:
+    """Of depths of which 1, 2.71 and 4.1 tokens are expected."""
+    counts = (jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0))
+    stats = AcceptanceStats(*counts, costs=jnp.asarray(costs))
+    return DEPTHS[int(choose_depth(stats, jnp.array([True]), DEPTHS, 0)[0])]
 
 
 def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
-    costs = learnt(1.0, 2.0, 3.0)
-    costs.observe(PROGRAM, rounds(4, 4), None)
-
-    def chosen() -> int:
-        counts = (jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0))
-        stats = AcceptanceStats(*counts, costs=jnp.asarray(costs.next(PROGRAM, may_vary=True)))
-        return DEPTHS[int(choose_depth(stats, jnp.array([True]), DEPTHS, 0)[0])]
-
-    # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.
-    assert chosen() == 4
+    costs = Learnt(1.0, 2.0, 3.0)
+    assert chosen(costs.after(rounds(4, 4))) == 4, "the second is as good"
     costs.learn(PROGRAM, [1.0, 1.95, 3.0])
-    assert chosen() == 4, "too little better"
-    for _ in range(50):
-        costs.observe(PROGRAM, rounds(4, 4), 2 * 5.0)
-    assert chosen() == 2
-    costs.observe(PROGRAM, rounds(2), None)
-    for _ in range(50):
-        costs.observe(PROGRAM, rounds(2, 2), 2 * 2.9)
-    assert chosen() == 0
+    assert chosen(costs.after([])) == 4, "too little better"
+    assert chosen(costs.after(rounds(4, 4), 2 * 5.0, times=50)) == 2
+    costs.after(rounds(2))
+    assert chosen(costs.after(rounds(2, 2), 2 * 2.9, times=50)) == 0
     # Rounds of several depths, or among which something else ran, say nothing of one.
-    costs.observe(PROGRAM, rounds(0, 4), 1000.0)
-    costs.observe(PROGRAM, rounds(0), None)
-    assert chosen() == 0
+    costs.after(rounds(0, 4), 1000.0)
+    assert chosen(costs.after(rounds(0))) == 0
 
 
 @pytest.mark.parametrize(("given", "taken"), [(0.25, 0.5), (0.75, 0.75), (3.0, 1.0)])
 def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float) -> None:
     """Within bounds, and of deeper drafts, which nobody has seen, no more either."""
-    costs = learnt(1.0, 2.0, 3.0)
-    for _ in range(200):
-        costs.observe(PROGRAM, rounds(2, 2, given=given), None)
-    seconds, found = costs.next(PROGRAM, may_vary=True)
+    seconds, found = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
     np.testing.assert_allclose(found, [1.0, taken, taken], rtol=0.01)
 
 
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     """With a lookup below the draft model, where the text repeats itself."""
-    costs = learnt(1.0, 3.0, 5.5, num_passes=[0, 2, 4])
-    costs.observe(PROGRAM, [Round(2, 1, 1.0, num_passes=2)], None)
-    np.testing.assert_allclose(costs.next(PROGRAM, may_vary=True)[0], [1.0, 0.95 * 3.0, 5.5])
-    for _ in range(60):
-        costs.observe(PROGRAM, [Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0)
-    seconds = costs.next(PROGRAM, may_vary=True)[0]
+    costs = Learnt(1.0, 3.0, 5.5, num_passes=[0, 2, 4])
+    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=2)])
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.5])
+    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0, times=60)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.5], rtol=0.01)
 
 
 def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:
-    costs = learnt(1.0, 2.0, 3.0)
-    costs.observe(PROGRAM, rounds(4), None)
-    before = costs.next(PROGRAM, may_vary=True).tolist()
-    costs.observe(PROGRAM, [Round(4, 0, 3.0, is_drafted=False)] * 4, 4 * 9.0)
-    costs.observe(PROGRAM, [Round(4, 3, 3.0), Round(4, 0, 3.0, is_drafted=False)], 2 * 9.0)
-    assert costs.next(PROGRAM, may_vary=True).tolist() == before
+    costs, nothing = Learnt(1.0, 2.0, 3.0), Round(4, 0, 3.0, is_drafted=False)
+    before = costs.after(rounds(4)).tolist()
+    costs.after([nothing] * 4, 4 * 9.0)
+    assert costs.after([Round(4, 3, 3.0), nothing], 2 * 9.0).tolist() == before
     assert costs.num_rounds[4] == 7

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from engine_kinds import KINDS, ROUND, Kind, account, engine_for, finished, models, requests
 from random_pairs import EOS, batch_engine, greedy, logits_after
+from refusals import assert_refused
 
-from fly_jax import CorrectionMemory, Engine, FlyJaxError, Lookup, Request, RequestState, Sampling
-from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax import CorrectionMemory, Engine, Lookup, Request, RequestState, Sampling
 from fly_jax.verification.rules import Csd, Exact, Why
 
 
-def alone(kind: Kind, request: Request, engines: dict[object, Engine]) -> RequestState:
-    """By an engine of this rule and this sampling alone."""
-    protected = request.protected_token_ids
-    key = (request.rule, request.sampling, protected)
-    if key not in engines:
-        spec = dataclasses.replace(
-            kind.spec, rule=request.rule or kind.spec.rule, sampling=request.sampling
-        )
-        target, *drafts = models(None, kind.num_drafts)
-        given = {"protected_token_ids": protected or (), "memory": kind.memory}
-        engines[key] = batch_engine(target, drafts, spec, 1, max_length=224, **given)
-    state = RequestState(request, kind.spec.rule)
-    (state.generation,) = engines[key].generate(
-        [request.prompt], request.max_new_tokens, seed=request.seed
-    )
+@functools.cache
+def engine_alone(kind: Kind, protected: Sequence[int] | None, **given: Any) -> Engine:
+    """For requests of one rule and one sampling, one at a time."""
+    spec = dataclasses.replace(kind.spec, **given)
+    more = {"protected_token_ids": protected or (), "memory": kind.memory}
+    target, *drafts = models(None, kind.num_drafts)
+    return batch_engine(target, drafts, spec, 1, max_length=224, **more)
+
+
+def alone(kind: Kind, asked: Request) -> RequestState:
+    rule = asked.rule or kind.spec.rule
+    engine = engine_alone(kind, asked.protected_token_ids, rule=rule, sampling=asked.sampling)
+    state = RequestState(asked, rule)
+    (state.generation,) = engine.generate([asked.prompt], asked.max_new_tokens, seed=asked.seed)
     return state
+
+
+def check_alone(kind: Kind, found: Sequence[RequestState]) -> None:
+    for one in found:
+        assert account(one) == account(alone(kind, one.request))
 
 
 def check_logprobs(found: Sequence[RequestState]) -> None:
@@ -41,19 +47,17 @@ def check_logprobs(found: Sequence[RequestState]) -> None:
         one, asked = state.generation, state.request.logprobs
         if asked is None:
             assert one.logprobs == []
-            continue
-        prompt = list(one.prompt_token_ids)
-        if one.num_tokens > 64:  # what the pass is made for
-            continue
-        logits = logits_after(models(None, 1)[0], [*prompt, *one.token_ids])[len(prompt) - 1 : -1]
-        expected = jax.nn.log_softmax(logits)
-        assert [given.token_id for given in one.logprobs] == one.token_ids
-        for given, values in zip(one.logprobs, np.asarray(expected), strict=True):
-            assert given.logprob == pytest.approx(values[given.token_id], abs=1e-4)
-            top = [value for _, value in given.top]
-            assert top == pytest.approx(-np.sort(-values)[:asked], abs=1e-4)
-            assert top == pytest.approx([values[token] for token, _ in given.top], abs=1e-4)
-        whys |= {(why, state.request.sampling is None) for why in one.why}
+        elif one.num_tokens <= 64:  # what the pass is made for
+            text = [*one.prompt_token_ids, *one.token_ids]
+            logits = logits_after(models(None, 1)[0], text)[-len(one.token_ids) - 1 : -1]
+            rows = np.asarray(jax.nn.log_softmax(logits))
+            assert [given.token_id for given in one.logprobs] == one.token_ids
+            for given, row in zip(one.logprobs, rows, strict=True):
+                most = -np.sort(-row)[:asked]
+                assert [value for _, value in given.top] == pytest.approx(most, abs=1e-4)
+                for token, value in ((given.token_id, given.logprob), *given.top):
+                    assert value == pytest.approx(row[token], abs=1e-4)
+            whys |= {(why, state.request.sampling is None) for why in one.why}
     decided = {Why.MATCHED, Why.RESCUED, Why.CORRECTED, Why.BONUS}
     assert {why for why, _ in whys} == decided
     # One that was drawn from the residual is neither the draft's nor the likeliest.
@@ -65,24 +69,25 @@ def test_requests_of_all_lengths_equal_those_alone(
     name: str, compilations: Callable[[], list[str]]
 ) -> None:
     kind = KINDS[name]
-    engine = engine_for(kind)
+    engine, given = engine_for(kind), requests(kind)
     engine.warm_up()
-    given = requests(kind)
     compilations()
     found = finished(engine, given)
     # A beginning is copied, unless the drafter cannot begin there, and a slot is given up.
     again = [engine.submit(given[-1]) for _ in range(3)]
     engine.step()
     engine.cancel(again[0])
-    found += finished(engine, [])
+    finished(engine, [])
     assert (engine.num_reused_tokens > 0) == (name != "levels")
     assert not compilations()
-    engines: dict[object, Engine] = {}
-    by_themselves = [alone(kind, request, engines) for request in given]
-    assert [account(one) for one in found] == [account(one) for one in by_themselves]
-    for one, other in zip(found, by_themselves, strict=True):
-        if one.budget is not None:  # a sum, which other widths round otherwise
-            assert one.generation.regret == pytest.approx(other.generation.regret, rel=1e-3)
+    check_alone(kind, [*found, *again[1:]])
+    for one in found:
+        assert one.submitted <= one.first_token <= one.finished
+        regret, expected = (its.generation.regret for its in (one, alone(kind, one.request)))
+        assert (regret is None) == (one.budget is None)
+        if regret is not None:  # a sum, which other widths round otherwise
+            assert regret == pytest.approx(expected, rel=1e-3)
+            assert regret <= one.budget
     if kind.spec.static.max_logprobs:
         check_logprobs(found)
     if kind.memory is not None:
@@ -91,54 +96,42 @@ def test_requests_of_all_lengths_equal_those_alone(
     assert engine.slots.num_free == kind.num_slots
     assert len({one.generation.finish_reason for one in found}) == 2
     if any(rule.longest_window for rule in (kind.spec.rule, *kind.rules)):
-        assert sum(one.generation.num_rescued_tokens for one in found) > 0
-    for one in found:
-        assert one.submitted <= one.first_token <= one.finished  # type: ignore[operator]
-        budget = one.budget
-        assert (one.generation.regret is None) == (budget is None)
-        assert budget is None or one.generation.regret <= budget  # type: ignore[operator]
+        assert any(one.generation.num_rescued_tokens for one in found)
 
 
 @pytest.mark.parametrize("name", ["rules and sampling", "defer"])
 def test_who_asks_for_it_goes_on_behind_an_end_of_text(name: str) -> None:
     kind = KINDS[name]
     engine = engine_for(kind)
-    given = [Request([index], 24) for index in range(6)]
-    ended = [one.generation for one in finished(engine, given)]
-    assert {one.finish_reason for one in ended} == {"stop", "length"}
     endless = [Request([index], 24, ignores_eos=index % 2 == 0) for index in range(6)]
-    for before, state in zip(ended, finished(engine, endless), strict=True):
-        one = state.generation
-        assert one.token_ids[: len(before.token_ids)] == before.token_ids
+    ended = finished(engine, [dataclasses.replace(one, ignores_eos=False) for one in endless])
+    assert {one.generation.finish_reason for one in ended} == {"stop", "length"}
+    for state, before in zip(finished(engine, endless), ended, strict=True):
+        one, tokens = state.generation, before.generation.token_ids
+        assert one.token_ids[: len(tokens)] == tokens
         if state.request.ignores_eos:
             assert (len(one.token_ids), one.finish_reason) == (24, "length")
         else:
-            assert one.token_ids == before.token_ids
+            assert one.token_ids == tokens
     if Exact() in kind.rules:
-        exact = [dataclasses.replace(one, rule=Exact()) for one in endless[::2]]
-        found = [one.generation.token_ids for one in finished(engine, exact)]
-        assert found == greedy(models(None, 1)[0], [one.prompt for one in exact], 24)
+        exact = finished(engine, [dataclasses.replace(one, rule=Exact()) for one in endless[::2]])
+        expected = greedy(models(None, 1)[0], [one.request.prompt for one in exact], 24)
+        assert [one.generation.token_ids for one in exact] == expected
 
 
-def test_a_conversation_and_a_common_beginning_are_run_once() -> None:
+def test_a_common_beginning_is_run_once() -> None:
+    """While the one that it is shared with is still being decoded, and when it is done."""
     kind = KINDS["rules and sampling"]
-    engine, fresh = engine_for(kind, max_length=200), {}
-    system = [int(token) for token in np.random.default_rng(1).integers(0, 48, 60)]
+    engine = engine_for(kind, max_length=200)
+    system = np.random.default_rng(1).integers(0, 48, 60).tolist()
     first, second = (Request([*system, *turn], 20) for turn in ([1, 2, 3], [4, 5]))
-    found = finished(engine, [first])
-    assert found[0].num_reused == 0
-    # While the one that it shares with is still being decoded, and when it is done.
-    going = engine.submit(first)
+    found = [*finished(engine, [first]), engine.submit(first)]
     engine.step()
-    found += [going, *finished(engine, [second, second])]
-    assert [one.num_reused for one in found[1:]] == [48, 48, 48]
-    answered = [*found[-1].request.prompt, *found[-1].generation.token_ids]
-    found += finished(engine, [Request([*answered, 9, 9, 9], 20)])
-    assert found[-1].num_reused == (len(answered) - 2) // 16 * 16
-    assert engine.num_reused_tokens == sum(one.num_reused for one in found)
+    found += finished(engine, [second, second])
+    assert [one.num_reused for one in found] == [0, 48, 48, 48]
+    assert engine.num_reused_tokens == 3 * 48
     assert engine.num_prompt_tokens == sum(len(one.request.prompt) for one in found)
-    for one in found:
-        assert account(one) == account(alone(kind, one.request, fresh))
+    check_alone(kind, found)
 
 
 @pytest.mark.parametrize("mesh", [None, "2x2x2"])
@@ -218,31 +211,27 @@ def test_three_turns_of_three_conversations(name: str) -> None:
 
 def test_what_is_cancelled_leaves_its_slot_and_its_neighbours_alone() -> None:
     kind = KINDS["rules and sampling"]
-    engine, given = engine_for(kind), requests(kind, 9, seed=3)
-    engines: dict[object, Engine] = {}
-    states = [engine.submit(request) for request in given]
+    engine = engine_for(kind)
+    states = [engine.submit(request) for request in requests(kind, 9, seed=3)]
     engine.cancel(states[5])  # it waits
     engine.step()
-    running = engine.slots.live[0][1]
-    assert running is states[0]
-    engine.cancel(running)
-    engine.cancel(running)
+    assert engine.slots.live[0][1] is states[0]
+    engine.cancel(states[0])
+    engine.cancel(states[0])
     assert engine.slots.num_free >= 1
     heard = [state for _ in range(200) for state, _ in engine.step()]
     assert engine.is_idle
     assert engine.slots.num_free == kind.num_slots
-    for index, state in enumerate(states):
-        assert state.is_finished
-        assert (state in heard) == (index not in (0, 5))
-        if state in heard:
-            assert account(state) == account(alone(kind, state.request, engines))
+    assert all(state.is_finished for state in states)
+    left = [state for index, state in enumerate(states) if index not in (0, 5)]
+    assert [state for state in states if state in heard] == left
+    check_alone(kind, left)
 
 
 def test_a_long_prompt_does_not_stop_the_others(passes: list[tuple[int, int]]) -> None:
     """Between two rounds of the others one chunk of it is run."""
-    endless = Kind(RoundSpec(Exact(), RoundStatic(0)), num_drafts=0)
-    engine = engine_for(endless, max_length=500)
-    short = engine.submit(Request([1, 2], 80))
+    engine = engine_for(KINDS["autoregressive"], max_length=500)
+    short = engine.submit(Request([1, 2], 80, ignores_eos=True))
     engine.step()
     assert passes == [(1, 32)]
     long = engine.submit(Request([3] * 400, 2))
@@ -263,41 +252,39 @@ def test_a_prompt_that_reaches_the_end_of_the_caches() -> None:
     kind = KINDS["autoregressive"]
     engine = engine_for(kind, max_length=126)
     assert engine._capacity == 128
-    prompt = np.random.default_rng(5).integers(0, 48, 60).tolist()
-    finished(engine, [Request(prompt, 1)])
-    longer = [*prompt, *np.random.default_rng(6).integers(0, 48, 65).tolist()]
-    (found,) = finished(engine, [Request(longer, 1)])
+    prompt = np.random.default_rng(5).integers(0, 48, 125).tolist()
+    finished(engine, [Request(prompt[:60], 1)])
+    (found,) = finished(engine, [Request(prompt, 1)])
     assert found.num_reused == 48
-    planned = list(engine._prefill.plan.chunks(48, 125))
-    assert planned[-1].start + planned[-1].size == 128
-    assert planned[-1].start < planned[-2].start + planned[-2].size
-    assert account(found)[0] == account(alone(kind, found.request, {}))[0]
+    *_, before, last = engine._prefill.plan.chunks(48, 125)
+    assert last.start + last.size == 128
+    assert last.start < before.start + before.size
+    check_alone(kind, [found])
 
 
 def test_warming_up_again_overwrites_nothing() -> None:
     kind = KINDS["autoregressive"]
-    engine = engine_for(kind)
-    request, prompt = Request(list(range(40)), 10), list(range(40))
-    expected = account(alone(kind, request, {}))
+    engine, prompt = engine_for(kind), list(range(40))
+    request = Request(tuple(prompt), 10)
     first = engine.submit(Request(prompt, 10))
     prompt.reverse()  # the request is as it was handed in
-    for call, words in ((engine.warm_up, "warm up"), (engine.forget, "give its caches back")):
-        with pytest.raises(FlyJaxError, match=f"{words} while it decodes"):
-            call()
+    assert_refused("warm up while it decodes", engine.warm_up)
+    assert_refused("give its caches back while it decodes", engine.forget)
     finished(engine, [])
-    assert account(first) == expected
-    for again, num_reused in ((engine.warm_up, 32), (engine.forget, 0)):
+    assert first.generation.prompt_token_ids == request.prompt
+    found = [first]
+    for again in (engine.warm_up, engine.forget):
         again()
-        (found,) = finished(engine, [request])
-        assert (found.num_reused, account(found)) == (num_reused, expected)
+        found += finished(engine, [request])
+    assert [one.num_reused for one in found] == [0, 32, 0]
+    check_alone(kind, found)
 
 
 def test_offline_what_is_known_beforehand_compiles_beforehand(
     compilations: Callable[[], list[str]],
 ) -> None:
     kind = KINDS["autoregressive"]
-    common = list(range(30))
-    prompts = [[7, 8], *([*common, index, *[9] * index] for index in range(5)), [3] * 40]
+    prompts = [[7, 8], *([*range(30), index, *[9] * index] for index in range(5)), [3] * 40]
     given = [Request(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
     jax.clear_caches()  # which is why this test is the last one here
     engine = engine_for(kind, offline=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from engine_kinds import KINDS, Kind, account, engine_for, finished, models, requests
-from random_pairs import EOS, autoregressive, batch_engine
+from engine_kinds import AUTO, KINDS, Kind, account, engine_for, finished, models, requests
+from random_pairs import SPECS, autoregressive, batch_engine
 
 from fly_jax import Engine, Exact, Request, RequestState
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.state import RoundOutput
 from fly_jax.engine.prefill import ChunkPlan, shared_beginnings
 from fly_jax.models import llama
@@ -43,24 +43,19 @@ def test_chunks_cover_a_prompt() -> None:
             assert done - max(start, end) < most
 
 
-def test_prompts_of_one_kind_begin_together_and_are_short() -> None:
+def test_prompts_of_one_kind_begin_together_and_what_they_need_is_part_of_all() -> None:
     plan = ChunkPlan((256, 512), tokens=256, num_slots=16, longest=500)
     assert plan.rows == (1, 4, 16)
     assert plan.kind(0, 100) == plan.kind(0, 65) != plan.kind(0, 64)
     assert plan.kind(0, 2) == plan.kind(0, 16)
     assert plan.kind(16, 80) != plan.kind(0, 64)
     assert plan.kind(0, 257) is None
-
-
-def test_what_is_needed_is_part_of_all() -> None:
-    plan = ChunkPlan((256, 512), tokens=256, num_slots=4, longest=500)
     prompts = [list(range(length)) for length in (3, 20, 100, 300, 480)]
-    needed = plan.needed(prompts, (), shares=True, block=16)
-    assert needed < plan.all()
-    assert plan.needed(prompts[:1], (), shares=True, block=16) == {(1, 16, 256)}
+    needed = functools.partial(plan.needed, shares=True, block=16)
+    assert needed(prompts, ()) < plan.all()
+    assert needed(prompts[:1], ()) == {(1, 16, 256)}
     # Of what slots hold only that is run which comes behind it.
-    behind = plan.needed(prompts[2:3], [list(range(90))], shares=True, block=16)
-    assert behind == {(1, 256, 256), (1, 64, 256)}
+    assert needed(prompts[2:3], [list(range(90))]) == {(1, 256, 256), (1, 64, 256)}
 
 
 def test_shared_beginnings() -> None:
@@ -69,15 +64,11 @@ def test_shared_beginnings() -> None:
     assert shared_beginnings([[5, 6]]) == [0]
 
 
-AUTO = Kind(RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=(0, 2, 4))))
-
-
 def engine_of(name: str, rows: int) -> Engine:
     """One that runs so many prompts together, in passes of 2048 tokens or of 64."""
-    kind = AUTO if name == "auto" else KINDS[name]
+    kind = Kind(AUTO) if name == "auto" else KINDS[name]
     if rows == 16:
-        kind = dataclasses.replace(kind, rules=(), samplings=(None,), memory=None)
-        return engine_for(kind, num_slots=16, offline=True)
+        return engine_for(kind, rules=(), memory=None, num_slots=16, offline=True)
     return engine_for(kind, num_slots=4, max_length=500, prefill_chunk=64)
 
 
@@ -130,7 +121,7 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
     assert passes == [(4, 16)] * 7
     for state in found:
         moments = (state.submitted, state.seated, state.prefilled, state.first_token)
-        assert list(moments) == sorted(moments)  # type: ignore[type-var]
+        assert list(moments) == sorted(moments)
     # Behind what a slot holds of them, together too: where two are, and where it is another's.
     common = [given[5].prompt[:32], given[6].prompt[:32]]
     again = [[*common[one], *range(one, 14 + one)] for one in (0, 0, 1)]
@@ -144,10 +135,15 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
 def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[int, int]]) -> None:
     name = "rules and sampling"
     engine = engine_of(name, 4)
-    first = Request([1, 2], 60, ignores_eos=True)
-    running, *group = [engine.submit(one) for one in (first, *asked(name, PROMPTS[:3]))]
-    engine.step()
-    engine.step()
+
+    def begun(prompts: Sequence[list[int]]) -> list[RequestState]:
+        first = Request([1, 2], 60, ignores_eos=True)
+        states = [engine.submit(one) for one in (first, *asked(name, prompts))]
+        engine.step()
+        engine.step()
+        return states
+
+    _, *group = begun(PROMPTS[:3])
     assert engine.num_waiting == 3
     assert (4, 16) in passes
     engine.cancel(group[1])
@@ -156,11 +152,9 @@ def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[
     finished(engine, [])
     assert group[1].generation.token_ids == []
     assert engine.slots.num_free == 4
-    check_alone(engine, [group[0], group[2]])
+    check_alone(engine, group[::2])
     # And a group of which nobody is left is run no further.
-    running, *group = [engine.submit(one) for one in (first, *asked(name, PROMPTS[3:5]))]
-    engine.step()
-    engine.step()
+    running, *group = begun(PROMPTS[3:5])
     for one in group:
         engine.cancel(one)
     passes.clear()
@@ -191,20 +185,17 @@ def test_the_listener_hears_every_round_before_its_tokens() -> None:
 def test_prompts_of_all_lengths_share_the_programs_of_a_large_model(
     monkeypatch: pytest.MonkeyPatch, compilations: Callable[[], list[str]]
 ) -> None:
-    (target, draft), spec = models(None, 1), RoundSpec(Exact(), RoundStatic(4, None, EOS))
+    target, draft = models(None, 1)
     prompts = [CHANCE.integers(0, 48, size).tolist() for size in (7, 45, 90, 160, 240, 330, 422)]
-
-    def engine_of(prompt: list[int]) -> Engine:
-        return batch_engine(target, [draft], spec, 1, max_length=len(prompt) + LIMIT)
-
-    expected = [engine_of(one).generate([one], LIMIT)[0].token_ids for one in prompts]
+    made = functools.partial(batch_engine, target, draft, SPECS["exact"], 1)
+    expected = made(max_length=500).generate(prompts, LIMIT)
     monkeypatch.setattr(llama, "LARGE_BYTES", 0)
-    for prompt, tokens in zip(prompts, expected, strict=True):
+    for prompt, one in zip(prompts, expected, strict=True):
         compilations()
-        engine = engine_of(prompt)
-        assert engine.generate([prompt], LIMIT)[0].token_ids == tokens
+        engine = made(max_length=len(prompt) + LIMIT)
+        assert engine.generate([prompt], LIMIT)[0].token_ids == one.token_ids
         assert bool(compilations()) == (len(prompt) <= 45)  # chunks of 16 and of 64
     # Several rows waste no more together.
-    room = engine._programs.room
-    capacities = [engine._programs.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
-    assert capacities == [512, 384, programs.cache_capacity(300, room)]
+    shared = engine._programs
+    capacities = [shared.attention_buckets(300, rows).steps[-1] for rows in (1, 3, 64)]
+    assert capacities == [512, 384, programs.cache_capacity(300, shared.room)]

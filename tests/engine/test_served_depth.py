@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,25 +10,23 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_kinds import finished
-from random_pairs import EOS, autoregressive, pair_engine, random_target
+from engine_kinds import AUTO, DEPTHS, finished
+from random_pairs import autoregressive, pair_engine, random_target
 
-from fly_jax import Engine, Exact, Fly, Request, RequestState, RoundSpec, Sampling
-from fly_jax.decoding.config import RoundStatic
+from fly_jax import Engine, Exact, Fly, Request, RequestState, Sampling
 from fly_jax.decoding.depth import AcceptanceStats, choose_depth
 from fly_jax.engine.depth_costs import DepthCosts, Round
 from fly_jax.serving.http.metrics import ServerMetrics
 
-DEPTHS = (0, 2, 4)
-SPEC = RoundSpec(Exact(), RoundStatic(4, None, EOS, depths=DEPTHS))
-FLY = Fly(0.2, 2)
-LIMIT = 24
+FLY, LIMIT, PROGRAM = Fly(0.2, 2), 24, (1, 256)
 
 
-def engine(**given: Any) -> Engine:
+def engine(costs: DepthCosts, **given: Any) -> Engine:
     """All of them have the same programs."""
-    given = {"offline": False, "load_may_change_text": False} | given
-    return pair_engine(2, SPEC, 0.2, rows=4, prefill_chunk=16, rules=(FLY,), **given)
+    sizes = {"rows": 4, "prefill_chunk": 16, "rules": (FLY,), "offline": False}
+    made = pair_engine(2, AUTO, 0.2, **sizes, **{"load_may_change_text": False, **given})
+    made.costs = costs
+    return made
 
 
 class Clock(DepthCosts):
@@ -61,10 +60,9 @@ class Schedule(Clock):
 
 
 def test_lossless_requests_do_not_notice() -> None:
-    one = engine()
-    one.costs = costs = Schedule(itertools.cycle((4, 0, 0, 2, 0, *[0] * 20, 4, 4)))
+    one = engine(costs := Schedule(itertools.cycle((4, 0, 0, 2, *[0] * 21, 4, 4))))
     prompts = [[5, 4, 3], list(range(20)), [9] * 6, [1, 2], [8, 8, 3, 1]]
-    found = finished(one, [Request(prompt, LIMIT) for prompt in prompts])
+    found = finished(one, one.requests(prompts, LIMIT))
     expected = autoregressive(random_target(2), prompts, LIMIT)
     assert [state.generation.token_ids for state in found] == expected
     assert set(costs.taken) == set(DEPTHS)
@@ -78,17 +76,15 @@ def test_lossless_requests_do_not_notice() -> None:
 
 def test_a_loosened_request_keeps_its_k() -> None:
     """Also where it goes on with a text of which the draft model has not seen the end."""
-    one = engine()
-    one.costs = costs = Schedule(itertools.repeat(0))
-    (before,) = finished(one, [Request(list(range(30)), LIMIT)])
+    one = engine(costs := Schedule(itertools.repeat(0)))
+    (before,) = finished(one, [Request(range(30), LIMIT)])
     assert set(costs.taken) == {0}
     assert before.generation.kept == []
-    text = [*range(30), *before.generation.token_ids]
-    asked = Request([*text, 3, 1], LIMIT, rule=FLY)
+    asked = Request([*range(30), *before.generation.token_ids, 3, 1], LIMIT, rule=FLY)
     found, beside = finished(one, [asked, Request([6, 7, 8], LIMIT)])
     assert found.num_reused >= 16
     assert costs.taken[-1] in (0, 4)
-    fixed = pair_engine(2, RoundSpec(FLY, RoundStatic(4, None, EOS)), 0.2, rows=1)
+    fixed = pair_engine(2, dataclasses.replace(AUTO, rule=FLY).with_static(depths=()), 0.2, rows=1)
     (alone,) = fixed.generate([asked.prompt], LIMIT)
     served = found.generation
     assert (served.token_ids, served.why, served.kept) == (alone.token_ids, alone.why, alone.kept)
@@ -101,8 +97,8 @@ def test_a_loosened_request_keeps_its_k() -> None:
 @pytest.mark.parametrize("rule", [None, FLY])
 def test_drafting_stops_where_it_does_not_pay_and_begins_again(rule: Fly | None) -> None:
     """For a loosened request where load may change its text."""
-    one = engine(load_may_change_text=rule is not None)
-    one.costs = costs = Clock({1: [9.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
+    costs = Clock({1: [9.0, 1.1, 1.2], 4: [1.0, 50.0, 99.0]})
+    one = engine(costs, load_may_change_text=rule is not None)
     for number in (1, 8, 1):
         costs.taken.clear()
         finished(one, [Request([1, 2, 3], LIMIT, rule)] * number)
@@ -120,65 +116,60 @@ def rounds(*depths: int, given: float = 1.0) -> list[Round]:
     return [Round(depth, depth and round(1000 * given), depth and 1000.0) for depth in depths]
 
 
+class Learnt(DepthCosts):
+    """Of one program, whose rounds take so many seconds, by K."""
+
+    def __init__(self, *seconds: float, num_passes: Sequence[float] = ()) -> None:
+        super().__init__(DEPTHS)
+        self.learn(PROGRAM, seconds, num_passes)
+
+    def after(self, run: list[Round], seconds: float | None = None, times: int = 1) -> np.ndarray:
+        """What the next rounds cost when dispatches of these have been seen."""
+        for _ in range(times):
+            self.observe(PROGRAM, run, seconds)
+        return self.next(PROGRAM, may_vary=True)
+
+
+def chosen(costs: np.ndarray) -> int:
+    """Of depths of which 1, 2.71 and 4.1 tokens are expected."""
+    counts = (jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0))
+    stats = AcceptanceStats(*counts, costs=jnp.asarray(costs))
+    return DEPTHS[int(choose_depth(stats, jnp.array([True]), DEPTHS, 0)[0])]
+
+
 def test_what_runs_is_measured_and_is_left_only_for_something_better() -> None:
-    costs, program = DepthCosts(DEPTHS), (1, 256)
-    costs.learn(program, [1.0, 2.0, 3.0])
-    costs.observe(program, rounds(4, 4), None)
-
-    def chosen() -> int:
-        now = jnp.asarray(costs.next(program, may_vary=True))
-        counts = [jnp.full(1, value) for value in (90.0, 0.0, 10.0, 0.0)]
-        stats = AcceptanceStats(*counts, costs=now)
-        return DEPTHS[int(choose_depth(stats, jnp.array([True]), DEPTHS, 0)[0])]
-
-    # Expected are 1, 2.71 and 4.1 tokens: of the three depths the last and the second are as good.
-    assert chosen() == 4
-    costs.learn(program, [1.0, 1.95, 3.0])
-    assert chosen() == 4, "too little better"
-    for _ in range(50):
-        costs.observe(program, rounds(4, 4), 2 * 5.0)
-    assert chosen() == 2
-    costs.observe(program, rounds(2), None)
-    for _ in range(50):
-        costs.observe(program, rounds(2, 2), 2 * 2.9)
-    assert chosen() == 0
+    costs = Learnt(1.0, 2.0, 3.0)
+    assert chosen(costs.after(rounds(4, 4))) == 4, "the second is as good"
+    costs.learn(PROGRAM, [1.0, 1.95, 3.0])
+    assert chosen(costs.after([])) == 4, "too little better"
+    assert chosen(costs.after(rounds(4, 4), 2 * 5.0, times=50)) == 2
+    costs.after(rounds(2))
+    assert chosen(costs.after(rounds(2, 2), 2 * 2.9, times=50)) == 0
     # Rounds of several depths, or among which something else ran, say nothing of one.
-    costs.observe(program, rounds(0, 4), 1000.0)
-    costs.observe(program, rounds(0), None)
-    assert chosen() == 0
+    costs.after(rounds(0, 4), 1000.0)
+    assert chosen(costs.after(rounds(0))) == 0
 
 
 @pytest.mark.parametrize(("given", "taken"), [(0.25, 0.5), (0.75, 0.75), (3.0, 1.0)])
 def test_what_is_expected_in_vain_is_expected_no_more(given: float, taken: float) -> None:
     """Within bounds, and of deeper drafts, which nobody has seen, no more either."""
-    costs, program = DepthCosts(DEPTHS), (1, 256)
-    costs.learn(program, [1.0, 2.0, 3.0])
-    for _ in range(200):
-        costs.observe(program, rounds(2, 2, given=given), None)
-    seconds, found = costs.next(program, may_vary=True)
+    seconds, found = Learnt(1.0, 2.0, 3.0).after(rounds(2, 2, given=given), times=200)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.0], rtol=0.01)
     np.testing.assert_allclose(found, [1.0, taken, taken], rtol=0.01)
 
 
 def test_a_draft_that_takes_fewer_passes_is_cheaper_at_every_depth() -> None:
     """With a lookup below the draft model, where the text repeats itself."""
-    costs, program = DepthCosts(DEPTHS), (1, 256)
-    costs.learn(program, [1.0, 3.0, 5.5], [0, 2, 4])
-    costs.observe(program, [Round(2, 1, 1.0, num_passes=2)], None)
-    np.testing.assert_allclose(costs.next(program, may_vary=True)[0], [1.0, 0.95 * 3.0, 5.5])
-    for _ in range(60):
-        fewer = [Round(2, 1, 1.0, num_passes=1)] * 2
-        costs.observe(program, fewer, 2 * 2.0)
-    seconds = costs.next(program, may_vary=True)[0]
+    costs = Learnt(1.0, 3.0, 5.5, num_passes=[0, 2, 4])
+    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=2)])
+    np.testing.assert_allclose(seconds, [1.0, 0.95 * 3.0, 5.5])
+    seconds, _ = costs.after([Round(2, 1, 1.0, num_passes=1)] * 2, 2 * 2.0, times=60)
     np.testing.assert_allclose(seconds, [1.0, 0.95 * 2.0, 3.5], rtol=0.01)
 
 
 def test_rounds_for_which_nothing_was_found_say_nothing_of_their_depth() -> None:
-    costs, program = DepthCosts(DEPTHS), (1, 256)
-    costs.learn(program, [1.0, 2.0, 3.0])
-    costs.observe(program, rounds(4), None)
-    before = costs.next(program, may_vary=True).tolist()
-    costs.observe(program, [Round(4, 0, 3.0, is_drafted=False)] * 4, 4 * 9.0)
-    costs.observe(program, [Round(4, 3, 3.0), Round(4, 0, 3.0, is_drafted=False)], 2 * 9.0)
-    assert costs.next(program, may_vary=True).tolist() == before
+    costs, nothing = Learnt(1.0, 2.0, 3.0), Round(4, 0, 3.0, is_drafted=False)
+    before = costs.after(rounds(4)).tolist()
+    costs.after([nothing] * 4, 4 * 9.0)
+    assert costs.after([Round(4, 3, 3.0), nothing], 2 * 9.0).tolist() == before
     assert costs.num_rounds[4] == 7

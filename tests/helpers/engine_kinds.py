@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from golden import layout_on
-from random_pairs import EOS, MAX_LENGTH, placed, random_draft, random_target
+from random_pairs import EOS, MAX_LENGTH, SPECS, placed, random_draft, random_target
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
@@ -20,7 +21,8 @@ from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
 ROUND = RoundSpec(Fly(0.2, 2), RoundStatic(4, None, EOS, rounds_per_dispatch=2, max_logprobs=2))
-NUM_SLOTS = 3
+DEPTHS = (0, 2, 4)
+AUTO = SPECS["exact"].with_static(num_speculative_tokens=4, depths=DEPTHS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Kind:
     rules: tuple[Rule, ...] = ()
     samplings: tuple[Sampling | None, ...] = (None,)
     mesh: str | None = None
-    num_slots: int = NUM_SLOTS
+    num_slots: int = 3
     memory: CorrectionMemory | None = None
 
 
@@ -54,10 +56,8 @@ KINDS = {
         dataclasses.replace(ROUND, rule=Fly(0.0, 3)).with_static(deferred_window=3),
         num_slots=4,  # and rounds for one of them
     ),
-    "lookup alone": Kind(
-        RoundSpec(Exact(), RoundStatic(4, Lookup(), EOS, audits=True)), num_drafts=0
-    ),
-    "autoregressive": Kind(RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
+    "lookup alone": Kind(SPECS["lookup"].with_static(audits=True), num_drafts=0),
+    "autoregressive": Kind(SPECS["autoregressive"], num_drafts=0),
     "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9))),
 }
 
@@ -68,47 +68,32 @@ def models(mesh: str | None, num_drafts: int) -> tuple[Llama, ...]:
     return tuple(placed(one, layout_on(mesh)) for one in found[: 1 + num_drafts])
 
 
-def engine_for(
-    kind: Kind,
-    *,
-    num_slots: int | None = None,
-    max_length: int = MAX_LENGTH,
-    prefill_chunk: int = 32,
-    offline: bool = False,
-) -> Engine:
+def engine_for(kind: Kind, **given: Any) -> Engine:
     target, *drafts = models(kind.mesh, kind.num_drafts)
-    return Engine(
-        target,
-        drafts,
-        kind.spec,
-        num_slots=kind.num_slots if num_slots is None else num_slots,
-        max_length=max_length,
-        prefill_chunk=prefill_chunk,
-        rules=kind.rules,
-        memory=kind.memory,
-        offline=offline,
-    )
+    sizes = {"num_slots": kind.num_slots, "max_length": MAX_LENGTH, "prefill_chunk": 32}
+    given = {**sizes, "rules": kind.rules, "memory": kind.memory, "offline": False, **given}
+    return Engine(target, drafts, kind.spec, **given)
 
 
 def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
     random = np.random.default_rng(seed)
     rules = (None, *kind.rules)
-    return [
-        Request(
-            # Short ones and long ones: for each power of two a decoder compiles anew.
-            random.integers(
-                0, 48, int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
-            ).tolist(),
+    found = []
+    for index in range(number):
+        # Short ones and long ones: for each power of two a decoder compiles anew.
+        length = int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))
+        one = Request(
+            random.integers(0, 48, length).tolist(),
             int(random.integers(1, 25)),
-            rule=rules[index % len(rules)],
+            rules[index % len(rules)],
             # Each rule with one of them, since for every pair a decoder compiles anew too.
-            sampling=kind.samplings[index % len(rules) % len(kind.samplings)],
+            kind.samplings[index % len(rules) % len(kind.samplings)],
             seed=index + 1,
             logprobs=(None, 2, 0, 1)[index % 4] if kind.spec.static.max_logprobs else None,
             protected_token_ids=(None, range(0, 48, 2), None)[index % 3],
         )
-        for index in range(number)
-    ]
+        found.append(one)
+    return found
 
 
 def finished(engine: Engine, given: Sequence[Request]) -> list[RequestState]:

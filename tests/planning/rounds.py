@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 from jax.stages import Traced
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
-from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import Copy, copies, large_shapes
 from fly_jax.planning.plan_steps import abstract_state
@@ -24,12 +20,10 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
-EOS = (1,)
 BY_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="libtpu, the TPU compiler, is not installed; the extras [tpu] and [test] have it",
 )
-LEVEL_TOKENS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,83 +31,50 @@ class Kind:
     """One kind of round.
 
     Attributes:
-      spec: makes its description for a K.
+      spec: its description.
       num_drafts: draft models.
-      has_head: the last of them is a head of the model above it.
-      teaches: mismatches teach a memory.
       served: rules that requests may ask for, each one its own, beside that of the spec; None
         where all are decoded as the spec says.
     """
 
-    spec: Callable[[int], RoundSpec]
+    spec: RoundSpec
     num_drafts: int = 1
-    has_head: bool = False
-    teaches: bool = False
     served: tuple[Rule, ...] | None = None
 
 
-def _rule(rule: Rule, sampling: Sampling | None = None, **given: Any) -> Callable[[int], RoundSpec]:
-    return lambda k: RoundSpec(rule, RoundStatic(k, eos_token_ids=EOS, **given), sampling)
+def _rounds(rule: Rule, k: int = 5, sampling: Sampling | None = None, **given: Any) -> RoundSpec:
+    return RoundSpec(rule, RoundStatic(k, eos_token_ids=(1,), **given), sampling)
 
 
 _FLY = Fly(window_size=2)
 _WHOLE = Budget(_FLY | Margin() | Csd(), 20.0)  # all that a rule may ask for
+_LEVEL = _rounds(_FLY, level_speculative_tokens=(3,))
 KINDS = {
-    "autoregressive": Kind(lambda _: RoundSpec(Exact(), RoundStatic(0, None, EOS)), num_drafts=0),
-    "exact": Kind(_rule(Exact())),
-    "fly": Kind(_rule(_FLY)),
-    "rules": Kind(_rule(_WHOLE, reports_mismatches=True, audits=True), teaches=True),
-    "sampled": Kind(_rule(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
-    "lookup": Kind(_rule(_FLY, lookup=Lookup())),
-    "levels": Kind(
-        _rule(_FLY, lookup=Lookup(), level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2
-    ),
-    "head below": Kind(
-        _rule(_FLY, level_speculative_tokens=(LEVEL_TOKENS,)), num_drafts=2, has_head=True
-    ),
-    "auto": Kind(lambda k: RoundSpec(_FLY, RoundStatic(k, None, EOS, depths=(2, k)))),
-    "defer": Kind(_rule(_FLY, deferred_window=2)),
+    "autoregressive": Kind(_rounds(Exact(), 0), num_drafts=0),
+    "exact": Kind(_rounds(Exact())),
+    "fly": Kind(_rounds(_FLY)),
+    "rules": Kind(_rounds(_WHOLE, reports_mismatches=True, audits=True)),
+    "sampled": Kind(_rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
+    "lookup": Kind(_rounds(_FLY, lookup=Lookup())),
+    "levels": Kind(_LEVEL.with_static(lookup=Lookup()), num_drafts=2),
+    "head below": Kind(_LEVEL, num_drafts=2),
+    "auto": Kind(_rounds(_FLY, depths=(2, 5))),
+    "defer": Kind(_rounds(_FLY, deferred_window=2)),
     # Each row has a rule of its own, and some are drawn.
-    "served": Kind(_rule(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
+    "served": Kind(_rounds(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
 }
 
 
-def on_chip(config: LlamaConfig, dtype: jnp.dtype, device: jax.Device | None = None) -> Llama:
-    """An abstract model on one accelerator, which need not be there."""
-    sharding = None if device is None else SingleDeviceSharding(device)
-    parameters = {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype, sharding=sharding)
-        for name, spec in parameter_specs(config).items()
-    }
-    return Llama(config, parameters)
+def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int) -> Engine:
+    """An engine of abstract models for so many rows of so many tokens."""
+    memory = CorrectionMemory("tests") if kind.spec.static.reports_mismatches else None
+    given = {"rules": kind.served or (), "memory": memory, "offline": kind.served is None}
+    return Engine(models[0], models[1:], kind.spec, num_slots=rows, max_length=context, **given)
 
 
-def on_cpu(config: LlamaConfig, dtype: jnp.dtype) -> Llama:
-    """An abstract model as the CPU decodes it: an array for each layer, of shapes alone."""
-    stacked = on_chip(config, dtype).parameters()
-    layers = jax.eval_shape(lambda stacks: Llama(config, stacks).unstacked().parameters(), stacked)
-    return Llama(config, layers)
-
-
-def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int) -> Engine:
-    """An engine of abstract models for so many rows of so many tokens, with K draft tokens."""
-    return Engine(
-        models[0],
-        models[1:],
-        kind.spec(k),
-        num_slots=rows,
-        max_length=context,
-        rules=kind.served or (),
-        memory=CorrectionMemory("tests") if kind.teaches else None,
-        offline=kind.served is None,
-    )
-
-
-def round_hlo(
-    kind: Kind, models: Sequence[Llama], *, rows: int, context: int, k: int
-) -> tuple[str, int]:
+def round_hlo(kind: Kind, models: Sequence[Llama], **sizes: int) -> tuple[str, int]:
     """The optimised program of a dispatch, and the capacity of its caches; see `engine_of`."""
-    engine = engine_of(kind, models, rows=rows, context=context, k=k)
+    engine = engine_of(kind, models, **sizes)
     state = abstract_state(engine.trace_slots(), [model.layout for model in models])
     return compiled_text(engine.trace_rounds(state), models[0]), state.target.capacity
 
@@ -124,17 +85,13 @@ def compiled_text(traced: Traced, target: Llama) -> str:
     # What LLVM makes of a program is not looked at.
     is_cpu = sharding is None or next(iter(sharding.device_set)).platform == "cpu"
     options = {"xla_backend_optimization_level": "0"} if is_cpu else {}
-    hlo = traced.lower().compile(compiler_options=options).as_text()
-    assert hlo is not None
-    return hlo
+    return traced.lower().compile(compiler_options=options).as_text()
 
 
 def copied(hlo: str, models: Sequence[Llama], rows: int, capacity: int) -> list[Copy]:
     """Copies of a cache or a stack of matrices of any of these models."""
-    shapes: set[tuple[int, ...]] = set()
-    for model in models:
-        shapes |= large_shapes(model.layout, model.config, rows, capacity)
-    return copies(hlo, shapes)
+    large = (large_shapes(model.layout, model.config, rows, capacity) for model in models)
+    return copies(hlo, set().union(*large))
 
 
 def repeated(found: Sequence[Copy]) -> list[str]:

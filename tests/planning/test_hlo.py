@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from golden import layout_on
 from jax.sharding import PartitionSpec
 
 from fly_jax.planning.hlo import Exchange, copies, exchanges, frames, parse
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
 
 # The limit, the step and what the loop ends on are filled in; the counter starts at START.
 LOOP = """\
@@ -70,34 +70,35 @@ def compiled(program: Callable[..., jax.Array], *arguments: Any, **options: Any)
     return jax.jit(program, **options).lower(*arguments).compile().as_text()
 
 
-def loop(condition: str = PLAIN, start: str = "constant(0)", step: int = 1) -> str:
+def loop(condition: str = PLAIN, start: int | str = 0, step: int = 1) -> str:
+    start = f"constant({start})" if isinstance(start, int) else start
     filled = LOOP.replace("CONDITION", condition).replace("START", start)
     return filled.replace("STEP", str(step))
 
 
 @pytest.mark.parametrize(
-    ("condition", "start", "step", "expected"),
+    ("expected", "given"),
     [
-        (PLAIN, "constant(0)", 1, 25),
-        (PLAIN, "constant(1)", 1, 24),
-        (PLAIN, "constant(0)", 2, 13),
-        (PLAIN.replace("LT", "LE"), "constant(1)", 1, 25),
-        (PLAIN.replace("LT", "NE"), "constant(5)", 1, 20),
-        (PLAIN.replace("%i, %limit", "%limit, %i").replace("LT", "GT"), "constant(1)", 1, 24),
-        (PLAIN.replace("LT", "GT"), "constant(30)", -1, 5),
+        (25, ()),
+        (24, (PLAIN, 1)),
+        (13, (PLAIN, 0, 2)),
+        (25, (PLAIN.replace("LT", "LE"), 1)),
+        (20, (PLAIN.replace("LT", "NE"), 5)),
+        (24, (PLAIN.replace("%i, %limit", "%limit, %i").replace("LT", "GT"), 1)),
+        (5, (PLAIN.replace("LT", "GT"), 30, -1)),
         # The compiler moves the counter: it starts at 0 and is compared after a step.
-        (PLAIN.replace("%i,", "%shifted,"), "constant(0)", 1, 24),
+        (24, (PLAIN.replace("%i,", "%shifted,"),)),
         # The limit is carried along, or the comparison is fused.
-        (PLAIN.replace("%limit", "%n"), "constant(1)", 1, 7),
-        (FUSED, "constant(1)", 1, 24),
+        (7, (PLAIN.replace("%limit", "%n"), 1)),
+        (24, (FUSED, 1)),
         # Data may end it sooner, or start it later: these are bounds.
-        (BOTH, "constant(1)", 1, 24),
-        (PLAIN, "copy(%p)", 1, 25),
-        (PLAIN, "constant(30)", 1, 0),
+        (24, (BOTH, 1)),
+        (25, (PLAIN, "copy(%p)")),
+        (0, (PLAIN, 30)),
     ],
 )
-def test_trips_are_limit_minus_start(condition: str, start: str, step: int, expected: int) -> None:
-    assert trips(loop(condition, start, step)) == ([expected] if expected else [])
+def test_trips_are_limit_minus_start(expected: int, given: tuple[Any, ...]) -> None:
+    assert trips(loop(*given)) == ([expected] if expected else [])
 
 
 def test_a_loop_that_only_data_ends_runs_as_often_as_is_said() -> None:
@@ -107,53 +108,36 @@ def test_a_loop_that_only_data_ends_runs_as_often_as_is_said() -> None:
     assert trips(loop().replace("body=%body", known)) == [3]
 
 
-def test_a_compiled_program_counts_its_nested_loops() -> None:
+def test_loops_and_exchanges_of_a_compiled_program_are_counted() -> None:
     """A draft of K tokens: one before a loop from 1 to K, layers inside, and a branch."""
-
-    def program(x: jax.Array, wide: jax.Array) -> jax.Array:
-        def one_pass(_: jax.Array, x: jax.Array) -> jax.Array:
-            x = jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, length=7)[0]
-            return jax.lax.cond(wide, lambda x: jnp.cos(x @ x), lambda x: jnp.tan(x @ x), x)
-
-        return jax.lax.fori_loop(1, 9, one_pass, one_pass(jnp.int32(0), x))
-
-    hlo = compiled(program, jnp.ones((16, 16)), jnp.bool(True))
-    found = [(frame.count, frame.in_branch) for frame in frames(parse(hlo)) if frame.in_loop]
-    assert sorted(set(found)) == [(7, False), (8, False), (8, True), (56, False)]
-
-
-def test_an_exchange_counts_as_often_as_the_loops_around_it_run() -> None:
-    mesh = create_mesh(parse_mesh("2x4"))
-    whole = PartitionSpec()
+    mesh, whole = layout_on("2x4").mesh, PartitionSpec()
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    def program(x: jax.Array) -> jax.Array:
+    def program(x: jax.Array, wide: jax.Array) -> jax.Array:
         def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
             return jnp.sin(jax.lax.psum(x, ("x", "y"))), None
 
         def one_pass(_: jax.Array, x: jax.Array) -> jax.Array:
             x = jax.lax.scan(layer, x, None, length=7)[0]
-            return jnp.cos(jax.lax.pmax(x, "y"))
+            x = jax.lax.cond(wide, lambda x: jnp.cos(x @ x), lambda x: jnp.tan(x @ x), x)
+            return jax.lax.pmax(x, "y")
 
-        return jax.lax.fori_loop(0, 3, one_pass, x)
+        return jax.lax.fori_loop(1, 9, one_pass, one_pass(jnp.int32(0), x))
 
-    found = exchanges(compiled(program, jnp.ones((4, 5))), 8)
-    assert {(one.kind, one.group_size, one.count, one.num_bytes) for one in found} == {
-        ("all-reduce", 4, 3, 4 * 5 * 4),
-        ("all-reduce", 8, 3 * 7, 4 * 5 * 4),
-    }
-    assert len(found) == 2
+    hlo = compiled(program, jnp.ones((16, 16)), jnp.bool(True))
+    inside = {(frame.count, frame.in_branch) for frame in frames(parse(hlo)) if frame.in_loop}
+    assert inside == {(7, False), (8, False), (8, True), (56, False)}
+    shape = ((16, 16),)
+    assert sorted(exchanges(hlo, 8), key=lambda one: one.count) == [
+        Exchange("all-reduce", shape, 16 * 16 * 4, 4, 1),
+        Exchange("all-reduce", shape, 16 * 16 * 4, 8, 7),
+        Exchange("all-reduce", shape, 16 * 16 * 4, 4, 8),
+        Exchange("all-reduce", shape, 16 * 16 * 4, 8, 8 * 7),
+    ]
 
 
-EXCHANGING = """\
+CARRYING = """\
 HloModule jit_step, is_scheduled=true
-
-%cond (p: (s32[], bf16[2,4])) -> pred[] {
-  %p = (s32[]{:T(128)}, bf16[2,4]{1,0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
-  %limit = s32[]{:T(128)} constant(126)
-  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT
-}
 
 %part.1 (p: bf16[2,4]) -> bf16[2,32] {
   %all-gather.1 = bf16[2,32]{1,0:T(8,128)(2,1)} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={1}
@@ -162,49 +146,6 @@ HloModule jit_step, is_scheduled=true
 %part.2 (p: bf16[2,4]) -> bf16[2,32] {
   %all-gather.2 = bf16[2,32]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), replica_groups={{0,1},{2,3}}, dimensions={1}
 }
-
-%body (p: (s32[], bf16[2,4])) -> (s32[], bf16[2,4]) {
-  %start = bf16[2,32]{1,0} fusion(%x), kind=kCustom, calls=%part.1
-  %done = bf16[2,32]{1,0} fusion(%start), kind=kCustom, calls=%part.2
-  %sum = bf16[2,4]{1,0} all-reduce(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add
-  %state = (s32[]{:T(128)}, bf16[2,4]{1,0}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%state), index=0
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i, %one)
-  ROOT %out = (s32[]{:T(128)}, bf16[2,4]{1,0}) tuple(%next, %sum)
-}
-
-%one (p: f32[3]) -> f32[3] {
-  %swap = f32[3]{0} all-to-all(%p), replica_groups=[4,2]<=[8], dimensions={0}
-}
-
-%other (p: f32[3]) -> f32[3] {
-  ROOT %same = f32[3]{0} copy(%p)
-}
-
-ENTRY %main (p: bf16[2,4]) -> bf16[2,4] {
-  %loop = (s32[]{:T(128)}, bf16[2,4]{1,0}) while(%init), condition=%cond, body=%body
-  %either = f32[3]{0} conditional(%flag, %a, %b), branch_computations={%one, %other}
-  %part = f32[5]{0} all-gather(%a), replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0', 'axis_1':(2)4}, dimensions={0}
-  %pair = (f32[6]{0}, s32[6]{0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add
-}
-"""  # noqa: E501
-
-
-def test_the_spellings_of_the_tpu_compiler() -> None:
-    """Limits of loops in their condition, one exchange over several fusions, tuples, groups."""
-    found = exchanges(EXCHANGING, 8)
-    assert sorted(found, key=lambda one: (one.kind, one.count)) == [
-        Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
-        Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 126),
-        Exchange("all-reduce", ((6,), (6,)), 48, 4, 1),
-        Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 126),
-        Exchange("all-to-all", ((3,),), 12, 2, 1),
-    ]
-
-
-COPYING = """\
-HloModule jit_step
 
 %in_place (a: bf16[4,1,8,64], b: bf16[4,1,1,64]) -> bf16[4,1,8,64] {
   %a = bf16[4,1,8,64]{3,2,1,0} parameter(0)
@@ -219,15 +160,9 @@ HloModule jit_step
   ROOT %wide = f32[4,8,64]{2,1,0} convert(%flat)
 }
 
-%cond (s: (s32[], bf16[4,1,8,64])) -> pred[] {
-  %s = (s32[], bf16[4,1,8,64]{3,2,1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %limit = s32[] constant(7)
-  ROOT %lt = pred[] compare(%i, %limit), direction=LT
-}
-
 %left (d: bf16[4,1,8,64]) -> bf16[4,1,8,64] {
   %d = bf16[4,1,8,64]{3,2,1,0} parameter(0)
+  %swap = f32[3]{0} all-to-all(%p), replica_groups=[4,2]<=[8], dimensions={0}
   ROOT %moved = bf16[4,1,8,64]{3,1,2,0} copy(%d)
 }
 
@@ -235,39 +170,51 @@ HloModule jit_step
   ROOT %e = bf16[4,1,8,64]{3,2,1,0} parameter(0)
 }
 
-%body (t: (s32[], bf16[4,1,8,64])) -> (s32[], bf16[4,1,8,64]) {
-  %t = (s32[], bf16[4,1,8,64]{3,2,1,0}) parameter(0)
-  %j = s32[] get-tuple-element(%t), index=0
-  %one = s32[] constant(1)
-  %next = s32[] add(%j, %one)
-  %cache = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%t), index=1
+%body (t: (bf16[4,1,8,64])) -> (bf16[4,1,8,64]) {
+  %t = (bf16[4,1,8,64]{3,2,1,0}) parameter(0)
+  %cache = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%t), index=0
+  %start = bf16[2,32]{1,0} fusion(%x), kind=kCustom, calls=%part.1
+  %done = bf16[2,32]{1,0} fusion(%start), kind=kCustom, calls=%part.2
+  %sum = bf16[2,4]{1,0} all-reduce(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, to_apply=%add
   %turned = bf16[64,4,8]{0,2,1} transpose(%cache), dimensions={3,0,2}
   %float = f32[4,8,64]{2,1,0} fusion(%cache), kind=kLoop, calls=%widened
   %fetched = (bf16[4,1,8,64]{3,2,1,0:S(1)}, bf16[4,1,8,64]{3,2,1,0}, u32[]) copy-start(%cache)
   %there = bf16[4,1,8,64]{3,2,1,0:S(1)} copy-done(%fetched)
   %entry = bf16[4,1,1,64]{3,2,1,0} slice(%cache), slice={[0:4], [0:1], [0:1], [0:64]}
   %written = bf16[4,1,8,64]{3,2,1,0} fusion(%cache, %entry), kind=kLoop, calls=%in_place
-  ROOT %out = (s32[], bf16[4,1,8,64]{3,2,1,0}) tuple(%next, %written)
+  ROOT %out = (bf16[4,1,8,64]{3,2,1,0}) tuple(%written)
 }
 
 ENTRY %main (p: bf16[4,1,8,64], q: pred[]) -> bf16[4,1,8,64] {
   %p = bf16[4,1,8,64]{3,2,1,0} parameter(0)
   %q = pred[] parameter(1)
-  %zero = s32[] constant(0)
   %nothing = bf16[] constant(0)
   %empty = bf16[4,1,8,64]{3,2,1,0} broadcast(%nothing), dimensions={}
   %begun = (bf16[4,1,8,64]{3,2,1,0}, bf16[4,1,8,64]{3,2,1,0}, u32[]) copy-start(%p)
   %done = bf16[4,1,8,64]{3,2,1,0} copy-done(%begun)
   %either = bf16[4,1,8,64]{3,2,1,0} conditional(%q, %done, %empty), branch_computations={%left, %right}
-  %init = (s32[], bf16[4,1,8,64]{3,2,1,0}) tuple(%zero, %either)
-  %loop = (s32[], bf16[4,1,8,64]{3,2,1,0}) while(%init), condition=%cond, body=%body
-  ROOT %result = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%loop), index=1
+  %init = (bf16[4,1,8,64]{3,2,1,0}) tuple(%either)
+  %loop = (bf16[4,1,8,64]{3,2,1,0}) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  %part = f32[5]{0} all-gather(%a), replica_groups=mesh['axis_0'=4,'axis_1'=8] {'axis_0', 'axis_1':(2)4}, dimensions={0}
+  %pair = (f32[6]{0}, s32[6]{0}) all-reduce(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %result = bf16[4,1,8,64]{3,2,1,0} get-tuple-element(%loop), index=0
 }
 """  # noqa: E501
 
 
+def test_exchanges_are_found_in_the_spellings_of_the_tpu_compiler() -> None:
+    """One exchange over several fusions, tuples, groups."""
+    assert sorted(exchanges(CARRYING, 8), key=lambda one: (one.kind, one.count)) == [
+        Exchange("all-gather", ((5,),), 5 * 4, 16, 1),
+        Exchange("all-gather", ((2, 32),), 2 * 32 * 2, 2, 7),
+        Exchange("all-reduce", ((6,), (6,)), 48, 4, 1),
+        Exchange("all-reduce", ((2, 4),), 2 * 4 * 2, 4, 7),
+        Exchange("all-to-all", ((3,),), 12, 2, 1),
+    ]
+
+
 def test_copies_are_found_with_where_and_how_often_they_run() -> None:
-    found = sorted(copies(COPYING, [(1, 4, 8, 64)]), key=operator.attrgetter("name"))
+    found = sorted(copies(CARRYING, [(1, 4, 8, 64)]), key=operator.attrgetter("name"))
     fields = operator.attrgetter("name", "operation", "num_bytes", "count", "in_loop", "in_branch")
     size = 4 * 8 * 64 * 2  # in bfloat16
     assert [fields(one) for one in found] == [
@@ -277,7 +224,7 @@ def test_copies_are_found_with_where_and_how_often_they_run() -> None:
         ("turned", "transpose", size, 7, True, False),
     ]
     assert [one.name for one in found if one.is_repeated] == ["float", "moved", "turned"]
-    assert copies(COPYING, [(4, 8, 63)]) == []
+    assert copies(CARRYING, [(4, 8, 63)]) == []
 
 
 @pytest.mark.parametrize("returned", [False, True])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.stages import Traced
-from rounds import KINDS, Kind, compiled_text, copied, engine_of, on_cpu, repeated, round_hlo
+from golden import layout_on
+from rounds import KINDS, compiled_text, copied, engine_of, repeated, round_hlo
 
 from fly_jax.decoding import programs
 from fly_jax.engine.prefill import Chunk
@@ -21,8 +21,7 @@ from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
 from fly_jax.planning.hlo import copies, exchanges
 from fly_jax.planning.plan_steps import abstract_model, abstract_state
-from fly_jax.sharding.mesh import create_mesh, parse_mesh
-from fly_jax.sharding.rules import RULES, Layout
+from fly_jax.sharding.rules import Layout
 
 SIZES = {"vocab_size": 512, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "head_size": 16}
 # None of their other arrays has a cache's or a stack's size by accident.
@@ -33,111 +32,105 @@ TINY = [
 ROWS = 3
 
 
-def placed(
-    number: int, rules: str | None, configs: Sequence[LlamaConfig] = TINY
-) -> tuple[list[Llama], Layout | None]:
-    """So many models: on one device without rules, else with them on a mesh."""
-    # In bfloat16 the CPU's programs widen whole arrays, which accelerators do not.
-    configs, float32 = configs[:number], jnp.dtype(jnp.float32)
+def on_cpu(config: LlamaConfig) -> Llama:
+    """A model as the CPU decodes it: an array for each layer, of shapes alone."""
+    made = jax.eval_shape(lambda: Llama.random(config, jax.random.key(0)).unstacked().parameters())
+    return Llama(config, made)
+
+
+def placed(configs: Sequence[LlamaConfig], rules: str | None) -> tuple[list[Llama], Layout | None]:
+    """The models: on one device without rules, else with them on a mesh."""
     if rules is None:
-        return [on_cpu(config, float32) for config in configs], None
-    layout = Layout(create_mesh(parse_mesh("2x4")), RULES[rules])
-    return [abstract_model(config, layout, dtype=float32) for config in configs], layout
+        return [on_cpu(config) for config in configs], None
+    layout = layout_on("2x4", rules)
+    # In bfloat16 the CPU's programs widen whole arrays, which accelerators do not.
+    return [abstract_model(config, layout, dtype=jnp.float32) for config in configs], layout
 
 
-def copied_with_head(
-    name: str, rules: str | None, configs: Sequence[LlamaConfig], above: LlamaConfig
-) -> list[str]:
-    """What a kind of round copies of models and of a head of one of them, and of its features."""
-    own = Eagle3(target_embed_size=above.embed_size, layers=(0, 1, 1), has_embedding=True)
-    sizes = {"num_layers": 1, "ffw_size": 112, "draft_vocab_size": 200}
-    head = dataclasses.replace(TINY[2], **sizes, head=own)
-    models, layout = placed(len(configs) + 1, rules, (*configs, head))
-    hlo, capacity = round_hlo(KINDS[name], models, rows=ROWS, context=100, k=5)
-    kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
-    features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
-    return repeated(copied(hlo, models, ROWS, capacity) + copies(hlo, {features}))
+def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
+    """What lies below these models: another one of its own, or a head of the last of them."""
+    if what in ("model", "pard"):  # which drafts in one pass
+        return dataclasses.replace(TINY[len(above)], pard_token=7 if what == "pard" else None)
+    size = {"target_embed_size": above[-1].embed_size}
+    if what == "eagle":
+        sizes = {"num_layers": 1, "ffw_size": 112}
+        own: Eagle3 | Block = Eagle3(**size, layers=(0, 1, 1), has_embedding=True)
+    else:
+        sizes = {"embed_size": above[-1].embed_size}
+        own = Block(
+            **size, layers=(0, 1), block_size=6, mask_token=5, anchor_predicts=True,
+            markov_rank=24, has_confidence=True,
+        )  # fmt: skip
+    return dataclasses.replace(TINY[2], **sizes, draft_vocab_size=200, head=own)
 
 
-@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
-@pytest.mark.parametrize("name", KINDS)
-def test_no_round_copies_a_cache_or_a_stack_of_matrices(name: str, rules: str | None) -> None:
-    kind = KINDS[name]
-    if kind.has_head:
-        assert not copied_with_head(name, rules, TINY[: kind.num_drafts], TINY[kind.num_drafts - 1])
-        return
-    models, _ = placed(1 + kind.num_drafts, rules)
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
-    assert not repeated(copied(hlo, models, ROWS, capacity))
-
-
-@pytest.mark.parametrize("rules", [None, "tensor_whole"], ids=["1 device", "8 devices"])
-def test_no_round_that_drafts_in_one_pass_copies_them(rules: str | None) -> None:
-    kind, at_once = KINDS["fly"], dataclasses.replace(TINY[1], pard_token=7)
-    models, _ = placed(2, rules, (TINY[0], at_once))
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100, k=5)
-    assert not repeated(copied(hlo, models, ROWS, capacity))
+PLACES = (None, "tensor_whole")  # one device, and 8
 
 
 @pytest.mark.parametrize(
-    ("name", "rules"), [("defer", None), ("sampled", None), ("auto", "tensor_whole")]
+    ("name", "last", "rules"),
+    [
+        *((name, "model", rules) for name in KINDS if name != "head below" for rules in PLACES),
+        *(("fly", "pard", rules) for rules in PLACES),
+        *(("head below", "eagle", rules) for rules in PLACES),
+        ("defer", "eagle", None),
+        ("sampled", "eagle", None),
+        ("auto", "eagle", "tensor_whole"),
+        ("defer", "block", "tensor_whole"),
+        ("auto", "block", None),
+        ("head below", "block", None),
+    ],
 )
-def test_no_round_of_a_head_copies_them_nor_its_features(name: str, rules: str | None) -> None:
-    assert not copied_with_head(name, rules, TINY[:1], TINY[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "rules"), [("defer", "tensor_whole"), ("auto", None), ("head below", None)]
-)
-def test_no_round_of_a_block_drafter_copies_them(name: str, rules: str | None) -> None:
+def test_no_round_copies_a_cache_or_a_stack_of_matrices(
+    name: str, last: str, rules: str | None
+) -> None:
     kind = KINDS[name]
-    configs = TINY[: kind.num_drafts]
-    own = Block(
-        target_embed_size=configs[-1].embed_size, layers=(0, 1), block_size=6, mask_token=5,
-        anchor_predicts=True, markov_rank=24, has_confidence=True,
-    )  # fmt: skip
-    sizes = {"embed_size": own.target_embed_size, "draft_vocab_size": 200}
-    head = dataclasses.replace(TINY[2], **sizes, head=own)
-    models, _ = placed(1 + len(configs), rules, (*configs, head))
-    sure = Kind(lambda k: kind.spec(k).with_static(draft_confidence=0.5))
-    hlo, capacity = round_hlo(sure, models, rows=ROWS, context=100, k=5)
+    head = last_model(last, above := TINY[: kind.num_drafts])
+    models, layout = placed([*above, head], rules)
+    if last == "block":
+        kind = dataclasses.replace(kind, spec=kind.spec.with_static(draft_confidence=0.5))
+    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100)
     assert not repeated(copied(hlo, models, ROWS, capacity))
+    if last == "eagle":  # nor its features
+        kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
+        features = layout.sharding(CACHE_AXES, kept).shard_shape(kept) if layout else kept
+        assert not repeated(copies(hlo, {features}))
 
 
-@pytest.mark.parametrize("rules", [None, "tensor_whole", "tensor"])
+@pytest.mark.parametrize("rules", [*PLACES, "tensor"])
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
-    slots = 8
-    models, layout = placed(2, rules)
-    engine = engine_of(KINDS["served"], models, rows=slots, context=500, k=5)
+    slots, (models, layout) = 8, placed(TINY[:2], rules)
+    engine = engine_of(KINDS["served"], models, rows=slots, context=500)
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])
     sharding = None if layout is None else layout.sharding((), ())
     at = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
-    released = compiled_text(programs._release.trace(many, at), models[0])
+
+    def text(traced: Any) -> str:
+        return compiled_text(traced, models[0])
+
+    released = text(programs._release.trace(many, at))
     assert not copied(released, models, slots, 512)
     if layout is None:  # rounds may be made for the first rows alone
-        inputs = engine._inputs(sampled=True)
-        assert inputs is not None
-        rounds = compiled_text(cast(Traced, shared.run(many, inputs, 2)), models[0])
+        rounds = text(shared.run(many, engine._inputs(sampled=True), 2))
         assert not repeated(copied(rounds, models, slots, 512) + copied(rounds, models, 2, 512))
     assert plan.rows == (1, 4, 8)
     for number in plan.rows:
         some = abstract_state(engine.trace_rows(number), [layout, layout])
         assert some.target.capacity == plan.positions(number) == (512 if number == 1 else 256)
-        chunk = Chunk(number, 16, 16, 256)
-        prefill = compiled_text(engine.trace_prefill(some, chunk), models[0])
+        prefill = text(engine.trace_prefill(some, Chunk(number, 16, 16, 256)))
         assert not repeated(copied(prefill, models, number, some.target.capacity))
-        inserted = compiled_text(engine.trace_insert(many, some), models[0])
+        inserted = text(engine.trace_insert(many, some))
         given = (shared._shapes, shared._resting, some, many, at, at)
-        taken = compiled_text(programs._copy_row.trace(*given), models[0])
+        taken = text(programs._copy_row.trace(*given))
         assert not copied(inserted, models, slots, 512)
         # On a mesh of CPUs the others' rows are masked first; a TPU does that as it sums.
         assert not repeated(copied(taken, models, slots, 512))
         assert layout is not None or not copied(taken, models, slots, 512)
         caches = (some.target, some.drafter.cache)
         row = max(math.prod(cache.keys.shape) // number for cache in caches)
-        for text in (inserted, released, taken):
-            for exchange in exchanges(text, 1 if layout is None else layout.mesh.size):
+        for hlo in (inserted, released, taken):
+            for exchange in exchanges(hlo, 1 if layout is None else layout.mesh.size):
                 assert exchange.count == 1
                 assert all(math.prod(shape) <= row for shape in exchange.shapes), exchange

@@ -1,13 +1,13 @@
 """Plans that docs/planner.md cites, as the command prints them with --json, and compile times.
 
-Also what drafts and stacks of drafts would be worth, counted from shapes. A plan that the file has
-is not compiled again: take it out of there first.
+Also what drafts would be worth, counted from shapes. A plan in the file is not compiled again.
 
 JAX_PLATFORMS=cpu python benchmarks/plans.py
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 
@@ -23,6 +23,7 @@ from fly_jax.sharding.mesh import parse_mesh
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 PARD, HEAD, LARGE_HEAD = "pard-llama-3.2-1b", "eagle3-llama-3.1-8b", "eagle3-llama-3.3-70b"
+BLOCKS = ("dflash-qwen-3-8b", "dspark-qwen-3-8b", "eagle3-qwen-3-8b")
 HEAD_TOKENS = 7  # a head proposes to a target
 BELOW_TOKENS = {PARD: 8, HEAD: 6}  # what stands below a draft model, at a time
 
@@ -32,27 +33,27 @@ def _rounds(k: int, below: str | None = None) -> RoundSpec:
     return default_round(k).with_static(level_speculative_tokens=sizes)
 
 
-def _large(below: str, level_accepted: float) -> PlanSpec:
-    """405B on 64 v5e with the 8B and what is below it."""
-    return PlanSpec(
-        target=LARGE, draft=SMALL, below=(preset(below),), chip=CHIPS["v5e"],
-        mesh=parse_mesh("8x8"), rounds=_rounds(25, below), level_accepted_tokens=level_accepted,
-    )  # fmt: skip
-
-
+ON_64 = PlanSpec(target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8"))
 SPECS = {
-    "405B bf16, v5e 8x8": PlanSpec(
-        target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8")
-    ),
-    "405B int8, 8 rows, v5e 8x8": PlanSpec(
-        target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8"), int8=True, rows=8
-    ),
+    "405B bf16, v5e 8x8": ON_64,
+    "405B int8, 8 rows, v5e 8x8": dataclasses.replace(ON_64, int8=True, rows=8),
     "70B bf16, 8 H200 (shapes)": PlanSpec(
         target=MIDDLE, draft=SMALL, chip=CHIPS["h200"], mesh=parse_mesh("8"),
         rounds=default_round(15),
     ),
-    "405B bf16, 8B over PARD, v5e 8x8": _large(PARD, 5.0),
-    "405B bf16, 8B over its head, v5e 8x8": _large(HEAD, 5.0),
+    **{
+        f"405B bf16, 8B over {what}, v5e 8x8": dataclasses.replace(
+            ON_64, below=(preset(below),), rounds=_rounds(25, below), level_accepted_tokens=5.0
+        )
+        for what, below in (("PARD", PARD), ("its head", HEAD))
+    },
+    **{
+        f"Qwen3 8B bf16, {draft}, v5e 2x2": PlanSpec(
+            target=preset("qwen-3-8b"), draft=preset(draft), chip=CHIPS["v5e"],
+            mesh=parse_mesh("2x2"), rounds=default_round(HEAD_TOKENS),
+        )
+        for draft in BLOCKS
+    },
 }  # fmt: skip
 
 SLICES = (

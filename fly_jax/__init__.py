@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fly_jax.decoding.config import DecodingConfig as DecodingConfig
     from fly_jax.decoding.config import RoundSpec as RoundSpec
     from fly_jax.decoding.config import load_config as load_config
-    from fly_jax.decoding.drafters.chain import register_drafter as register_drafter
     from fly_jax.decoding.drafters.drafter import Draft as Draft
     from fly_jax.decoding.drafters.drafter import Drafter as Drafter
     from fly_jax.decoding.drafters.drafter import Terms as Terms
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from fly_jax.decoding.pair import Pair as Pair
     from fly_jax.decoding.pair import load_pair as load_pair
     from fly_jax.decoding.pair import open_pair as open_pair
+    from fly_jax.decoding.pair import register_drafter as register_drafter
     from fly_jax.decoding.reports import TokenReport as TokenReport
     from fly_jax.decoding.round import verify_step as verify_step
     from fly_jax.engine.batch import generate as generate

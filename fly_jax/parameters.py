@@ -13,6 +13,7 @@ from fly_jax.errors import FlyJaxError
 _KEY = "parameter"
 # A count of tokens, of rounds or of windows: beyond any context, and sums of it are no overflow.
 MOST_TOKENS = 2**20
+ParameterValue = int | float | bool | str | tuple[str, ...]
 MOST_INT, MOST_FLOAT = 2**31 - 1, 3.4e38  # of the types that devices compute with
 _NOUNS: dict[type, str] = {
     int: "a whole number",

@@ -116,22 +116,29 @@ class DecodingConfig:
     place of their values.
 
     Attributes:
-      values: all parameters and their values, temperature None where none was given.
-      given_rule: the rule, where it was given as a `Rule`.
-      sampling: how target and draft are drawn from; temperature 0 is greedy.
       rule: which draft tokens are kept: "autoregressive" (which drafts none), "exact", "sampled",
         or one or several of the registered rules, joined by & (rescues what both would), | (what
-        either would) and parentheses. Of a given `Rule`, its text.
+        either would) and parentheses. Given as a `Rule`, its text says what it is.
+      given_rule: the rule, where it was given as one.
+      rules: one of each registered kind, with this config's numbers.
+      risk_budget: of `Budget`, around the rule.
+      lookup: what it would look up with; `looks_up` says whether it does.
+      sampling: how target and draft are drawn from; temperature 0 is greedy.
+      temperature: as it was given, None for the one that suits the rule.
 
     Raises:
       FlyJaxError: an unknown keyword, or values of which no decoding can be made.
     """
 
-    values: tuple[tuple[str, Any], ...]
     given_rule: Loose | None
+    rules: tuple[Loose, ...]
+    risk_budget: float | None
     drafting: Drafting
     limits: Limits
+    lookup: Lookup
+    looks_up: bool
     sampling: Sampling
+    temperature: float | None
     rule: str = parameter("fly", "which draft tokens are kept")
     truncate: str | None = parameter(
         None, "loosened rule to whose support the target is cut before it is drawn from",
@@ -156,14 +163,17 @@ class DecodingConfig:
         names = rule_names(values["rule"]) if given_rule is None else (values["rule"],)
         if len(names) == 1:
             values["rule"] = names[0]  # without spaces or parentheses
-        temperature = values["temperature"]
+        drawn = temperature = values["temperature"]
         if temperature is None:
-            temperature = 1.0 if values["rule"] == "sampled" or values["truncate"] else 0.0
-        sampling = _made(Sampling, values, temperature=temperature)
+            drawn = 1.0 if values["rule"] == "sampled" or values["truncate"] else 0.0
+        longest, shortest = values["prompt_lookup_max"], values["prompt_lookup_min"]
         self.__dict__.update(
-            values=tuple(values.items()), given_rule=given_rule, rule=values["rule"],
-            truncate=values["truncate"],
-            drafting=_made(Drafting, values), limits=_made(Limits, values), sampling=sampling,
+            given_rule=given_rule, rule=values["rule"], truncate=values["truncate"],
+            rules=tuple(_made(kind, values) for kind in RULES.values()),
+            risk_budget=values["risk_budget"], temperature=temperature,
+            drafting=_made(Drafting, values), limits=_made(Limits, values),
+            lookup=_made(Lookup, values, max_ngram=longest or shortest), looks_up=longest > 0,
+            sampling=_made(Sampling, values, temperature=drawn),
         )  # fmt: skip
         self._check(names)
 
@@ -192,7 +202,7 @@ class DecodingConfig:
                 "that probable is the target's own choice, so nothing would be rescued; give at "
                 "most 0.5."
             )
-        cut, limited = self.to_truncation(), self.to_dict()["risk_budget"] is not None
+        cut, limited = self.to_truncation(), self.risk_budget is not None
         if cut and (self.is_loosened or temperature == 0 or limited or cut.uses_memory):
             raise FlyJaxError(
                 f"truncate is {self.truncate!r}, with the rule {self.rule} and temperature "
@@ -207,8 +217,12 @@ class DecodingConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The value of every parameter by name, from which a new config can be made."""
-        return dict(self.values)
+        """Every parameter by name: what a new config can be made of."""
+        parts = (self, *self.rules, self.drafting, self.limits, self.lookup, self.sampling)
+        found = {name: value for part in parts for name, value in values_of(part).items()}
+        longest = self.lookup.max_ngram if self.looks_up else 0
+        given = {"risk_budget": self.risk_budget, "temperature": self.temperature}
+        return found | given | {"prompt_lookup_max": longest}
 
     def replace(self, **given: Any) -> DecodingConfig:
         """A copy with other values, named as in the class; a new K then holds for every rule."""
@@ -239,16 +253,15 @@ class DecodingConfig:
     @property
     def fly(self) -> Fly:
         """FLy with this config's gate and window, whatever the rule."""
-        return _made(Fly, self.to_dict())
+        return next(one for one in self.rules if isinstance(one, Fly))
 
     def to_rule(self) -> Rule:
         """The acceptance rule; FlyJaxError for bad values, or K without room for its window."""
         if not self.is_loosened:
-            return Exact()
-        values = self.to_dict()
+            return Exact(self.to_truncation())
         rule = self.given_rule or self._loosened(self.rule)
-        if values["risk_budget"] is not None:
-            rule = _made(Budget, values, rule=rule)
+        if self.risk_budget is not None:
+            rule = Budget(rule, self.risk_budget)
         if self.drafting.boundary == "reject":
             rule.check(largest_depth(self.num_speculative_tokens))
         else:
@@ -263,9 +276,7 @@ class DecodingConfig:
 
     def _loosened(self, text: str) -> Loose:
         """The rule that an expression names, with this config's parameters."""
-        values = self.to_dict()
-        made: dict[str, Loose] = {name: _made(RULES[name], values) for name in rule_names(text)}
-        return combined(text, made)
+        return combined(text, dict(zip(RULES, self.rules, strict=True)))
 
     def to_sampling(self) -> Sampling | None:
         """The sampling of both models, without steps that keep every token; None for greedy."""
@@ -276,10 +287,7 @@ class DecodingConfig:
 
     def to_lookup(self) -> Lookup | None:
         """The lookup that proposes to the last draft model, or to the target; None without one."""
-        values = self.to_dict()
-        if values["prompt_lookup_max"] == 0 or self.rule == "autoregressive":
-            return None
-        return _made(Lookup, values)
+        return self.lookup if self.looks_up and self.rule != "autoregressive" else None
 
     def side_by_side(self) -> tuple[DecodingConfig, ...]:
         """The configs of a comparison: one token at a time, the lossless rule, the loosened one.
@@ -551,7 +559,8 @@ class RoundStatic:
     def room(self) -> int:
         """Positions beyond a row's last token that a round may write to, with its own drafter."""
         levels = (self.num_speculative_tokens, *self.level_speculative_tokens)
-        return sum(levels) + len(levels) + (self.lookup.num_tokens if self.lookup else 0)
+        looked_up = self.lookup.num_speculative_tokens if self.lookup else 0
+        return sum(levels) + len(levels) + looked_up
 
     @property
     def reports(self) -> bool:
@@ -585,7 +594,6 @@ class RoundSpec:
     rule: Rule
     static: RoundStatic
     sampling: Sampling | None = None
-    truncation: Loose | None = None
 
     def __post_init__(self) -> None:
         if self.static.deferred_window:
@@ -623,4 +631,4 @@ class RoundSpec:
             level_margin=sizes.level_margin,
             draft_confidence=sizes.draft_confidence,
         )
-        return cls(rule, static, config.to_sampling(), config.to_truncation())
+        return cls(rule, static, config.to_sampling())

@@ -135,17 +135,19 @@ def defer(
     return whole, Deferral(is_new, index, jnp.where(is_new, remaining, 0), regret)
 
 
-def pays(stats: AcceptanceStats, num_draft: int, saved: RowInts, remaining: RowInts) -> RowFlags:
-    """Tells in which rows deferring the mismatch is expected to give more tokens than refusing it.
+def pays(
+    stats: AcceptanceStats, num_speculative_tokens: int, saved: RowInts, remaining: RowInts
+) -> RowFlags:
+    """Whether more tokens are expected from deferring each row's mismatch than from refusing it.
 
-    A refusal settles j tokens (the position in the block, counted from 1), and the next round E
-    more. A deferral settles K + 1 and E more if the window is completed, which has probability p,
-    and j after two rounds if it is not. So it pays iff p (K + 1 - j + E) > E. Here
-    p = min(m^r, `MOST_COMPLETED`), for the r tokens that are missing and the row's own rate m of
-    accepted draft tokens; E is expected from the row's rates. `num_draft` is K, `saved` K + 1 - j
-    and `remaining` r.
+    Refusing it settles j tokens, its position in the block counted from 1, and the next round E
+    more. Deferring it settles K + 1 and E more if the window is completed, which has probability
+    p, and j after two rounds if it is not. So it pays iff p (K + 1 - j + E) > E, with
+    p = min(m^r, `MOST_COMPLETED`) for the r tokens that are missing, the row's own rate m of
+    accepted draft tokens, and E expected from the row's rates. `saved` is K + 1 - j and
+    `remaining` r.
     """
-    next_round = expected_tokens(stats, num_draft, 0)
+    next_round = expected_tokens(stats, num_speculative_tokens, 0)
     completed = jnp.minimum(strict_rate(stats) ** remaining, MOST_COMPLETED)
     return completed * (saved + next_round) > next_round
 

@@ -1,10 +1,10 @@
-"""A target, its draft models and their tokenizer, opened, checked and loaded; checked prompts."""
+"""A target, what proposes to it, and their tokenizer: opened, checked, loaded; checked prompts."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,31 +12,39 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fly_jax.decoding.config import DecodingConfig, RoundSpec, check_patterns, default_config
-from fly_jax.decoding.drafters.chain import (
-    NGRAM,
-    build_drafter,
-    check_chain,
-    check_confidence,
-    is_registered,
-    lies_on_cpu,
-    runs_unstacked,
-    separates_layers,
+from fly_jax.decoding.config import (
+    DecodingConfig,
+    RoundSpec,
+    RoundStatic,
+    check_patterns,
+    default_config,
 )
+from fly_jax.decoding.drafters.block_draft import BlockDraft
 from fly_jax.decoding.drafters.drafter import Drafter
+from fly_jax.decoding.drafters.head_draft import HeadDraft
 from fly_jax.decoding.drafters.lookup import Lookup
+from fly_jax.decoding.drafters.model import DraftModel
+from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.load import Checkpoint, Say, load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR, resolve
+from fly_jax.models.head import BlockHead, Eagle3Head
+from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
-from fly_jax.models.llama import Llama
+from fly_jax.models.llama import Llama, for_backend, lies_on_cpu, runs_unstacked, separates_layers
 from fly_jax.models.quantise import SELF, check_self_draft, self_draft, self_draft_type
 from fly_jax.models.tokenizer import Tokenizer
 from fly_jax.sharding.chips import chip_of
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, parse_mesh, prepare_devices
 from fly_jax.sharding.processes import joint_errors, num_processes
 from fly_jax.sharding.rules import Layout
+
+NGRAM = "ngram"  # the lookup alone
+
+Build = Callable[[Llama, RoundStatic], Drafter]
+
+_BUILDS: dict[str, Build] = {NGRAM: lambda _, static: static.lookup or Lookup()}
 
 
 class CheckedPrompt(tuple[int, ...]):
@@ -110,9 +118,9 @@ class Pair:
             del given["num_speculative_tokens"]
         config = config or default_config(is_embedded=self.is_embedded)
         config = config.replace(**given) if given else config
-        if self.drafter == NGRAM and not config.to_dict()["prompt_lookup_max"]:
+        if self.drafter == NGRAM and not config.looks_up:
             config = config.replace(prompt_lookup_max=Lookup.max_ngram)
-        proposes = self.drafts or self.drafter or config.to_dict()["prompt_lookup_max"]
+        proposes = self.drafts or self.drafter or config.looks_up
         return config if drafts and proposes else config.without_draft()
 
     def spec(
@@ -356,3 +364,159 @@ def load_pair(
             one.unstack(owner=loaded if loaded.is_unstacked else None)
     tokenizer, is_embedded = opened.target.tokenizer, opened.is_embedded
     return Pair(loaded, tuple(drafts), tokenizer, replicated, is_embedded, opened.drafter)
+
+
+def checked_drafter(
+    target: Llama, draft: Llama | Sequence[Llama] | Drafter | None, static: RoundStatic
+) -> Drafter | None:
+    """The drafter: the one that was given, the lookup alone, or None where K is 0.
+
+    Raises:
+      FlyJaxError: K is asked for and nothing proposes, too few or many draft models, one of
+        another vocabulary, or a confidence that none of them has.
+    """
+    if not static.num_speculative_tokens:
+        return None
+    if isinstance(draft, Drafter):
+        return draft
+    models = (draft,) if isinstance(draft, Llama) else tuple(draft or ())
+    if not models and static.lookup is None:
+        raise FlyJaxError(
+            f"{static.num_speculative_tokens} speculative tokens were asked for without a draft "
+            "model or a lookup; speculation needs one of them: give a draft or a lookup, or "
+            "num_speculative_tokens=0."
+        )
+    if models and len(models) != 1 + len(static.level_speculative_tokens):
+        raise FlyJaxError(
+            f"{len(models)} draft models were given, and level_speculative_tokens has "
+            f"{len(static.level_speculative_tokens)} numbers; it needs one for each draft model "
+            "but the first: correct it."
+        )
+    for one in models:
+        if one.config.vocab_size != target.config.vocab_size:
+            raise FlyJaxError(
+                f"A draft model has {one.config.vocab_size} tokens and the target "
+                f"{target.config.vocab_size}; both need the same vocabulary: choose a draft "
+                "model of the target's family."
+            )
+    configs = [one.config for one in models]
+    check_chain(target.config, configs, static.lookup)
+    check_confidence(configs, static.draft_confidence)
+    if models and models[-1].config.head is not None:
+        *above, head = models
+        kind = BlockHead if isinstance(head.config.head, Block) else Eagle3Head
+        models = (*above, kind.on(for_backend(head), (target, *above)[-1]))
+    return drafter_of(models, static)
+
+
+def check_chain(
+    target: LlamaConfig, drafts: Sequence[LlamaConfig], lookup: Lookup | None = None
+) -> None:
+    """Raises FlyJaxError for draft models that cannot stand so, one below the other."""
+    for above, config, below in zip((target, *drafts), drafts, (*drafts[1:], None), strict=False):
+        check_nothing_below(config, below or lookup)
+        if config.head is not None:
+            _check_head(above, config, "target" if above is target else "draft model above it")
+
+
+def check_confidence(drafts: Sequence[LlamaConfig], least: float) -> None:
+    """Raises FlyJaxError for a draft_confidence where no draft says how probable its tokens are."""
+    if least and not any(isinstance(one.head, Block) and one.head.has_confidence for one in drafts):
+        raise FlyJaxError(
+            f"draft_confidence is {least}, and no draft says how probable its tokens are to be "
+            "accepted; leave it out, or give a DSpark head with a confidence head as a draft."
+        )
+
+
+def _check_head(target: LlamaConfig, config: LlamaConfig, of: str) -> None:
+    """Raises FlyJaxError for a head that is none of the model that it would propose to."""
+    head = config.head
+    assert head is not None
+    layers, shares = head.layers_of(target.num_layers), not head.has_embedding
+    wrong = {
+        f"features of width {head.target_embed_size}": head.target_embed_size != target.embed_size,
+        f"that model's embedding for a width of {config.embed_size}": shares
+        and config.embed_size != target.embed_size,
+        "that model's embedding, which has not all tokens,": shares
+        and target.draft_vocab_size is not None,
+        f"a vocabulary of {config.vocab_size}": config.vocab_size != target.vocab_size,
+        f"layers {', '.join(map(str, layers))}": not 0
+        <= min(layers)
+        <= max(layers)
+        < target.num_layers,
+    }
+    if isinstance(head, Block) and head.target_num_layers not in (None, target.num_layers):
+        wrong[f"a target of {head.target_num_layers} layers"] = True
+    for what in (what for what, is_wrong in wrong.items() if is_wrong):
+        raise FlyJaxError(
+            f"The head reads {what}, and the {of} has a width of {target.embed_size}, "
+            f"{target.vocab_size} tokens and {target.num_layers} layers; give the head that was "
+            f"trained for this {of.split()[0]}."
+        )
+
+
+def drafter_of(models: Sequence[Llama], static: RoundStatic) -> Drafter | None:
+    """The drafter that rounds ask for: a chain of draft models above the lookup, or less."""
+    drafter: Drafter | None = static.lookup
+    kind: Callable[..., Drafter]
+    sizes = (static.num_speculative_tokens, *static.level_speculative_tokens)
+    for level in reversed(range(len(models))):
+        model, kind = for_backend(models[level]), DraftModel
+        config, lags, rests = model.config, level > 0, level == 0 and 0 in static.depths
+        given: dict[str, Any] = {"lags": lags}
+        if isinstance(config.head, Block):
+            kind, given["least_confidence"] = BlockDraft, static.draft_confidence
+        elif config.head is not None:
+            kind = HeadDraft
+        elif config.pard_token is not None:
+            check_nothing_below(config, drafter)
+            kind, given = ParallelDraft, {"may_lag": lags or rests}
+        else:
+            given |= {"below": drafter, "margin": static.level_margin, "rests": rests}
+        given |= {"config": config, "layout": model.layout, "num_speculative_tokens": sizes[level]}
+        drafter = kind(model.parameters(), **given)
+    return drafter
+
+
+def check_nothing_below(config: LlamaConfig, below: object) -> None:
+    """Raises FlyJaxError for a drafter that nothing can stand below, and something below it."""
+    if config.head is not None and below is not None:
+        raise FlyJaxError(
+            "A head was given with another draft or a lookup below it, and drafts from the states "
+            "of the model above it alone; make it the last --draft, behind the model that it is "
+            "of, and leave prompt_lookup_max out."
+        )
+    if config.pard_token is not None and below is not None:
+        raise FlyJaxError(
+            "A draft model with a pard_token was given with another draft or a lookup below it, "
+            "and drafts in one pass, which nothing below can shorten; make it the last --draft, "
+            "and leave prompt_lookup_max out."
+        )
+
+
+def register_drafter(name: str, build: Build) -> None:
+    """Makes a drafter known by a name, to give as a draft; FlyJaxError where another has it.
+
+    Args:
+      name: stands before a folder or hub id that is called so.
+      build: makes it for a target and the rounds that it is to draft for. A target that lies
+        on a CPU may be unstacked; `target.stacked()` has its parameters as `parameter_specs` says.
+    """
+    if name in _BUILDS and _BUILDS[name] is not build:
+        raise FlyJaxError(f"There is a drafter '{name}' already; give yours another name.")
+    _BUILDS[name] = build
+
+
+def is_registered(name: str) -> bool:
+    """Whether a drafter has this name."""
+    return name in _BUILDS
+
+
+def build_drafter(name: str, target: Llama, static: RoundStatic) -> Drafter:
+    """The drafter of a name; raises FlyJaxError where there is none."""
+    if name not in _BUILDS:
+        raise FlyJaxError(
+            f"There is no drafter '{name}'; there are {', '.join(_BUILDS)}: give one of them, or "
+            "register yours with register_drafter."
+        )
+    return _BUILDS[name](target, static)

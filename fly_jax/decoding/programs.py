@@ -16,13 +16,12 @@ from jaxtyping import Array, Bool, Float32, Int, UInt32
 from fly_jax.decoding.config import RoundStatic
 from fly_jax.decoding.deferral import most_provisional, no_windows
 from fly_jax.decoding.depth import initial_stats, rows_begun
-from fly_jax.decoding.drafters.chain import for_backend, runs_unstacked
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.round import RoundProgram
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, map_caches
 from fly_jax.models.architectures import LlamaConfig
 from fly_jax.models.cache import KVCache, empty_cache
-from fly_jax.models.llama import Llama, Parameters
+from fly_jax.models.llama import Llama, Parameters, for_backend, runs_unstacked
 from fly_jax.sharding.rules import Layout
 from fly_jax.verification.data import narrowed
 from fly_jax.verification.rules import RuleState

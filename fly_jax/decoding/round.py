@@ -22,7 +22,7 @@ from fly_jax.shapes import DraftTokens, Index, RowFlags, RowInts, RowKeys, Text
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Verdict, Why, accept
 from fly_jax.verification.sampling import Sampling
-from fly_jax.verification.truncation import truncated
+from fly_jax.verification.verify import truncated
 
 _Carry = tuple[Array, DecodeState, RoundOutput]
 _Seen = tuple[TargetEvidence, NewEntries, Float[Array, "rows block embed"] | None]
@@ -164,11 +164,10 @@ class RoundProgram:
             block = _block(state.tokens, state.length, tokens)
             layers = () if drafter is None else drafter.hidden_layers
             hidden, new, read = target.hidden_and_inputs(block, cache, layers)
-            logits = target.logits(hidden)
-            if inputs.truncation is not None:
-                logits = truncated(
-                    inputs.truncation, logits, protected=inputs.protected, layout=target.layout
-                )
+            logits = truncated(
+                inputs.rule.support, target.logits(hidden),
+                protected=inputs.protected, layout=target.layout,
+            )  # fmt: skip
             seen = evidence(
                 logits, tokens, needs=self.static.needs(inputs.rule),
                 sampling=inputs.sampling,

@@ -86,7 +86,6 @@ class RuleInputs:
       seated: rows with a request. A dispatch of several rounds ends with the first of them that is
         done, and one that begins after that runs no round, so that another request soon has its
         row; None where no row makes room for another.
-      truncation: the target is cut to this rule's support before anything is drawn; None for not.
     """
 
     rule: Rule
@@ -95,7 +94,6 @@ class RuleInputs:
     memory: Int32[Array, "pairs 2"] | None = None
     ends: Bool[Array, " rows"] | None = None
     seated: Bool[Array, " rows"] | None = None
-    truncation: Rule | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -16,10 +16,9 @@ from jax.stages import Traced
 
 from fly_jax.decoding.config import DecodingConfig, RoundSpec
 from fly_jax.decoding.depth import AcceptanceStats
-from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.pair import Pair, check_prompt
+from fly_jax.decoding.pair import Pair, check_prompt, checked_drafter
 from fly_jax.decoding.programs import Programs
 from fly_jax.decoding.state import DecodeState, RoundOutput, RuleInputs, corrections
 from fly_jax.engine.depth_costs import DepthCosts, rounds_run

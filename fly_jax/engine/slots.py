@@ -179,7 +179,6 @@ class RowInputs:
           protected_token_ids: of requests that do not say; the ends of text are added for all.
         """
         self._programs, self._own, self._sampling = programs, spec.rule, spec.sampling
-        self._truncation = spec.truncation
         self._like = None if rules is None else (spec.rule, Exact(), *rules)
         rows = [spec.rule] * num_slots
         self.united: Any = spec.rule if self._like is None else per_row(rows, self._like)
@@ -209,7 +208,6 @@ class RowInputs:
                 rule, sampling = self._of_rows(who)
                 rows["rule"] = programs.put_numbers(rule)
                 rows["sampling"] = programs.put_numbers(sampling)
-                rows["truncation"] = programs.put_numbers(self._truncation)
                 rows["protected"] = self._protected_of(who)
                 inputs = RuleInputs(**rows)
             else:

@@ -152,7 +152,8 @@ def support(config: DecodingConfig) -> str | None:
 
     None for other decodings, a rule that depends on what came long before, and one that draws.
     """
-    rule = config.to_truncation() or config.to_rule()
+    rule = config.to_rule()
+    rule = rule.support or rule
     draws = config.is_loosened and config.sampling.temperature > 0
     if not rule.clauses() or draws or rule.uses_memory or rule.budget is not None:
         return None

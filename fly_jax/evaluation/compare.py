@@ -227,16 +227,17 @@ def compare(
 class _LastToken(Drafter):
     """A drafter that repeats each row's last token."""
 
-    num_tokens = 1
+    num_speculative_tokens = 1
     resumes = True
 
     def propose(
-        self, state: Any, text: Array, length: Array, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, Any]:
-        """Proposes the last token K times; draws nothing."""
+        self, state: Any, text: Array, length: Array, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, Any]:  # fmt: skip
+        """See `Drafter`; nothing is drawn."""
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
-        drafted = terms.of_each(length, num_tokens)
-        tokens = jnp.broadcast_to(last, (len(length), num_tokens))
+        drafted = terms.of_each(length, num_speculative_tokens)
+        tokens = jnp.broadcast_to(last, (len(length), num_speculative_tokens))
         return Draft(tokens, None, drafted, jnp.zeros(0, jnp.int32)), state
 
 

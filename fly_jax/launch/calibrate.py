@@ -9,7 +9,14 @@ from pathlib import Path
 from fly_jax.decoding.config import DecodingConfig, Drafting
 from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation import strictness
-from fly_jax.launch.flags import BatchFlags, DecodingFlags, Flags, ProcessFlags, flag_group
+from fly_jax.launch.flags import (
+    BatchFlags,
+    DecodingFlags,
+    Flags,
+    ProcessFlags,
+    flag_group,
+    given_of,
+)
 from fly_jax.launch.inputs import Inputs, distributed_session, load_models, open_inputs, say
 from fly_jax.parameters import parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
@@ -127,13 +134,13 @@ def _run(values: _CalibrateFlags, command: str) -> None:
 
 
 def _config(values: _CalibrateFlags) -> DecodingConfig:
-    """The config for the prompts, after every check of it that is possible."""
-    drafted = {"num_speculative_tokens": values.num_speculative_tokens}
+    """How prompts are continued, once everything about it that can be checked is."""
+    names = ("num_speculative_tokens", *(("rule", "window_size") if values.gate else ()))
+    found = given_of({name: getattr(values, name) for name in names})
     if values.gate is None:
-        return DecodingConfig(rule="exact").replace(**DecodingFlags(decoding=drafted).given)
-    decoding = drafted | {"rule": values.rule, "window_size": values.window_size}
-    given = DecodingFlags(config=values.config, decoding=decoding)
-    # The default config of other models is exact, and has no gate.
+        return DecodingConfig(rule="exact").replace(**dict(found))
+    given = DecodingFlags(config=values.config, given=found)
+    # Other models are decoded exactly where nothing is said, and then there is no gate.
     config = given.to_config(values if values.is_embedded else None)
     _bound(values), strictness.strictness_of(config)
     return config.replace(window_size=strictness.windows_of(config, values.window_size)[0])

@@ -12,7 +12,7 @@ from absl import flags
 
 from fly_jax.decoding.config import DecodingConfig, default_config, load_config, parameter_groups
 from fly_jax.errors import FlyJaxError
-from fly_jax.parameters import Parameter, check_parameters, parameter, parameters_of
+from fly_jax.parameters import Parameter, ParameterValue, check_parameters, parameter, parameters_of
 from fly_jax.sharding.processes import broadcast, joint_errors, process_id
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Flags(Generic[_Values]):
             print(f"{help}\n{self.help()}", flush=True)
             raise SystemExit(0)
         if self._decoding:
-            found["decoding"] = {name: found.pop(name) for name in self._decoding}
+            found["given"] = given_of({name: found.pop(name) for name in self._decoding})
         values = self._kind(**found)
         check_parameters(values)
         return values
@@ -286,21 +286,25 @@ class BatchFlags(ModelFlags, PromptFlags):
     """Models, and the prompts that they continue."""
 
 
+def given_of(values: Mapping[str, ParameterValue | None]) -> tuple[tuple[str, ParameterValue], ...]:
+    """Values by name, without those that nobody gave."""
+    return tuple((name, one) for name, one in values.items() if one is not None and one != ())
+
+
 @flag_group("Decoding")
 class DecodingFlags:
-    """Settings of decoding; `decoding` has each parameter that is a flag, None if not given."""
+    """How to decode: a file, and the parameters of decoding that were given, with their names."""
 
     config: str | None = parameter(
         None,
         "file with these flags: TOML with their names, or JSON with the keys of FLy's reference "
         "code, whose tokens it then gives; flags on the command line come first",
     )
-    decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    given: tuple[tuple[str, ParameterValue], ...] = ()
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The parameters of decoding that were given."""
-        return {name: value for name, value in self.decoding.items() if value not in (None, ())}
+    def gives(self, name: str) -> bool:
+        """Tells whether a parameter of decoding was given."""
+        return name in dict(self.given)
 
     def to_config(self, models: ModelFlags | None = None) -> DecodingConfig:
         """The flags over a file, or over the models' default; FlyJaxError for a wrong one.
@@ -314,7 +318,7 @@ class DecodingFlags:
             with joint_errors():  # all take process 0's file, as they do its prompts
                 read = load_config(self.config).to_dict() if process_id() == 0 else None
             config = DecodingConfig(**broadcast(read))
-        return config.replace(**self.given)
+        return config.replace(**dict(self.given))
 
 
 @flag_group("Sampling")

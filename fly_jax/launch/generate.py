@@ -76,7 +76,7 @@ def _run(values: GenerateFlags) -> None:
     compares = values.compare or (not has_prompts and values.has_draft)
     config = _config(values, compares)
     inputs = open_inputs(values, config, values.prompt)
-    says = values.config or "rule" in values.given
+    says = values.config or values.gives("rule")
     if not (values.has_draft or says or config.num_speculative_tokens):
         say("Without --draft the target decodes alone, one token at a time (rule autoregressive).")
     memory = _memory(values, inputs) if inputs.rule.uses_memory else None
@@ -95,7 +95,7 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
                 check_writable(Path(values.audit))
     config = values.to_config(values)
     if not values.proposes(config) and (config.num_speculative_tokens or compares):
-        if compares or "rule" in values.given or values.config is not None:
+        if compares or values.gives("rule") or values.config is not None:
             wanted = "--compare" if compares else f"the rule {config.rule}"
             raise FlyJaxError(
                 f"--target was given without --draft, and {wanted} needs something that proposes; "
@@ -110,8 +110,8 @@ def _config(values: GenerateFlags, compares: bool) -> DecodingConfig:
 
 
 def _check_memory(values: GenerateFlags, config: DecodingConfig) -> None:
-    """Refuses --memory for a rule that uses none; a config may name one for other rules."""
-    given = {"memory": values.given.get("memory"), "update_memory": values.update_memory}
+    """A config may name a memory for some of its rules; who gives one on the spot means it."""
+    given = {"memory": values.gives("memory"), "update_memory": values.update_memory}
     for name, is_given in given.items():
         if is_given and not config.to_rule().uses_memory:
             raise FlyJaxError(

@@ -180,7 +180,7 @@ def _check_sizes(config: DecodingConfig, context: int) -> None:
         "num_speculative_tokens": config.drafting.max_speculative_tokens,
         "level_speculative_tokens": config.drafting.level_speculative_tokens,
         "prompt_lookup_max": lookup.max_ngram if lookup else 0,
-        "prompt_lookup_tokens": lookup.num_tokens if lookup else 0,
+        "prompt_lookup_tokens": lookup.num_speculative_tokens if lookup else 0,
     }
     for name, size in sizes.items():
         if size >= context:

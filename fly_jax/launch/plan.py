@@ -7,14 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.launch.flags import DecodingFlags, Flags, flag_group
 from fly_jax.parameters import parameter
 
 if TYPE_CHECKING:  # imported once JAX knows that it is to leave accelerators alone
-    from fly_jax.decoding.config import RoundSpec
     from fly_jax.models.architectures import LlamaConfig
     from fly_jax.planning.plan_spec import PlanSpec
 
@@ -50,7 +49,9 @@ class _PlanFlags(DecodingFlags):
     dtype: str = parameter("bfloat16", "type of the matrices of both", choices=("bfloat16", "int8"))
     chip: str = parameter("v5e", "v5e, v5p, v6e, h100, h200 or mi355x")
     mesh: str = parameter("8x8", "chips along each axis; their product is that of a slice")
-    no_compile: bool = parameter(False, "count from shapes alone, without libtpu")
+    compile: bool = parameter(
+        True, "ask the compiler in libtpu, and do not count from shapes alone"
+    )
     context: int = parameter(8192, "tokens of a row, prompt and new ones together", low=2)
     prompt_length: int | None = parameter(
         None, "tokens of each prompt; all of the context but one if not given", kind=int, low=1
@@ -60,6 +61,12 @@ class _PlanFlags(DecodingFlags):
         None, "tokens a round settles; what FLy's authors publish for 405B if not given", kind=float
     )
     audits: bool = parameter(False, "rounds report on every token, as for generate --audit")
+    serve: bool = parameter(
+        False,
+        "the programs of the command serve, whose requests have rules and draws of their own and "
+        "whose prompts are run between rounds; if not given, those of generate",
+    )
+    prefill_chunk: int = parameter(256, "serve: prompt tokens run between two rounds", low=1)
     json: bool = parameter(False, "the plan as one JSON object on standard output")
 
 
@@ -106,30 +113,38 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
         int8=values.dtype == "int8",
         self_draft=own,
         rows=values.batch_size,
-        rounds=_rounds(values),
-        compiles=not values.no_compile,
+        **_engine(values),
+        compiles=values.compile,
         **{name: getattr(values, name) for name in same},
     )
 
 
-def _rounds(values: _PlanFlags) -> RoundSpec:
-    """The rounds of the flags; without a rule FLy's, or lossless ones for a small K."""
+def _engine(values: _PlanFlags) -> dict[str, Any]:
+    """What the flags say of the engine; without a rule FLy's, or a lossless one for a small K."""
     from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.planning.roofline import PUBLISHED_K
 
     config = values.to_config()
     if values.config is None:
-        if "num_speculative_tokens" not in values.given:
+        if not values.gives("num_speculative_tokens"):
             config = config.replace(num_speculative_tokens=PUBLISHED_K)
         k = largest_depth(config.num_speculative_tokens)
-        if "rule" not in values.given and config.fly.window_size >= k:
+        if not values.gives("rule") and config.fly.window_size >= k:
             config = config.replace(rule="exact")
     if not config.num_speculative_tokens:
         raise FlyJaxError(
             "The rule is autoregressive, which every plan shows beside speculation; give the rule "
             "that drafts are to be verified with."
         )
-    return RoundSpec.of(config, num_drafts=max(len(values.draft), 1), audits=values.audits)
+    num_drafts, found = max(len(values.draft), 1), dict[str, Any]()
+    if values.serve:
+        from fly_jax.serving.http.request_builder import RequestBuilder
+
+        builder = RequestBuilder.of(config)
+        config = builder.for_engine
+        found = {"prefill_chunk": values.prefill_chunk, "rules": builder.kinds}
+    audits = values.audits or values.serve
+    return found | {"rounds": RoundSpec.of(config, num_drafts=num_drafts, audits=audits)}
 
 
 def _config(name: str) -> LlamaConfig:

@@ -51,7 +51,9 @@ Matmul = Callable[[str, Array, Array], Array]
 _FEW_TOKENS = 128
 _CACHED_BYTES = 2**26
 _STEPS = (1, 4, 8)  # in which their number grows
-# A model of so many bytes is large: its programs take long to compile, and its rounds to run.
+# Beyond this many layers the compile time of separate layers outweighs what they save on a CPU.
+_MOST_UNSTACKED_LAYERS = 32
+# Weights of so many bytes make a model large: its programs compile long and its rounds take long.
 LARGE_BYTES = 2**30
 
 
@@ -599,3 +601,28 @@ def parameter_sharding(layout: Layout | None, spec: ParameterSpec) -> Sharding:
     if layout is None:
         return SingleDeviceSharding(jax.devices()[0])
     return layout.sharding(spec.axes, spec.shape)
+
+
+def for_backend(model: Llama) -> Llama:
+    """The model with its layers as programs on this backend take them best."""
+    return model.unstacked() if runs_unstacked(model) else model
+
+
+def runs_unstacked(model: Llama) -> bool:
+    """Whether programs take one array per layer where this model lies."""
+    separate = separates_layers(model.config, model.layout, has_integers=model.has_integers)
+    return separate and lies_on_cpu(model)
+
+
+def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
+    """Whether programs take one array per layer of such a model on a CPU, as integers ask for."""
+    return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
+
+
+def lies_on_cpu(model: Llama) -> bool:
+    """Whether CPUs hold the model; where it is nowhere yet (traced), whether JAX's default does."""
+    norm = model.final_norm.get_value()  # which every model has
+    sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
+    if sharding is None:
+        return jax.default_backend() == "cpu"
+    return next(iter(sharding.device_set)).platform == "cpu"

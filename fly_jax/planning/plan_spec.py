@@ -6,25 +6,29 @@ import dataclasses
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.chain import check_chain, check_confidence
+from fly_jax.decoding.pair import check_chain, check_confidence
 from fly_jax.decoding.programs import attention_steps, cache_capacity
+from fly_jax.engine.engine import Engine
 from fly_jax.engine.prefill import OFFLINE_PREFILL_TOKENS, ChunkPlan
 from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import INT8, LlamaConfig, MatrixType, shared_vocabulary
 from fly_jax.models.head_config import Block
 from fly_jax.models.layouts import Layouts, Workload, choose_layouts
+from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import check_self_draft
 from fly_jax.planning.roofline import PUBLISHED_K, acceptance_from, draft_passes
 from fly_jax.sharding.chips import Chip
 from fly_jax.sharding.mesh import MeshSpec
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.correction_memory import CorrectionMemory
+from fly_jax.verification.rules import Exact, Fly, Rule
 
 # Tells libtpu of a TPU host, for which it looks otherwise; it decides nothing about the programs.
 _ENVIRONMENT = {
@@ -55,7 +59,7 @@ def slice_mesh(chip: Chip, spec: MeshSpec) -> Mesh:
     if importlib.util.find_spec("libtpu") is None:
         raise FlyJaxError(
             f"Planning for {chip.name} compiles with libtpu, which is not installed; install it "
-            'with pip install "fly_jax[tpu]", or plan from shapes alone with --no_compile.'
+            'with pip install "fly_jax[tpu]", or plan from shapes alone with --nocompile.'
         )
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -86,6 +90,9 @@ class PlanSpec:
       level_accepted_tokens: tokens that a pass over such a proposal gives in the mean.
       context: prompt and new tokens of a row.
       prompt_length: tokens of each prompt; None for all of the context but one.
+      prefill_chunk: of a server, prompt tokens between two rounds; None for known prompts, as
+        `generate` has them.
+      rules: of a server, as in `Engine`.
       mean_accepted_tokens: settled by a round; None for what FLy's authors publish.
       compiles: ask the compiler; False counts from shapes, as always where there is none.
     """
@@ -102,6 +109,8 @@ class PlanSpec:
     prompt_length: int | None = None
     rows: int = 1
     rounds: RoundSpec = dataclasses.field(default_factory=lambda: default_round(PUBLISHED_K))
+    prefill_chunk: int | None = None
+    rules: tuple[Rule, ...] = ()
     mean_accepted_tokens: float | None = None
     compiles: bool = True
 
@@ -147,7 +156,7 @@ class PlanSpec:
         """The engine's plan of prompts, with the target in this layout."""
         is_whole = bool(target.rules.cache_length)
         steps = attention_steps(self.workload.capacity, is_whole=is_whole)
-        most = OFFLINE_PREFILL_TOKENS
+        most = self.prefill_chunk or OFFLINE_PREFILL_TOKENS
         return ChunkPlan(steps, tokens=most, num_slots=self.rows, longest=self.context)
 
     def check(self) -> None:
@@ -187,6 +196,15 @@ class PlanSpec:
         slice_of(self.chip, self.mesh)
         if self.mean_accepted_tokens is not None:
             acceptance_from(self.mean_accepted_tokens, self.num_speculative_tokens)
+
+    def engine(self, models: Sequence[Llama], rounds: RoundSpec) -> Engine:
+        """The engine that `serve` or `generate` would run, of abstract models, the target first."""
+        learns = rounds.rule.uses_memory or rounds.static.reports_mismatches
+        return Engine(
+            models[0], models[1:], rounds, num_slots=self.rows, max_length=self.context,
+            prefill_chunk=self.prefill_chunk or 1, rules=self.rules,
+            memory=CorrectionMemory("") if learns else None, offline=self.prefill_chunk is None,
+        )  # fmt: skip
 
     def without_padding(self) -> PlanSpec:
         """A copy with one vocabulary, without the padding of the larger one."""

@@ -34,7 +34,6 @@ from fly_jax.planning.hlo import Copy, Exchange, copies, exchanges, large_shapes
 from fly_jax.planning.plan_spec import PlanSpec
 from fly_jax.planning.roofline import Work, model_exchanges, pass_work, roofline_seconds
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.evidence import TargetEvidence, evidence
 from fly_jax.verification.rules import Exact
 
@@ -94,16 +93,13 @@ class Step:
 
 
 def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
-    """Compiles the programs that `generate` runs; a prefill that does not fit is the last."""
+    """Compiles the programs of `PlanSpec.engine`; a prefill that does not fit is the last."""
     models = _models(spec, layouts)
-    target, *drafts = (abstract_model(model[1], model[0], model[2].matrices) for model in models)
+    abstract = [abstract_model(config, at, of.matrices) for at, config, of in models]
     eos_token_ids = spec.target.eos_token_ids
     rounds = spec.rounds.with_static(eos_token_ids=eos_token_ids)
-    learns = rounds.rule.uses_memory or rounds.static.reports_mismatches
-    memory = CorrectionMemory("") if learns else None
-    make = functools.partial(Engine, num_slots=spec.rows, max_length=spec.context, offline=True)
-    engine = make(target, drafts, rounds, memory=memory)
-    alone = make(target, None, RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
+    engine = spec.engine(abstract, rounds)
+    alone = spec.engine(abstract[:1], RoundSpec(Exact(), RoundStatic(0, None, eos_token_ids)))
     chunks = _chunks(spec, layouts)
     # The widest chunk, which attends to all before it, takes most memory.
     chunk = max(chunks, key=lambda one: (one.rows * one.size, one.attended))
@@ -125,7 +121,7 @@ def compiled_steps(spec: PlanSpec, layouts: Layouts) -> Iterator[Step]:
     yield compiles("insert", engine.trace_insert(state, rows), caches, times=times, beside=beside)
     yield compiles("round", engine.trace_rounds(state), [state], beside=-shared)
     yield compiles("draft", _trace_draft(engine, state), [state])
-    yield compiles("verify", _trace_verify(target, state, rounds), [state])
+    yield compiles("verify", _trace_verify(abstract[0], state, engine.spec), [state])
     slots = abstract_state(alone.trace_slots(), lies)
     yield compiles("autoregressive", alone.trace_rounds(slots), [slots])
 
@@ -383,7 +379,7 @@ def _bytes(state: DecodeState) -> int:
 def _trace_draft(engine: Engine, state: DecodeState) -> Traced:
     drafter, spec = engine.drafter, engine.spec
     assert drafter is not None
-    propose = jax.jit(type(drafter).propose, static_argnames="num_tokens", donate_argnames="state")
+    propose = jax.jit(type(drafter).propose, static_argnums=4, donate_argnames="state")
     terms = Terms(None, spec.sampling, None if spec.sampling is None else state.keys)
     k = spec.static.num_speculative_tokens
     return propose.trace(drafter, state.drafter, state.tokens, state.length, k, terms)

@@ -18,8 +18,8 @@ from fly_jax.verification.evidence import (
     evidence,
     reduced,
 )
-from fly_jax.verification.rules.conditions import RuleState, Verdict
-from fly_jax.verification.rules.rule import Rule, accept
+from fly_jax.verification.rules.conditions import RuleState, Seen, Verdict
+from fly_jax.verification.rules.rule import Loose, Rule, accept, barred_tokens
 from fly_jax.verification.sampling import Sampling, keys_of_rows
 
 
@@ -49,6 +49,7 @@ def verify(
     Raises:
       FlyJaxError: shapes that do not fit together, or something that is needed was not given.
     """
+    logits = truncated(rule.support, logits, protected=protected, layout=layout)
     seen = evidence(
         logits, draft_tokens, needs=rule.needs, sampling=sampling, draft_logits=draft_logits,
         key=key, num_drafted=num_drafted, layout=layout,
@@ -127,7 +128,8 @@ def verify_flat(
     is_draft = place < num_drafted[request]
     # 2) The evidence, as of rows of one position each.
     draft = jnp.where(is_draft, draft_tokens.astype(jnp.int32), ABSENT)
-    inputs = EvidenceInputs(logits[:, None], draft[:, None])
+    cut = truncated(rule.support, logits[:, None], protected=protected, layout=layout)
+    inputs = EvidenceInputs(cut, draft[:, None])
     if sampling is not None:
         keys = keys_of_rows(key, num_requests)[request]
         uniform, gumbel = draw_noise(keys, place[:, None], vocab_size)
@@ -162,3 +164,45 @@ def verify_flat(
         is_whole = verdict.num_accepted == num_drafted
         tokens = jnp.concatenate([tokens, jnp.where(is_whole, verdict.next_token, -1)])
     return FlatVerdict(tokens.astype(jnp.int32), verdict)
+
+
+def truncated(
+    support: Loose | None,
+    logits: Float[Array, "rows positions vocab"],
+    *,
+    protected: Bool[Array, "*rows vocab"] | None = None,
+    layout: Layout | None = None,
+) -> Float[Array, "rows positions vocab"]:
+    """The logits, with -inf for every token outside a rule's support: drawing obeys the rule.
+
+    The support is the target's most probable token, and each that `accept` would rescue if it were
+    drafted there and nothing else were looked at: it meets all conditions of one of the rule's
+    clauses and is not barred. Deferred windows judge what follows, and are left out.
+
+    Args:
+      support: a rule without memory and budget, its numbers scalars; None returns the logits.
+      protected: see `accept`.
+      layout: see `evidence`.
+    """
+    if support is None:
+        return logits
+    rows, positions, vocab = logits.shape
+    nothing = jnp.zeros((rows, positions - 1), jnp.int32)
+    needs, none = support.needs, jnp.zeros(rows, jnp.int32)
+    found = evidence(logits, nothing, needs=needs, num_drafted=none, layout=layout)
+    # Each position becomes a row, in which every token of the vocabulary is drafted.
+    flat, shape = logits.reshape(-1, vocab), (rows * positions, vocab)
+    seen: TargetEvidence = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf.reshape(-1, 1), shape), found
+    )
+    raw = flat.astype(jnp.float32)
+    seen = dataclasses.replace(seen, draft_logit=raw, draft_log_prob=raw - seen.log_sum_exp)
+    tokens = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), shape)
+    if protected is not None and protected.ndim == 2:
+        protected = jnp.repeat(protected, positions, axis=0)
+    barred, kept = barred_tokens(seen, tokens, protected), tokens == seen.argmax
+    for clause in support.clauses():
+        alone = dataclasses.replace(clause, windows=())
+        ends = jnp.full(len(flat), vocab, jnp.int32)
+        kept |= alone.judge(Seen(seen, tokens, None), ~kept, barred, None, ends)[0]
+    return jnp.where(kept, flat, -jnp.inf).reshape(logits.shape)

@@ -92,7 +92,7 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         ),
         ({"boundary": "defer", "num_speculative_tokens": 6}, {"exact": Exact(), "fly": Fly()}),
         ({"rule": "exact", "num_speculative_tokens": 4}, {"exact": Exact()}),
-        ({"rule": "sampled", "truncate": "margin"}, {"sampled": Exact()}),
+        ({"rule": "sampled", "truncate": "margin"}, {"sampled": Exact(Margin())}),
     ],
 )
 def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:
@@ -101,7 +101,7 @@ def test_side_by_side(values: dict[str, Any], rules: dict[str, object]) -> None:
     k = values.get("num_speculative_tokens", 15)
     sampling = Sampling() if values.get("rule") == "sampled" else None
     assert [(one.rule, one.to_rule(), one.num_speculative_tokens) for one in found] == [
-        ("autoregressive", Exact(), 0),
+        ("autoregressive", Exact(Margin() if "truncate" in values else None), 0),
         *((name, rule, k) for name, rule in rules.items()),
     ]
     assert [one.to_sampling() for one in found] == [sampling] * len(found)
@@ -115,7 +115,9 @@ def test_published(path: Path) -> None:
     window, match = ("reference", "earliest") if path.suffix == ".json" else ("paper", "latest")
     assert config.to_rule() == Fly(0.3, 6, "top_k", 3, window=window)
     assert config.num_speculative_tokens == (25 if "405b" in path.stem else 15)
-    assert config.to_lookup() == Lookup(max_ngram=4, min_ngram=1, num_tokens=6, match=match)
+    assert config.to_lookup() == Lookup(
+        max_ngram=4, min_ngram=1, num_speculative_tokens=6, match=match
+    )
 
 
 @pytest.mark.parametrize(

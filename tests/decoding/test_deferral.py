@@ -184,7 +184,7 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
 
     The rates by which deferral is chosen remember the failed attempt, so they are made blind here.
     """
-    lookup, rule = Lookup(num_tokens=3), Fly(entropy_threshold=0.0, window_size=3)
+    lookup, rule = Lookup(num_speculative_tokens=3), Fly(entropy_threshold=0.0, window_size=3)
     prompts = [[first, 3, 5, 3] for first in range(8)]
     rows = decode(rule, 4, 1, 0.1, prompts, 24, lookup, rows=8)
     assert sum(row.num_rollbacks for row in rows) > 3
@@ -202,7 +202,8 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
 def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
     """A lookup finds nothing for many rounds: windows do not outgrow the state."""
     spec = RoundSpec(
-        Fly(0.0, 2), RoundStatic(4, Lookup(3, 3, num_tokens=4), pairs.EOS, deferred_window=2)
+        Fly(0.0, 2),
+        RoundStatic(4, Lookup(3, 3, num_speculative_tokens=4), pairs.EOS, deferred_window=2),
     )
     prompts = [[first, 3, 5, 7, first, 3, 5, 7, first] for first in range(40)]
     rows = pairs.pair_engine(1, spec, rows=8).generate(prompts, 40)

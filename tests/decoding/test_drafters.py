@@ -52,8 +52,8 @@ SPECS = {
 LOOKUPS = [
     Lookup(),
     Lookup(match="earliest"),
-    Lookup(max_ngram=3, min_ngram=2, num_tokens=2, match="earliest"),
-    Lookup(max_ngram=1, num_tokens=40),
+    Lookup(max_ngram=3, min_ngram=2, num_speculative_tokens=2, match="earliest"),
+    Lookup(max_ngram=1, num_speculative_tokens=40),
 ]
 find = jax.jit(look_up, static_argnums=(0, 3))
 
@@ -66,7 +66,7 @@ def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
         places = range(len(text) - size)
         for place in places if lookup.match == "earliest" else reversed(places):
             if text[place : place + size] == text[-size:]:
-                return list(text[place + size :][: lookup.num_tokens])
+                return list(text[place + size :][: lookup.num_speculative_tokens])
     return []
 
 
@@ -79,14 +79,16 @@ def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
 def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stale: int) -> None:
     text, lengths = pairs.padded(rows, CAPACITY)
     text[np.arange(CAPACITY) >= lengths[:, None]] = stale
-    tokens, found = find(lookup, text, lengths, lookup.num_tokens)
+    tokens, found = find(lookup, text, lengths, lookup.num_speculative_tokens)
     tokens, found = np.asarray(tokens), np.asarray(found)
-    assert tokens.shape == (ROWS, lookup.num_tokens)
+    assert tokens.shape == (ROWS, lookup.num_speculative_tokens)
     for index, row in enumerate(rows):
         assert tokens[index, : int(found[index])].tolist() == looked_up(lookup, row)
 
 
-@pytest.mark.parametrize("wrong", [{"min_ngram": 0}, {"min_ngram": 5}, {"num_tokens": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"min_ngram": 0}, {"min_ngram": 5}, {"num_speculative_tokens": 0}]
+)
 def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(FlyJaxError):
         Lookup(**wrong)
@@ -107,7 +109,7 @@ def draft(
 ) -> tuple[Draft, fly_jax.KVCache]:
     assert len(texts) == ROWS
     model = pairs.random_target(pair)
-    drafter = DraftModel(model.parameters(), lookup, config=pairs.CONFIG, num_tokens=K)
+    drafter = DraftModel(model.parameters(), lookup, config=pairs.CONFIG, num_speculative_tokens=K)
     return drafted(drafter, *pairs.padded(texts, 64), pairs.keys_from(seed, ROWS), sampling)
 
 
@@ -158,7 +160,7 @@ def test_lookup_changes_no_draft_token(prompts: tuple[list[int], ...], pair: int
     assert 1 <= int(looked.num_passes[0]) <= K
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=3)])
+@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_speculative_tokens=3)])
 def test_logits_are_those_the_draft_was_drawn_from(lookup: Lookup | None) -> None:
     """Also for rows that are ahead of others: acceptance divides by these probabilities."""
     prompts = [[1] * 20, [2, 3] * 8, [5, 6, 9, 11]]
@@ -222,22 +224,24 @@ class Table(Drafter):
     """Proposes what stands in a table of next tokens, -1 for unknown; learns every correction."""
 
     table: Array
-    num_tokens = 3
+    num_speculative_tokens = 3
     may_fall_short = True
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Memory:
         return Memory(jnp.tile(self.table, (rows, 1)), jnp.zeros(rows, jnp.int32))
 
     def propose(
-        self, state: Memory, text: Array, length: Array, num_tokens: int, terms: Terms
+        self, state: Memory, text: Array, length: Array, num_speculative_tokens: int, terms: Terms
     ) -> tuple[Draft, Memory]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)[:, 0]
         tokens = [last]
-        for _ in range(num_tokens):
+        for _ in range(num_speculative_tokens):
             known = jnp.take_along_axis(state.table, jnp.maximum(tokens[-1], 0)[:, None], axis=1)
             tokens.append(jnp.where(tokens[-1] < 0, -1, known[:, 0]))
         drafted = jnp.stack(tokens[1:], axis=1)
-        count = jnp.minimum(jnp.sum(drafted >= 0, axis=1), terms.of_each(length, num_tokens))
+        count = jnp.minimum(
+            jnp.sum(drafted >= 0, axis=1), terms.of_each(length, num_speculative_tokens)
+        )
         draft = Draft(jnp.maximum(drafted, 0), None, count, jnp.zeros(0, jnp.int32))
         return draft, Memory(state.table, last)
 
@@ -258,7 +262,9 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
     if below:
         draft = pairs.random_draft(PAIR, 0.2)
         given = dataclasses.replace(drafter, table=_next_tokens())  # type: ignore[call-arg]
-        drafter = DraftModel(draft.parameters(), given, config=pairs.CONFIG, num_tokens=K)
+        drafter = DraftModel(
+            draft.parameters(), given, config=pairs.CONFIG, num_speculative_tokens=K
+        )
     spec = RoundSpec(Exact(), RoundStatic(K, None, pairs.EOS))
     rows = decode(spec, drafter)
     assert [row.token_ids for row in rows] == expected()
@@ -294,7 +300,7 @@ class Echo(Drafter):
     """Reads the next token off the target's own hidden state, and proposes it again and again."""
 
     unembedding: Array
-    num_tokens = 1
+    num_speculative_tokens = 1
     needs_hidden = True
 
     def init(self, rows: int, capacity: int, dtype: jnp.dtype) -> Pieces:
@@ -307,19 +313,19 @@ class Echo(Drafter):
         return state._replace(prompt=state.prompt + jnp.sum(hidden, axis=1))
 
     def propose(
-        self, state: Pieces, text: Array, length: Array, num_tokens: int, terms: Terms
+        self, state: Pieces, text: Array, length: Array, num_speculative_tokens: int, terms: Terms
     ) -> tuple[Draft, Pieces]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
-        drafted = jnp.broadcast_to(last, (len(length), num_tokens))
-        full = jnp.full_like(length, num_tokens)
+        drafted = jnp.broadcast_to(last, (len(length), num_speculative_tokens))
+        full = jnp.full_like(length, num_speculative_tokens)
         return Draft(drafted, None, full, jnp.zeros(0, jnp.int32)), state
 
     def observe(
         self, state: Pieces, verdict: Verdict, hidden: Array | None, *, draft: Draft, live: Array
     ) -> Pieces:
-        rows, num_tokens = draft.tokens.shape
+        rows, num_speculative_tokens = draft.tokens.shape
         assert hidden is not None
-        assert hidden.shape == (rows, num_tokens + 1, pairs.CONFIG.embed_size)
+        assert hidden.shape == (rows, num_speculative_tokens + 1, pairs.CONFIG.embed_size)
         own = jnp.take_along_axis(hidden, verdict.num_accepted[:, None, None], axis=1)[:, 0]
         wrong = jnp.argmax(own @ self.unembedding, axis=-1) != verdict.next_token
         return Pieces(state.prompt, own, state.wrong + (wrong & live))

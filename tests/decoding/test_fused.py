@@ -25,7 +25,7 @@ FLY = Fly(entropy_threshold=0.4, window_size=2)
 CASES = [pairs.SPECS[name] for name in ("exact", "fly, lookup", "sampled")]
 PROTECTED = np.isin(np.arange(pairs.CONFIG.vocab_size), pairs.EOS)
 
-draft_alone = jax.jit(DraftModel.propose, static_argnames="num_tokens")
+draft_alone = jax.jit(DraftModel.propose, static_argnames="num_speculative_tokens")
 verify_alone = jax.jit(verify_step)
 evidence_alone = jax.jit(evidence, static_argnames="needs")
 accept_alone = jax.jit(accept)
@@ -50,7 +50,7 @@ def foreign_engine(
     target, draft = pairs.random_target(pair), pairs.random_draft(pair, noise)
     text, length = pairs.padded(PROMPTS, pairs.CAPACITY)
     drafter = DraftModel(
-        draft.parameters(), spec.static.lookup, config=pairs.CONFIG, num_tokens=DRAFTED
+        draft.parameters(), spec.static.lookup, config=pairs.CONFIG, num_speculative_tokens=DRAFTED
     )
     target_cache, drafter_state = prefilled(target, drafter, text)
     keys = draft_keys = verify_keys = pairs.keys_from(seed, len(PROMPTS))
@@ -146,7 +146,7 @@ def test_the_account_adds_up(spec: RoundSpec, noise: float) -> None:
 
 def test_a_round_needs_no_more_room_than_it_says() -> None:
     """The last position of the text and of the cache may be the last that a round writes."""
-    spec = RoundSpec(Exact(), RoundStatic(12, Lookup(num_tokens=3)))
+    spec = RoundSpec(Exact(), RoundStatic(12, Lookup(num_speculative_tokens=3)))
     prompts = [[1] * 24, [6, 3], [7, 3]]
     length = 24 + MAX_NEW_TOKENS
     engine = pairs.pair_engine(2, spec, 0.2, max_length=length)

@@ -18,9 +18,9 @@ from golden import layout_on
 from jaxtyping import Array
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.chain import checked_drafter
 from fly_jax.decoding.drafters.drafter import Draft, Terms
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
+from fly_jax.decoding.pair import checked_drafter
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama

@@ -30,16 +30,15 @@ from fly_jax import (
     load_pair,
 )
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.chain import drafter_of
 from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.parallel import ParallelDraft
-from fly_jax.decoding.pair import open_pair
+from fly_jax.decoding.pair import drafter_of, open_pair
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
 Texts = list[list[int]]
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
-LOOKUP = Lookup(num_tokens=3)
+LOOKUP = Lookup(num_speculative_tokens=3)
 ROUND = pairs.SPECS["exact"]
 # What is decoded with, how many tokens each level below proposes, the last level, and the rows.
 CASES = {
@@ -236,7 +235,7 @@ def test_drafts_are_those_of_the_published_code() -> None:
         recorded = dict(file)
     model = load_llama(GOLDEN / "draft")
     k = recorded["drafts"].shape[1]
-    drafter = ParallelDraft(model.parameters(), config=model.config, num_tokens=k)
+    drafter = ParallelDraft(model.parameters(), config=model.config, num_speculative_tokens=k)
     tokens, lengths = recorded["tokens"], recorded["lengths"]
     text = np.zeros((1, len(tokens) + 2 * k + 2), np.int32)
     text[0, : len(tokens)] = tokens

@@ -17,7 +17,10 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
-EARLIEST, SHORT = Lookup(match="earliest", num_tokens=3), Lookup(num_tokens=3)
+EARLIEST, SHORT = (
+    Lookup(match="earliest", num_speculative_tokens=3),
+    Lookup(num_speculative_tokens=3),
+)
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
     "autoregressive": (pairs.SPECS["autoregressive"], 3),

@@ -15,8 +15,8 @@ from tiny_pair import write_pair
 
 import fly_jax
 from fly_jax import CorrectionMemory, DraftModel, Engine, FlyJaxError, Pair, generate, load_pair
+from fly_jax.decoding import pair as chain
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters import chain
 from fly_jax.verification.rules import Exact, Fly
 
 PROMPTS = ["Ada has 3 apples", "Vera's 12"]
@@ -81,14 +81,14 @@ def test_engines_share_the_pairs_weights(pair: Pair) -> None:
 class Toy(fly_jax.Drafter):
     """Proposes the last token again and again."""
 
-    num_tokens: int = 1
+    num_speculative_tokens: int = 1
 
     def propose(
-        self, state: Any, text: Any, length: Any, num_tokens: int, terms: fly_jax.Terms
+        self, state: Any, text: Any, length: Any, num_speculative_tokens: int, terms: fly_jax.Terms
     ) -> tuple[fly_jax.Draft, Any]:
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
-        count = terms.of_each(length, num_tokens)
-        tokens = jnp.tile(last, (1, num_tokens))
+        count = terms.of_each(length, num_speculative_tokens)
+        tokens = jnp.tile(last, (1, num_speculative_tokens))
         return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
 
 
@@ -120,7 +120,9 @@ def test_the_lookup_drafts_alone(folders: tuple[Path, Path], alone: Pair) -> Non
     named = load_pair(folders[0], "ngram", dtype="float32")
     assert named.spec(**given).static.lookup == fly_jax.Lookup()
     assert named.spec(**given, prompt_lookup_max=2).static.lookup == fly_jax.Lookup(max_ngram=2)
-    assert named.spec(**given, prompt_lookup_tokens=3).static.lookup == fly_jax.Lookup(num_tokens=3)
+    assert named.spec(**given, prompt_lookup_tokens=3).static.lookup == fly_jax.Lookup(
+        num_speculative_tokens=3
+    )
     (one,) = generate(named, REPEATING[:1], max_new_tokens=12, **given)
     (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
     assert one.token_ids == same.token_ids == tokens(alone)[0]

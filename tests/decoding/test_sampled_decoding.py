@@ -54,7 +54,7 @@ def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
     return float(scipy.stats.chisquare(observed, expected).pvalue)
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
+@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_speculative_tokens=2)])
 def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
     rows = decode(Exact(), lookup, draws=DRAWS, count=3)
     assert all(row.num_draft_tokens == 3 * row.num_rounds for row in rows)
@@ -75,7 +75,7 @@ def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
 
 def test_truncated_tokens_have_the_distribution_of_the_support() -> None:
     """Speculation is lossless for the target as the rule's support cuts it, before all else."""
-    spec = RoundSpec(Exact(), RoundStatic(3), SAMPLING, truncation=Margin(1.0))
+    spec = RoundSpec(Exact(Margin(1.0)), RoundStatic(3), SAMPLING)
     rows = pairs.batch_engine(*models(), spec, ROWS).generate([PROMPT] * DRAWS, 2)
     logits = pairs.logits_after(models()[0], PROMPT)[-1]
     cut = np.where(logits >= logits.max() - 1, logits, -np.inf)
@@ -92,7 +92,7 @@ def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
     assert goodness_of_fit(drawn.tolist(), target / target.sum()) < 1e-6
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_tokens=2)])
+@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_speculative_tokens=2)])
 def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
     rule = Fly(entropy_threshold=0.3, window_size=1)
     rows = decode(rule, lookup, draws=ROWS, count=16, seed=3)

@@ -67,7 +67,7 @@ def test_drafting_goes_on_from_the_last_token_of_each() -> None:
 
 
 K, VOCAB = 9, 7
-LOOKUP = Lookup(max_ngram=3, num_tokens=4)
+LOOKUP = Lookup(max_ngram=3, num_speculative_tokens=4)
 # A text that goes on as it began, one that never repeats itself, one that ends at the limit.
 TEXTS = [[*range(VOCAB)] * 3, [0, 1, 3, 6, 3, 1], [2, 5] * 18]
 
@@ -119,16 +119,20 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
         text[row, : len(one)] = one
     length = np.array([*map(len, TEXTS), 5, 5], np.int32)
     first = np.array([*(tokens[0] for tokens in expected), 0, 0], np.int32)
-    progress = draft_inputs.begin(text, length, first, np.array([0, 0, len(TEXTS)], np.int32), k=K)
-    sizes = {"lookup": LOOKUP, "k": K, "max_length": LIMIT}
+    progress = draft_inputs.begin(
+        text, length, first, np.array([0, 0, len(TEXTS)], np.int32), num_speculative_tokens=K
+    )
+    sizes = {"lookup": LOOKUP, "num_speculative_tokens": K, "max_length": LIMIT}
     feed = jax.jit(functools.partial(draft_inputs.feed, **sizes))
-    extended = jax.jit(functools.partial(draft_inputs.extended, k=K))
+    extended = jax.jit(functools.partial(draft_inputs.extended, num_speculative_tokens=K))
     finished = []
     while np.any(progress.num_drafted < K):
         fed = feed(progress)
         progress = extended(progress, fed, model.choices(fed))
         finished.append(np.asarray(progress.num_drafted[: len(TEXTS)] == K))
-    assert draft_inputs.drafted(progress, k=K)[: len(TEXTS)].tolist() == expected
+    assert (
+        draft_inputs.drafted(progress, num_speculative_tokens=K)[: len(TEXTS)].tolist() == expected
+    )
     passes = len(finished) - np.sum(finished, axis=0) + 1
     assert passes[0] == 2  # nine tokens: one is there, and five and three at a time
     assert passes[1] > passes[0]

@@ -113,7 +113,7 @@ def test_a_chat(files: Folders, tokens: Tokens, capsys: Captured, monkeypatch: P
 
 
 def test_a_plan(files: Folders, capsys: Captured) -> None:
-    sizes = ["--mesh=1x1", "--context=64", "--no_compile", "--json"]
+    sizes = ["--mesh=1x1", "--context=64", "--nocompile", "--json"]
     for draft in (str(files[1]), "self:int4"):
         assert main(["plan", f"--target={files[0]}", f"--draft={draft}", *sizes]) == 0
         passes = json.loads(capsys.readouterr().out)["drafters"]["passes"]
@@ -126,7 +126,7 @@ def test_a_file_that_was_cut_off(refused: Refused, files: Folders, tmp_path: Pat
     for command, own in (
         ("generate", ["--prompt=the fox"]),
         ("chat", []),
-        ("plan", [f"--draft={files[1]}", "--no_compile"]),
+        ("plan", [f"--draft={files[1]}", "--nocompile"]),
         ("convert", [f"--output={tmp_path / 'folder'}"]),
     ):
         refused(command, f"--target={cut}", *own, words=[str(cut), "cut off"])

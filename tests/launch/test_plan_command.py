@@ -77,7 +77,7 @@ def test_a_folder_is_planned_for(tiny_pair: Folders, capsys: Captured) -> None:
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: Captured) -> None:
-    small = ("--chip=v5e", "--mesh=4x8", "--prompt_length=512", "--no_compile")
+    small = ("--chip=v5e", "--mesh=4x8", "--prompt_length=512", "--nocompile")
     assert main(("plan", *small, "--json")) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["fits"] is False
@@ -102,7 +102,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: Captured) -> 
 def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments: list[str]) -> None:
     make = Mock(side_effect=planner.make_plan)
     monkeypatch.setattr(planner, "make_plan", make)
-    assert planned(capsys, *H200, "--no_compile", *arguments)["fits"]
+    assert planned(capsys, *H200, "--nocompile", *arguments)["fits"]
     spec = make.call_args.args[0].rounds
     given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
     assert spec.static.audits == ("audits" in given)
@@ -131,11 +131,11 @@ def test_what_would_run_is_compiled(tiny_pair: Folders, capsys: Captured) -> Non
 
 def test_without_libtpu_the_extra_is_named(refused: Refused, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--no_compile"])
+    refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--nocompile"])
 
 
 def test_a_data_axis_halves_the_rows_of_a_chip(capsys: Captured) -> None:
-    sizes = ("--no_compile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
+    sizes = ("--nocompile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
     one, two = (
         planned(capsys, f"--mesh={mesh}", *sizes)["memory_per_chip"] for mesh in ("8x8", "2x8x8")
     )
@@ -168,3 +168,13 @@ def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
     qwen = [f"--{name}=qwen-3-8b" for name in ("target", "draft")]
     block = [*qwen, "--draft=dspark-qwen-3-8b", "--level_speculative_tokens=8", *H200[:2]]
     refused("plan", *block, words=["level_speculative_tokens is 8", "at most 7 tokens"])
+
+
+def test_a_server_is_planned_with_its_chunks_rules_and_draws(capsys: Captured) -> None:
+    model = ("--target=llama-3.2-1b", "--draft=pard-llama-3.2-1b", "--chip=v5e", "--mesh=1")
+    sizes = ("--context=1024", "--num_speculative_tokens=8", "--nocompile")
+    known, served = (planned(capsys, *model, *sizes, *one) for one in ((), ("--serve",)))
+    prefills = [plan["steps"]["prefill"]["bytes_accessed"] for plan in (known, served)]
+    assert prefills[0] < prefills[1], "weights are read once for each chunk of 256 tokens"
+    smaller = planned(capsys, *model, *sizes, "--serve", "--prefill_chunk=64")
+    assert prefills[1] < smaller["steps"]["prefill"]["bytes_accessed"]

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_pair import VOCAB_SIZE, write_pair
 
 from fly_jax import Lookup, generate, load_pair
-from fly_jax.decoding.drafters.chain import check_chain
+from fly_jax.decoding.pair import check_chain
 from fly_jax.models.architectures import config_of
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama, open_checkpoint

@@ -13,8 +13,9 @@ from jax.sharding import AxisType
 
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import evidence
-from fly_jax.verification.rules import Fly, Lenience, Loose, Lossy, Margin, Typical, accept
-from fly_jax.verification.truncation import truncated
+from fly_jax.verification.rules import Exact, Fly, Lenience, Loose, Lossy, Margin, Typical, accept
+from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.verify import truncated, verify, verify_flat
 
 ROWS, POSITIONS, VOCAB = 8, 3, 16
 RULES: dict[str, Loose] = {
@@ -71,3 +72,19 @@ def test_a_mesh_cuts_alike() -> None:
     rule = RULES["either"] | Fly(0.3, 0)
     found = cut(rule, placed, protected=PROTECTED, layout=layout)
     np.testing.assert_array_equal(found, cut(rule, logits, protected=PROTECTED))
+
+
+def test_exact_decoding_of_a_support_is_that_of_cut_logits() -> None:
+    logits, rule = oracle.random_logits(10, (ROWS, POSITIONS, VOCAB)), RULES["both"]
+    drafts = np.asarray(logits)[:, :-1].argsort(axis=2)[:, :, -2].astype(np.int32)
+    given = {"sampling": Sampling(1.0), "key": jax.random.split(jax.random.key(3), ROWS)}
+    expected = verify(Exact(), cut(rule, logits, protected=PROTECTED), drafts, **given)
+    found = verify(Exact(rule), logits, drafts, protected=PROTECTED, **given)
+    assert not np.array_equal(found.why, verify(Exact(), logits, drafts, **given).why)
+    padded = np.pad(drafts, ((0, 0), (0, 1))).ravel()
+    counts, flat = np.full(ROWS, POSITIONS - 1), logits.reshape(-1, VOCAB)
+    sizes = {"max_drafted": POSITIONS - 1, "protected": PROTECTED}
+    in_flat = verify_flat(Exact(rule), flat, padded, counts, **sizes, **given).verdict
+    for one in (found, in_flat):
+        np.testing.assert_array_equal(one.why, expected.why)
+        np.testing.assert_array_equal(one.next_token, expected.next_token)

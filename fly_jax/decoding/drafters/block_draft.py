@@ -15,6 +15,7 @@ from fly_jax.models.cache import KVCache, empty_cache
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block
 from fly_jax.shapes import Features, Index, RowInts, Text, Tokens
+from fly_jax.verification.data import STATIC
 
 
 @jax.tree_util.register_dataclass
@@ -26,19 +27,17 @@ class BlockDraft(HeadDrafter):
     position less than the text. Those of the block are never written.
 
     Attributes:
-      num_tokens: K; of a head whose block is smaller, drafts are shorter.
-      least_confidence: ends the draft before the first token that a confidence head expects to
-        be accepted with a lower probability; 0 for no such end.
+      num_speculative_tokens: K; of a head whose block is smaller, drafts are shorter.
+      least_confidence: the draft ends before the first token that is less probable to be accepted,
+        to a head that says so.
     """
 
-    least_confidence: float = dataclasses.field(
-        default=0.0, kw_only=True, metadata={"static": True}
-    )
+    least_confidence: float = dataclasses.field(default=0.0, kw_only=True, metadata=STATIC)
 
     @property
     def may_fall_short(self) -> bool:  # type: ignore[override]
-        """Tells whether the confidence may end a draft, or a block is smaller than K."""
-        return self._confides or self._width < self.num_tokens
+        """The confidence may end a draft, and a block may be smaller than K."""
+        return self._confides or self._width < self.num_speculative_tokens
 
     @property
     def _own(self) -> Block:
@@ -48,7 +47,7 @@ class BlockDraft(HeadDrafter):
     @property
     def _width(self) -> int:
         """Tokens that a pass drafts."""
-        return min(self.num_tokens, self._own.most_tokens)
+        return min(self.num_speculative_tokens, self._own.most_tokens)
 
     @property
     def _confides(self) -> bool:
@@ -69,9 +68,10 @@ class BlockDraft(HeadDrafter):
         return self.keep(state, jnp.broadcast_to(start, tokens.shape[:1]), hidden)
 
     def propose(
-        self, state: KVCache, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, KVCache]:
-        """Drafts in one pass, or in none where no row wants a token."""
+        self, state: KVCache, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, KVCache]:  # fmt: skip
+        """Drafts in one pass, or in none where no token is wanted of any row."""
         cache, width = state.with_length(length - 1), self._width
         last, rows = slice_rows(text, length - 1, 1), len(length)
 
@@ -99,7 +99,7 @@ class BlockDraft(HeadDrafter):
                 before = jnp.concatenate((last, tokens[:, :-1]), axis=1)
                 is_sure = head.probable(hidden, before) >= self.least_confidence
                 count = jnp.sum(jnp.cumprod(is_sure, axis=1, dtype=jnp.int32), axis=1)
-            rest = ((0, 0), (0, num_tokens - width))
+            rest = ((0, 0), (0, num_speculative_tokens - width))
             scores = None if terms.sampling is None else jnp.pad(logits, (*rest, (0, 0)))
             return Draft(jnp.pad(tokens, rest), scores, count, jnp.ones(1, jnp.int32))
 

@@ -60,13 +60,13 @@ class Terms:
     sampling: Sampling | None = None
     keys: RowKeys | None = None
 
-    def of_each(self, length: RowInts, num_tokens: int) -> RowInts:
+    def of_each(self, length: RowInts, num_speculative_tokens: int) -> RowInts:
         """Tokens wanted of each row, in a draft of K."""
-        return jnp.full_like(length, num_tokens) if self.wanted is None else self.wanted
+        return jnp.full_like(length, num_speculative_tokens) if self.wanted is None else self.wanted
 
-    def most(self, num_tokens: int) -> int | Index:
-        """The most tokens wanted of any row: a static K where every row wants K."""
-        return num_tokens if self.wanted is None else jnp.max(self.wanted)
+    def most(self, num_speculative_tokens: int) -> int | Index:
+        """Tokens wanted of any row: K as a number that the compiler knows, where it is K of all."""
+        return num_speculative_tokens if self.wanted is None else jnp.max(self.wanted)
 
     def choose(self, logits: Logits, positions: Tokens, layout: Layout | None) -> Tokens:
         """The tokens of these positions: the most probable ones, or drawn by `sample_at`."""
@@ -85,7 +85,7 @@ class Drafter(abc.ABC):
     (`lax.cond`, `lax.switch`), since the compiler would copy its caches.
 
     Attributes:
-      num_tokens: tokens that it proposes at a time where a draft model asks it.
+      num_speculative_tokens: tokens that it proposes at a time where a draft model asks it.
       num_models: draft models that it runs, those below it included.
       may_fall_short: it may propose fewer tokens than it was asked for.
       adapts: a row that wants fewer tokens may save a pass.
@@ -99,7 +99,7 @@ class Drafter(abc.ABC):
       of_proposing: fields of a dataclass, with defaults, that neither `init` nor `prefill` reads.
     """
 
-    num_tokens: int
+    num_speculative_tokens: int
     num_models: int = 0
     may_fall_short: bool = False
     adapts: bool = False
@@ -128,16 +128,17 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def propose(
-        self, state: Any, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, Any]:
+        self, state: Any, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, Any]:  # fmt: skip
         """Proposes tokens after each row's text.
 
         Args:
           state: from `init`, `prefill`, `propose` or `observe`; the rows' text may have changed
             since from `length - 1` on.
-          text: the rows' tokens, with room for `room(num_tokens)` more.
+          text: the rows' tokens, with room for `room(num_speculative_tokens)` more.
           length: tokens of each row, at least 1.
-          num_tokens: K, the width of the draft.
+          num_speculative_tokens: K, the width of the draft.
         """
 
     def observe(
@@ -157,6 +158,6 @@ class Drafter(abc.ABC):
         """Takes in hidden states of a pass of the draft model above, from each row's start on."""
         return state
 
-    def room(self, num_tokens: int) -> int:
+    def room(self, num_speculative_tokens: int) -> int:
         """Positions beyond a row's length that proposing and verifying K tokens may write to."""
-        return num_tokens + 1
+        return num_speculative_tokens + 1

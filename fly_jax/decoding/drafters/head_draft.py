@@ -15,6 +15,7 @@ from fly_jax.decoding.drafters.model import LlamaDrafter, caught_up, slice_rows
 from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.head import Eagle3Head
 from fly_jax.shapes import Features, Hidden, Index, RowFlags, RowInts, Text, Tokens
+from fly_jax.verification.data import STATIC
 from fly_jax.verification.rules import Verdict
 
 # The last token, all of the draft and its logits; what is fed next; the slots.
@@ -45,11 +46,11 @@ class HeadState:
 class HeadDrafter(LlamaDrafter):
     """A drafter that is a head on a model (`Head.on`); one that `lags` lies below a draft model."""
 
-    lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     resumes = True
     needs_hidden = True
-    of_proposing = ("num_tokens", "lags", "least_confidence")
+    of_proposing = ("num_speculative_tokens", "lags", "least_confidence")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -87,11 +88,11 @@ class HeadDraft(HeadDrafter):
         Below a draft model more are missing: the last pass may have given K + 1 tokens, the target
         one more, and the token at the end was another.
         """
-        return self.num_tokens + (4 if self.lags else 1)
+        return self.num_speculative_tokens + (4 if self.lags else 1)
 
-    def room(self, num_tokens: int) -> int:
-        """The positions that the first pass needs where a text is shorter than it is wide."""
-        return max(self._width, num_tokens + 1)
+    def room(self, num_speculative_tokens: int) -> int:
+        """The first pass over a text that is shorter."""
+        return max(self._width, num_speculative_tokens + 1)
 
     @property
     def _head(self) -> Eagle3Head:
@@ -126,8 +127,9 @@ class HeadDraft(HeadDrafter):
         return HeadState(cache.written(new, self.layout).with_length(length), features)
 
     def propose(
-        self, state: HeadState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, HeadState]:
+        self, state: HeadState, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, HeadState]:  # fmt: skip
         """Drafts one token from the features, and each further one from the head's own state."""
         head, width, rows = self._head, self._width, len(length)
         start = jnp.maximum(length - 1 - width, 0)
@@ -150,10 +152,10 @@ class HeadDraft(HeadDrafter):
         cache, hidden, fed = fill(cache, start)
         last = jnp.maximum(length - 2 - start, 0)[:, None, None]
         hidden, fed = (jnp.take_along_axis(one, last, axis=1) for one in (hidden, fed))
-        drafted = jnp.zeros((rows, num_tokens), jnp.int32)
+        drafted = jnp.zeros((rows, num_speculative_tokens), jnp.int32)
         scores = None
         if terms.sampling is not None:
-            scores = jnp.zeros((rows, num_tokens, self.config.vocab_size), jnp.float32)
+            scores = jnp.zeros((rows, num_speculative_tokens, self.config.vocab_size), jnp.float32)
 
         def choose(
             at: int | Index, hidden: Array, drafted: Array, scores: Array | None
@@ -172,13 +174,13 @@ class HeadDraft(HeadDrafter):
             hidden, fed, new = head.run(token, fed, cache)
             return choose(index, hidden, drafted, scores), fed, cache.written(new, self.layout)
 
-        most = terms.most(num_tokens)
+        most = terms.most(num_speculative_tokens)
         carry: _Carry = (choose(0, hidden, drafted, scores), fed, cache)
         (_, drafted, scores), _, cache = jax.lax.fori_loop(1, most, draft_one, carry)
         draft = Draft(
             tokens=drafted,
             logits=scores,
-            num_drafted=terms.of_each(length, num_tokens),
+            num_drafted=terms.of_each(length, num_speculative_tokens),
             num_passes=(num_passes + jnp.maximum(most, 1)).astype(jnp.int32)[None],
         )
         known = length - 1

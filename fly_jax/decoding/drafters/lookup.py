@@ -34,7 +34,7 @@ class Lookup(Drafter):
     min_ngram: int = parameter(
         1, "shortest such n-gram", name="prompt_lookup_min", low=1, high=MOST_TOKENS
     )
-    num_tokens: int = parameter(
+    num_speculative_tokens: int = parameter(
         6,
         "tokens that the lookup proposes to a draft model at a time",
         name="prompt_lookup_tokens", low=1, high=MOST_TOKENS,
@@ -55,20 +55,21 @@ class Lookup(Drafter):
 
     may_fall_short = True
     resumes = True
-    of_proposing = ("max_ngram", "min_ngram", "num_tokens", "match")
+    of_proposing = ("max_ngram", "min_ngram", "num_speculative_tokens", "match")
 
     def propose(
-        self, state: tuple[()], text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, tuple[()]]:
-        """Proposes what followed an earlier occurrence of the row's last tokens; draws nothing."""
-        tokens, found = look_up(self, text, length, num_tokens)
-        found = jnp.minimum(found, terms.of_each(found, num_tokens))
+        self, state: tuple[()], text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, tuple[()]]:  # fmt: skip
+        """Proposes the tokens behind an earlier place of the row's last ones; draws nothing."""
+        tokens, found = look_up(self, text, length, num_speculative_tokens)
+        found = jnp.minimum(found, terms.of_each(found, num_speculative_tokens))
         return Draft(tokens, None, found, jnp.zeros(0, jnp.int32)), state
 
 
 def look_up(
-    lookup: Lookup, text: Text, length: RowInts, num_tokens: int
-) -> tuple[Int[Array, "rows num_tokens"], RowInts]:
+    lookup: Lookup, text: Text, length: RowInts, num_speculative_tokens: int
+) -> tuple[Int[Array, "rows num_speculative_tokens"], RowInts]:
     """Finds each row's own suffix earlier in the row, and what followed it there.
 
     The longest n-gram that occurs wins, as in prompt lookup decoding (Saxena 2023) and FLy's
@@ -92,7 +93,7 @@ def look_up(
     order = ends if lookup.match == "latest" else capacity - 1 - ends
     best = jnp.argmax(matched * capacity + jnp.where(matched > 0, order, 0), axis=1)
     found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
-    follow = best[:, None] + 1 + jnp.arange(num_tokens, dtype=jnp.int32)
+    follow = best[:, None] + 1 + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
     tokens = jnp.take_along_axis(text, jnp.minimum(follow, capacity - 1), axis=1)
-    available = jnp.minimum(length - 1 - best, num_tokens)
+    available = jnp.minimum(length - 1 - best, num_speculative_tokens)
     return tokens, jnp.where(found, available, 0).astype(jnp.int32)

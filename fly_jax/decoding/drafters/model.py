@@ -22,6 +22,7 @@ from fly_jax.models.cache import KVCache, NewEntries, empty_cache
 from fly_jax.models.llama import Llama, Parameters
 from fly_jax.shapes import Hidden, Index, Inputs, Logits, RowInts, Text, Tokens
 from fly_jax.sharding.rules import Layout
+from fly_jax.verification.data import STATIC
 
 # After a fully accepted block the draft model has not computed the keys of the token before the
 # last, so a pass must feed both. The width is static, so it always feeds two.
@@ -72,9 +73,9 @@ class LlamaDrafter(Drafter):
     """A drafter that is a Llama, made of the result of `Llama.parameters`."""
 
     parameters: Parameters
-    config: LlamaConfig = dataclasses.field(kw_only=True, metadata={"static": True})
-    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
-    num_tokens: int = dataclasses.field(default=1, kw_only=True, metadata={"static": True})
+    config: LlamaConfig = dataclasses.field(kw_only=True, metadata=STATIC)
+    layout: Layout | None = dataclasses.field(default=None, kw_only=True, metadata=STATIC)
+    num_speculative_tokens: int = dataclasses.field(default=1, kw_only=True, metadata=STATIC)
 
     num_models = 1
 
@@ -83,7 +84,7 @@ class LlamaDrafter(Drafter):
 class ModelDrafter(LlamaDrafter):
     """A draft model that reads the text, and nothing of the target."""
 
-    of_proposing = ("num_tokens", "margin", "lags", "rests", "may_lag")
+    of_proposing = ("num_speculative_tokens", "margin", "lags", "rests", "may_lag")
 
     @property
     def _model(self) -> Llama:
@@ -125,9 +126,9 @@ class DraftModel(ModelDrafter):
     """
 
     below: Drafter | None = None
-    margin: float = dataclasses.field(default=0.0, kw_only=True, metadata={"static": True})
-    lags: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
-    rests: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+    margin: float = dataclasses.field(default=0.0, kw_only=True, metadata=STATIC)
+    lags: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
+    rests: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     @property
     def adapts(self) -> bool:  # type: ignore[override]
@@ -171,23 +172,25 @@ class DraftModel(ModelDrafter):
         seen = read if below.needs_hidden else None
         return ModelState(state.cache, below.prefill(state.below, tokens, start, seen))
 
-    def room(self, num_tokens: int) -> int:
+    def room(self, num_speculative_tokens: int) -> int:
         """Adds room for the level below: it writes and proposes beyond this model's draft."""
         below = self.below
         # A row that has its K tokens may be fed a proposal while it waits for the others.
-        held = 1 if below is None else max(1 + below.num_tokens, below.room(below.num_tokens))
-        return num_tokens + held
+        size = 0 if below is None else below.num_speculative_tokens
+        return num_speculative_tokens + (1 if below is None else max(1 + size, below.room(size)))
 
     def propose(
-        self, state: ModelState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, ModelState]:
-        """Drafts token by token, or takes the proposal from below as far as this model agrees."""
-        wanted = terms.of_each(length, num_tokens)
+        self, state: ModelState, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, ModelState]:  # fmt: skip
+        """Drafts token by token, or by what lies below as far as this model agrees."""
+        wanted = terms.of_each(length, num_speculative_tokens)
         run = _Run(self, self._model, length, wanted, terms)
         logits = None
         if terms.sampling is not None:
             # A row that has its tokens while others go on writes its logits after those of the K.
-            room = num_tokens + 1 + (0 if self.below is None else self.below.num_tokens)
+            below = 0 if self.below is None else self.below.num_speculative_tokens
+            room = num_speculative_tokens + 1 + below
             logits = jnp.zeros((text.shape[0], room, self.config.vocab_size), jnp.float32)
         progress = _Progress(
             text=text,
@@ -206,14 +209,14 @@ class DraftModel(ModelDrafter):
         else:
             # The compiler knows the number of steps where every row wants K.
             progress = jax.lax.fori_loop(
-                1, terms.most(num_tokens), lambda _, one: run.advance(one), progress
+                1, terms.most(num_speculative_tokens), lambda _, one: run.advance(one), progress
             )
         # The last draft token has not been fed; a model that was not asked has been fed nothing.
         fed = length + progress.count - 1
         held = jnp.where(progress.count > 0, fed, progress.cache.length)
         draft = Draft(
-            tokens=slice_rows(progress.text, length, num_tokens),
-            logits=None if progress.logits is None else progress.logits[:, :num_tokens],
+            tokens=slice_rows(progress.text, length, num_speculative_tokens),
+            logits=None if progress.logits is None else progress.logits[:, :num_speculative_tokens],
             num_drafted=wanted,
             num_passes=jnp.concatenate((progress.num_passes[None], progress.num_passes_below)),
         )
@@ -259,8 +262,9 @@ class _Run:
             return self._extended(progress, passed, None)
         # The pass itself gives one token, so the last one needs no proposal.
         useful = jnp.maximum(self.wanted - progress.count - 1, 0)
-        terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, below.num_tokens))
-        proposal, state = below.propose(progress.below, progress.text, end, below.num_tokens, terms)
+        size = below.num_speculative_tokens
+        terms = dataclasses.replace(self.terms, wanted=jnp.minimum(useful, size))
+        proposal, state = below.propose(progress.below, progress.text, end, size, terms)
         tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
         width = tokens.shape[1]
         # Where no row has a proposal the pass is one token wide.

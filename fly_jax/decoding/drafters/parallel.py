@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fly_jax.decoding.drafters.drafter import PLAIN, Draft, Terms
 from fly_jax.decoding.drafters.model import ModelDrafter, ModelState, caught_up, slice_rows
 from fly_jax.shapes import RowInts, Text
+from fly_jax.verification.data import STATIC
 
 
 @jax.tree_util.register_dataclass
@@ -22,11 +23,11 @@ class ParallelDraft(ModelDrafter):
 
     Attributes:
       config: its `pard_token` is the one that is copied.
-      num_tokens: K, the most that it drafts at a time.
+      num_speculative_tokens: K, the most that it drafts at a time.
       may_lag: more tokens than a round of K settles may have come since it was asked last.
     """
 
-    may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata={"static": True})
+    may_lag: bool = dataclasses.field(default=False, kw_only=True, metadata=STATIC)
 
     @property
     def unseen(self) -> int:  # type: ignore[override]
@@ -38,18 +39,19 @@ class ParallelDraft(ModelDrafter):
         """Tells whether it never lags: its cache would have less than the text."""
         return not self.may_lag
 
-    def room(self, num_tokens: int) -> int:
-        """The positions for the copies behind a text that is shorter than what a pass feeds."""
-        return self._width + num_tokens
+    def room(self, num_speculative_tokens: int) -> int:
+        """The copies behind a text that is shorter than what a pass feeds of it."""
+        return self._width + num_speculative_tokens
 
     @property
     def _width(self) -> int:
         """Tokens of the text that a pass feeds: as many as a round may have settled."""
-        return self.num_tokens + 1
+        return self.num_speculative_tokens + 1
 
     def propose(
-        self, state: ModelState, text: Text, length: RowInts, num_tokens: int, terms: Terms = PLAIN
-    ) -> tuple[Draft, ModelState]:
+        self, state: ModelState, text: Text, length: RowInts, num_speculative_tokens: int,
+        terms: Terms = PLAIN,
+    ) -> tuple[Draft, ModelState]:  # fmt: skip
         """Drafts all tokens in one pass, each drawn as if those before it were not known."""
         model, width = self._model, self._width
         cache = state.cache.with_length(jnp.minimum(state.cache.length, length - 1))
@@ -61,17 +63,17 @@ class ParallelDraft(ModelDrafter):
                 cache, cache.length, start, width,
             )  # fmt: skip
             num_passes += fed
-        at = start[:, None] + jnp.arange(width + num_tokens - 1, dtype=jnp.int32)
+        at = start[:, None] + jnp.arange(width + num_speculative_tokens - 1, dtype=jnp.int32)
         tokens = slice_rows(text, start, at.shape[1])
         tokens = jnp.where(at < length[:, None], tokens, jnp.int32(self.config.pard_token))
         hidden, cache = model.extend(tokens, cache.with_length(start))
-        places = (length - 1 - start)[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        places = (length - 1 - start)[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
         logits = model.logits(jnp.take_along_axis(hidden, places[..., None], axis=1))
-        positions = length[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+        positions = length[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
         draft = Draft(
             tokens=terms.choose(logits, positions, self.layout),
             logits=None if terms.sampling is None else logits,
-            num_drafted=terms.of_each(length, num_tokens),
+            num_drafted=terms.of_each(length, num_speculative_tokens),
             num_passes=num_passes[None],
         )
         return draft, ModelState(cache.with_length(length), None)

@@ -134,25 +134,27 @@ def begin(
     first: Int32[Array, " requests"],
     distribution: Int32[Array, " 3"],
     *,
-    k: int,
+    num_speculative_tokens: int,
 ) -> Progress:
     """The progress after the first draft token of each request; rows beyond these are padding."""
     rows = jnp.arange(len(length))
-    text = jnp.pad(text, ((0, 0), (0, k))).at[rows, length].set(first)
-    return Progress(text, length, jnp.where(rows < distribution[2], 1, k))
+    text = jnp.pad(text, ((0, 0), (0, num_speculative_tokens))).at[rows, length].set(first)
+    return Progress(text, length, jnp.where(rows < distribution[2], 1, num_speculative_tokens))
 
 
-def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Pass:
+def feed(
+    progress: Progress, lookup: Lookup, *, num_speculative_tokens: int, max_length: int
+) -> Pass:
     """The inputs of the next pass; no request reaches further than K passes of one token would."""
     text, length, num_drafted = progress
-    num_rows, width = len(length), 1 + lookup.num_tokens
+    num_rows, width = len(length), 1 + lookup.num_speculative_tokens
     end = length + num_drafted
-    proposed, found = look_up(lookup, text, end, lookup.num_tokens)
-    # The pass itself gives one token, so the last one needs no proposal.
-    useful = jnp.minimum(k - 1 - num_drafted, max_length - end)
+    proposed, found = look_up(lookup, text, end, lookup.num_speculative_tokens)
+    # One token comes from the pass itself, so of the last one there is no proposal.
+    useful = jnp.minimum(num_speculative_tokens - 1 - num_drafted, max_length - end)
     counts = 1 + jnp.clip(found, 0, jnp.maximum(useful, 0))
-    # A request that has its tokens waits for the others, and takes in the same tokens again.
-    first = length + jnp.minimum(num_drafted, k - 1) - 1
+    # A request that has its tokens waits for the others: it takes in again what it has taken in.
+    first = length + jnp.minimum(num_drafted, num_speculative_tokens - 1) - 1
     last = jnp.take_along_axis(text, first[:, None], axis=1)
     tokens = jnp.concatenate([last, proposed], axis=1)
     starts, row, place = _flat(counts, num_rows * width)
@@ -165,8 +167,10 @@ def feed(progress: Progress, lookup: Lookup, *, k: int, max_length: int) -> Pass
     )
 
 
-def extended(progress: Progress, fed: Pass, chosen: Int[Array, " tokens"], *, k: int) -> Progress:
-    """The progress with the draft tokens of a pass, whose model chose `chosen` after its inputs."""
+def extended(
+    progress: Progress, fed: Pass, chosen: Int[Array, " tokens"], *, num_speculative_tokens: int
+) -> Progress:
+    """The draft tokens that a pass adds, whose model chose these after what it was fed."""
     text, length, num_drafted = progress
     num_rows, width = len(length), len(chosen) // len(length)
     steps = jnp.arange(width, dtype=jnp.int32)
@@ -175,16 +179,16 @@ def extended(progress: Progress, fed: Pass, chosen: Int[Array, " tokens"], *, k:
     proposed = fed.tokens[jnp.minimum(source + 1, len(chosen) - 1)]
     agrees = (own == proposed) & (source + 1 < fed.starts[1:, None])
     agreed = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1)
-    added = jnp.where(num_drafted < k, agreed + 1, 0)
+    added = jnp.where(num_drafted < num_speculative_tokens, agreed + 1, 0)
     end = length + num_drafted
     place = jnp.where(steps < added[:, None], end[:, None] + steps, _NOWHERE)
     text = text.at[jnp.arange(num_rows)[:, None], place].set(own, mode="drop")
     return Progress(text, length, num_drafted + added)
 
 
-def drafted(progress: Progress, *, k: int) -> Int32[Array, "requests K"]:
+def drafted(progress: Progress, *, num_speculative_tokens: int) -> Int32[Array, "requests K"]:
     """The K draft tokens of each request, when all have them."""
-    place = progress.length[:, None] + jnp.arange(k, dtype=jnp.int32)
+    place = progress.length[:, None] + jnp.arange(num_speculative_tokens, dtype=jnp.int32)
     return jnp.take_along_axis(progress.text, place, axis=1)
 
 

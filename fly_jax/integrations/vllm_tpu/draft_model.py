@@ -199,7 +199,7 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
             where = find(slots, metadata.query_start_loc, tokens)
             texts = texts.at[where, metadata.input_positions].set(tokens, mode="drop")
             rows = texts.at[slots].get(mode="fill", fill_value=0)
-            begin = self._on_each(draft_inputs.begin, k=self.num_speculative_tokens)
+            begin = self._counting(draft_inputs.begin)
             begun = begin(rows, positions + 1, first, metadata.request_distribution)
             # 3) Each pass gives the looked-up tokens that the model would draft, and one more.
             return self._with_lookup(caches, leaves, metadata, begun)._replace(texts=texts)
@@ -236,20 +236,20 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         self, caches: Caches, leaves: Any, metadata: Any, begun: draft_inputs.Progress
     ) -> Drafted:
         k, most = self.num_speculative_tokens, self.runner.max_model_len
-        feeding = self._on_each(draft_inputs.feed, lookup=self._lookup, k=k, max_length=most)
+        feeding = self._counting(draft_inputs.feed, lookup=self._lookup, max_length=most)
 
         def step(carry: Any) -> Any:
             caches, progress, num_passes = carry
             fed = feeding(progress)
             caches, hidden = self._passed(caches, leaves, fed.tokens, _laid_out(metadata, fed))
             chosen = self._greedy(leaves, hidden)
-            progress = self._on_each(draft_inputs.extended, k=k)(progress, fed, chosen)
+            progress = self._counting(draft_inputs.extended)(progress, fed, chosen)
             return caches, progress, num_passes + 1
 
         caches, progress, num_passes = jax.lax.while_loop(
             lambda carry: jnp.any(carry[1].num_drafted < k), step, (caches, begun, jnp.int32(1))
         )
-        return Drafted(caches, None, self._on_each(draft_inputs.drafted, k=k)(progress), num_passes)
+        return Drafted(caches, None, self._counting(draft_inputs.drafted)(progress), num_passes)
 
     def _passed(
         self, caches: Caches, leaves: Any, tokens: Array, metadata: Any
@@ -269,6 +269,10 @@ class DraftModelProposer(Eagle3Proposer):  # type: ignore[misc]
         """Maps a function over the devices, each with its share of the requests."""
         given = functools.partial(function, **static)
         return jax.shard_map(given, mesh=self.mesh, in_specs=SPLIT, out_specs=SPLIT)
+
+    def _counting(self, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+        k = self.num_speculative_tokens
+        return self._on_each(function, num_speculative_tokens=k, **static)
 
     def warm_up(self) -> None:
         """Compiles the programs of every size that a step of the engine may have."""

@@ -202,11 +202,11 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         else:
             super()._init_speculative_decoding()
         if config.is_loosened:
-            self.rejection_sampler = self._loosened_sampler(config, k)
+            self.rejection_sampler = self._loosened_sampler(config)
             index = self.vllm_config.parallel_config.data_parallel_index
             self.rescues = RescueCounter(self.model_config.served_model_name, index)
 
-    def _loosened_sampler(self, config: DecodingConfig, k: int) -> LoosenedSampler:
+    def _loosened_sampler(self, config: DecodingConfig) -> LoosenedSampler:
         tokenizer, limits = target_tokenizer(self.model_config), config.limits
         memory = None
         if limits.memory is not None:
@@ -219,6 +219,7 @@ class Runner(TPUModelRunner):  # type: ignore[misc]
         protected[[token for token in ids if token < self.vocab_size]] = True
         rows = RowRules(config, 2 * self.max_num_reqs)  # preempted requests keep their budgets
         keys = None if memory is None else memory.keys()
+        k = self.speculative_config.num_speculative_tokens
         return LoosenedSampler(self.mesh, rows, max_drafted=k, protected=protected, memory=keys)
 
     def get_kv_cache_spec(self) -> Any:

@@ -74,10 +74,11 @@ class SpeculativeDecoding(BaseModel):
     regret: float | None
 
     @classmethod
-    def of(cls, generations: Sequence[Generation], k: int) -> SpeculativeDecoding:
-        """The figures of generations with reports."""
+    def of(cls, generations: Sequence[Generation], num_spec_tokens: int) -> SpeculativeDecoding:
+        """Of generations with reports; the fields have vLLM's names."""
         # A deferred window may settle more than K tokens at once.
-        kept = collections.Counter(min(number, k) for one in generations for number in one.kept)
+        most = num_spec_tokens
+        kept = collections.Counter(min(number, most) for one in generations for number in one.kept)
         accepted = sum(one.num_accepted_tokens for one in generations)
         drafted = sum(one.num_draft_tokens for one in generations)
         num_rounds = sum(one.num_rounds for one in generations)
@@ -92,11 +93,11 @@ class SpeculativeDecoding(BaseModel):
         return cls(
             mean_acceptance_length=1 + accepted / max(kept.total(), 1),
             draft_acceptance_rate=accepted / max(drafted, 1),
-            acceptance_histogram=[kept[number] for number in range(k + 1)] if k else [],
+            acceptance_histogram=[kept[number] for number in range(most + 1)] if most else [],
             num_spec_steps=kept.total(),
             num_accepted_draft_tokens=accepted,
             num_draft_tokens=drafted,
-            num_spec_tokens=k,
+            num_spec_tokens=num_spec_tokens,
             mean_accepted_tokens=settled / max(num_rounds, 1),
             num_rescued_tokens=sum(one.num_rescued_tokens for one in generations),
             num_revoked_windows=sum(one.num_rollbacks for one in generations),
@@ -124,8 +125,8 @@ class RequestMetrics(BaseModel):
     speculative_decoding: SpeculativeDecoding
 
     @classmethod
-    def of(cls, states: Sequence[RequestState], k: int) -> RequestMetrics:
-        """The metrics of finished answers, whose rounds draft K tokens."""
+    def of(cls, states: Sequence[RequestState], num_speculative_tokens: int) -> RequestMetrics:
+        """Of answers that are done, whose rounds draft K tokens."""
         firsts, decodes, waits, ends = [], [], [], []
         for one in states:
             assert one.seated is not None
@@ -144,7 +145,9 @@ class RequestMetrics(BaseModel):
             queue_time_ms=1e3 * max(waits),
             mean_itl_ms=1e3 * max(per_token) if per_token else None,
             tokens_per_second=number / max(seconds, 1e-9),
-            speculative_decoding=SpeculativeDecoding.of([one.generation for one in states], k),
+            speculative_decoding=SpeculativeDecoding.of(
+                [one.generation for one in states], num_speculative_tokens
+            ),
         )
 
 

@@ -150,10 +150,12 @@ class RequestBuilder:
         return own if given is None else tuple(one for one in own if one in given)
 
     def _unknown(self, rule: str) -> Exception:
+        names, more = f"{', '.join(self.names)} and what | makes of them", "--rules"
+        if not self.config.num_speculative_tokens:  # nothing proposes
+            names, more = "autoregressive alone", "--draft, which may be ngram"
         return invalid(
             f"fly.rule is {rule!r}, of a kind that this server was not started for; it has "
-            f"{', '.join(self.names)} and what | makes of them: give one, or start it with "
-            "--rules.",
+            f"{names}: give one, or start it with {more}.",
             "fly.rule",
             "rule_not_served",
         )

@@ -68,6 +68,11 @@ class Rule:
         """The risk budget that every request begins with, in nats; None for no such limit."""
         return None
 
+    @property
+    def support(self) -> Loose | None:
+        """The loosened rule to whose support the target is cut; None where it is not."""
+        return None
+
     def initial_state(self, num_rows: int) -> RuleState:
         """The state of rows of which the rule has seen nothing."""
         if self.budget is None:
@@ -115,7 +120,12 @@ class Exact(Rule):
     Greedy, that is the target's most probable token. With sampling it is rejection sampling: what
     is emitted has exactly the target's processed distribution (Leviathan et al., arXiv 2211.17192;
     Chen et al., arXiv 2302.01318). The draws are made with the evidence.
+
+    Attributes:
+      support: the target's distribution is first cut to the support of this rule; see `truncated`.
     """
+
+    support: Loose | None = None
 
 
 class Loose(Rule):

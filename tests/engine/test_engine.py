@@ -237,12 +237,12 @@ def test_a_long_prompt_does_not_stop_the_others(passes: list[tuple[int, int]]) -
     long = engine.submit(Request([3] * 400, 2))
     steps = 0
     while long.first_token is None:
-        before = short.generation.num_speculative_tokens
+        before = short.generation.num_tokens
         passes.clear()
         engine.step()
         steps += 1
         assert sum(rows * size for rows, size in passes) <= 32
-        assert short.generation.num_speculative_tokens == before + 1
+        assert short.generation.num_tokens == before + 1
     assert steps >= 400 // 32
     assert not short.is_finished
 

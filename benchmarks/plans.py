@@ -1,15 +1,15 @@
 """Plans that docs/planner.md cites, as the command prints them with --json, and compile times.
 
-Also what drafts would be worth, counted from shapes. A plan in the file is not compiled again.
+Drafts' worth too, counted from shapes. A plan in the file is not compiled again.
 
 JAX_PLATFORMS=cpu python benchmarks/plans.py
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import machine
 
@@ -20,6 +20,7 @@ from fly_jax.planning.plan_steps import STEPS
 from fly_jax.planning.planner import make_plan
 from fly_jax.sharding.chips import CHIPS
 from fly_jax.sharding.mesh import parse_mesh
+from fly_jax.verification.rules import Exact, Margin
 
 LARGE, MIDDLE, SMALL = (preset(f"llama-3.1-{size}") for size in ("405b", "70b", "8b"))
 PARD, HEAD, LARGE_HEAD = "pard-llama-3.2-1b", "eagle3-llama-3.1-8b", "eagle3-llama-3.3-70b"
@@ -36,21 +37,23 @@ def _rounds(k: int, below: str | None = None) -> RoundSpec:
 ON_64 = PlanSpec(target=LARGE, draft=SMALL, chip=CHIPS["v5e"], mesh=parse_mesh("8x8"))
 SPECS = {
     "405B bf16, v5e 8x8": ON_64,
-    "405B int8, 8 rows, v5e 8x8": dataclasses.replace(ON_64, int8=True, rows=8),
-    "70B bf16, 8 H200 (shapes)": PlanSpec(
-        target=MIDDLE, draft=SMALL, chip=CHIPS["h200"], mesh=parse_mesh("8"),
-        rounds=default_round(15),
+    "405B int8, 8 rows, v5e 8x8": replace(ON_64, int8=True, rows=8),
+    "405B int8, 8 rows, v5e 8x8, served": replace(
+        ON_64, int8=True, rows=8, prefill_chunk=256, rules=(Exact(), Margin())
+    ),
+    "70B bf16, 8 H200 (shapes)": replace(
+        ON_64, target=MIDDLE, chip=CHIPS["h200"], mesh=parse_mesh("8"), rounds=default_round(15)
     ),
     **{
-        f"405B bf16, 8B over {what}, v5e 8x8": dataclasses.replace(
+        f"405B bf16, 8B over {what}, v5e 8x8": replace(
             ON_64, below=(preset(below),), rounds=_rounds(25, below), level_accepted_tokens=5.0
         )
         for what, below in (("PARD", PARD), ("its head", HEAD))
     },
     **{
-        f"Qwen3 8B bf16, {draft}, v5e 2x2": PlanSpec(
-            target=preset("qwen-3-8b"), draft=preset(draft), chip=CHIPS["v5e"],
-            mesh=parse_mesh("2x2"), rounds=default_round(HEAD_TOKENS),
+        f"Qwen3 8B bf16, {draft}, v5e 2x2": replace(
+            ON_64, target=preset("qwen-3-8b"), draft=preset(draft), mesh=parse_mesh("2x2"),
+            rounds=default_round(HEAD_TOKENS),
         )
         for draft in BLOCKS
     },
@@ -61,8 +64,7 @@ SLICES = (
     ("llama-3.1-70b", "v5e", "4x4"), ("llama-3.1-70b", "v5e", "2x8"),
     ("llama-3.1-8b", "v5e", "1"), ("llama-3.1-8b", "v5e", "2x2"),  # on one chip in int8
 )  # fmt: skip
-# Where two stand, what a pass of the first gives over a proposal of the second is assumed.
-ASSUMED = "assumed"
+ASSUMED = "assumed"  # where two stand, what a pass of the first gives over a proposal of the second
 DRAFTS = (
     (("llama-3.1-8b",), None), (("llama-3.1-8b", PARD), 3.0), (("llama-3.1-8b", PARD), 5.0),
     (("llama-3.1-8b", HEAD), 3.0), (("llama-3.1-8b", HEAD), 5.0),
@@ -102,8 +104,7 @@ def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
         ratio = seconds["autoregressive"] / seconds["round"]
         yield {
             "target": target, "chip": chip, "mesh": mesh, "int8": spec.int8, "drafts": drafts,
-            "K": k,
-            "level_accepted_tokens": level_accepted,
+            "K": k, "level_accepted_tokens": level_accepted,
             "level_source": None if level_accepted is None else ASSUMED,
             "milliseconds": {name: seconds[name] * 1e3 for name in STEPS[2:]},
             "mean_accepted_tokens": known, "source": source,
@@ -114,13 +115,12 @@ def drafts_on(target: str, chip: str, mesh: str) -> Iterator[dict[str, object]]:
 
 def main() -> None:
     drafts = [row for one in SLICES for row in drafts_on(*one)]
-    for row in drafts:
-        print(*row.values())
+    print(*(" ".join(map(str, row.values())) for row in drafts), sep="\n")
     found = json.loads((machine.RESULTS / "plans.json").read_text(encoding="utf-8"))
     plans: dict[str, object] = {"drafts": drafts}
     for name, spec in SPECS.items():
-        plans[name] = plan = found.get(name) or make_plan(spec).to_dict()
-        print(name, plan["fits"], plan["memory_per_chip"])
+        print(name)
+        plans[name] = found.get(name) or make_plan(spec).to_dict()
     print(machine.write("plans", plans))
 
 

@@ -217,7 +217,7 @@ class DecodingConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every parameter by name: what a new config can be made of."""
+        """Returns every parameter by name: what a new config can be made of."""
         parts = (self, *self.rules, self.drafting, self.limits, self.lookup, self.sampling)
         found = {name: value for part in parts for name, value in values_of(part).items()}
         longest = self.lookup.max_ngram if self.looks_up else 0

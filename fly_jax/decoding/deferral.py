@@ -138,7 +138,7 @@ def defer(
 def pays(
     stats: AcceptanceStats, num_speculative_tokens: int, saved: RowInts, remaining: RowInts
 ) -> RowFlags:
-    """Whether more tokens are expected from deferring each row's mismatch than from refusing it.
+    """Tells whether deferring each row's mismatch promises more tokens than refusing it.
 
     Refusing it settles j tokens, its position in the block counted from 1, and the next round E
     more. Deferring it settles K + 1 and E more if the window is completed, which has probability

@@ -508,7 +508,7 @@ def register_drafter(name: str, build: Build) -> None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether a drafter has this name."""
+    """Tells whether a drafter has this name."""
     return name in _BUILDS
 
 

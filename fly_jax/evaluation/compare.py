@@ -234,7 +234,7 @@ class _LastToken(Drafter):
         self, state: Any, text: Array, length: Array, num_speculative_tokens: int,
         terms: Terms = PLAIN,
     ) -> tuple[Draft, Any]:  # fmt: skip
-        """See `Drafter`; nothing is drawn."""
+        """Repeats the last token, as `Drafter.propose`; nothing is drawn."""
         last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)
         drafted = terms.of_each(length, num_speculative_tokens)
         tokens = jnp.broadcast_to(last, (len(length), num_speculative_tokens))

@@ -134,7 +134,7 @@ def _run(values: _CalibrateFlags, command: str) -> None:
 
 
 def _config(values: _CalibrateFlags) -> DecodingConfig:
-    """How prompts are continued, once everything about it that can be checked is."""
+    """Returns how prompts are continued, with all that can be checked of it checked."""
     names = ("num_speculative_tokens", *(("rule", "window_size") if values.gate else ()))
     found = given_of({name: getattr(values, name) for name in names})
     if values.gate is None:

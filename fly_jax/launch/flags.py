@@ -293,7 +293,7 @@ def given_of(values: Mapping[str, ParameterValue | None]) -> tuple[tuple[str, Pa
 
 @flag_group("Decoding")
 class DecodingFlags:
-    """How to decode: a file, and the parameters of decoding that were given, with their names."""
+    """Flags of decoding: a file, and the parameters that were given, by name."""
 
     config: str | None = parameter(
         None,

@@ -120,7 +120,7 @@ def _plan_spec(values: _PlanFlags) -> PlanSpec:
 
 
 def _engine(values: _PlanFlags) -> dict[str, Any]:
-    """What the flags say of the engine; without a rule FLy's, or a lossless one for a small K."""
+    """Returns a plan's engine; its rule is FLy's if none is given, or lossless for a small K."""
     from fly_jax.decoding.config import RoundSpec, largest_depth
     from fly_jax.planning.roofline import PUBLISHED_K
 

@@ -609,18 +609,18 @@ def for_backend(model: Llama) -> Llama:
 
 
 def runs_unstacked(model: Llama) -> bool:
-    """Whether programs take one array per layer where this model lies."""
+    """Tells whether programs take one array per layer where this model lies."""
     separate = separates_layers(model.config, model.layout, has_integers=model.has_integers)
     return separate and lies_on_cpu(model)
 
 
 def separates_layers(config: LlamaConfig, layout: Layout | None, *, has_integers: bool) -> bool:
-    """Whether programs take one array per layer of such a model on a CPU, as integers ask for."""
+    """Tells whether programs on a CPU take an array per layer of such a model, as integers ask."""
     return layout is None and (has_integers or config.num_layers <= _MOST_UNSTACKED_LAYERS)
 
 
 def lies_on_cpu(model: Llama) -> bool:
-    """Whether CPUs hold the model; where it is nowhere yet (traced), whether JAX's default does."""
+    """Tells whether CPUs hold the model, or would by JAX's default where it is traced."""
     norm = model.final_norm.get_value()  # which every model has
     sharding = None if isinstance(norm, jax.core.Tracer) else norm.sharding
     if sharding is None:

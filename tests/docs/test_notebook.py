@@ -15,6 +15,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 from tiny_pair import write_pair
 
+from fly_jax.launch.__main__ import main
+
 _NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "fly_jax_demo.ipynb"
 _PROBLEM = {
     "task_id": "HumanEval/0", "prompt": "def first(x):\n", "entry_point": "first",
@@ -140,3 +142,12 @@ def test_the_notebook_is_stored_clean() -> None:
         if cell.cell_type == "code":
             assert cell.outputs == []
             assert cell.execution_count is None
+
+
+def test_the_planner_is_asked_by_flags_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU, where the notebook runs here, it asks for none."""
+    cells = nbformat.read(_NOTEBOOK, as_version=4).cells
+    (line,) = (line for cell in cells for line in cell.source.splitlines() if '"plan"' in line)
+    given = re.findall(r'"(--[^"]+)"', line)
+    models = [f"--{name}=llama-3.2-1b" for name in ("target", "draft")]
+    assert main(("plan", *given, *models, "--chip=v5e", "--mesh=1")) == 0, capsys.readouterr().err

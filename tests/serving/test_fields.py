@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from fly_jax.decoding.config import default_config
 from fly_jax.errors import FlyJaxError
 from fly_jax.serving.http.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -131,3 +133,10 @@ def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:
     assert RequestBuilder.of(real.replace(rule="fly")).rules == ("fly", "margin")
     with pytest.raises(FlyJaxError, match="num_speculative_tokens=3"):
         RequestBuilder.of(real, ["fly"])
+
+
+def test_a_server_without_a_draft_says_what_rules_need() -> None:
+    alone = RequestBuilder.of(default_config(is_embedded=False).without_draft())
+    asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
+    with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with --draft"):
+        alone.requests(asked, [[1]], engine, tuple)

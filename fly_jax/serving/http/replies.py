@@ -75,7 +75,7 @@ class SpeculativeDecoding(BaseModel):
 
     @classmethod
     def of(cls, generations: Sequence[Generation], num_spec_tokens: int) -> SpeculativeDecoding:
-        """Of generations with reports; the fields have vLLM's names."""
+        """Counts generations with reports; the fields have vLLM's names."""
         # A deferred window may settle more than K tokens at once.
         most = num_spec_tokens
         kept = collections.Counter(min(number, most) for one in generations for number in one.kept)
@@ -126,7 +126,7 @@ class RequestMetrics(BaseModel):
 
     @classmethod
     def of(cls, states: Sequence[RequestState], num_speculative_tokens: int) -> RequestMetrics:
-        """Of answers that are done, whose rounds draft K tokens."""
+        """Measures answers that are done, whose rounds draft K tokens."""
         firsts, decodes, waits, ends = [], [], [], []
         for one in states:
             assert one.seated is not None

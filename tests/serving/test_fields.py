@@ -138,5 +138,5 @@ def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:
 def test_a_server_without_a_draft_says_what_rules_need() -> None:
     alone = RequestBuilder.of(default_config(is_embedded=False).without_draft())
     asked, engine = CompletionRequest(prompt=[1], fly={"rule": "margin"}), Mock()
-    with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with --draft"):
+    with pytest.raises(ApiError, match=r"has autoregressive alone.*start it with a --draft"):
         alone.requests(asked, [[1]], engine, tuple)

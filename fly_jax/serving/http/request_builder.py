@@ -152,7 +152,7 @@ class RequestBuilder:
     def _unknown(self, rule: str) -> Exception:
         names, more = f"{', '.join(self.names)} and what | makes of them", "--rules"
         if not self.config.num_speculative_tokens:  # nothing proposes
-            names, more = "autoregressive alone", "--draft, which may be ngram"
+            names, more = "autoregressive alone", "a --draft, as ngram is, and another --rule"
         return invalid(
             f"fly.rule is {rule!r}, of a kind that this server was not started for; it has "
             f"{names}: give one, or start it with {more}.",

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from golden import layout_on
-from random_pairs import EOS, MAX_LENGTH, SPECS, placed, random_draft, random_target
+from random_pairs import MAX_LENGTH, SPECS, placed, random_draft, random_target, rounds
 
-from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
@@ -20,7 +20,7 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
-ROUND = RoundSpec(Fly(0.2, 2), RoundStatic(4, None, EOS, rounds_per_dispatch=2, max_logprobs=2))
+ROUND = rounds(4, Fly(0.2, 2), rounds_per_dispatch=2, max_logprobs=2)
 DEPTHS = (0, 2, 4)
 AUTO = SPECS["exact"].with_static(num_speculative_tokens=4, depths=DEPTHS)
 
@@ -76,9 +76,7 @@ def engine_for(kind: Kind, **given: Any) -> Engine:
 
 
 def requests(kind: Kind, number: int = 14, seed: int = 0) -> list[Request]:
-    random = np.random.default_rng(seed)
-    rules = (None, *kind.rules)
-    found = []
+    random, rules, found = np.random.default_rng(seed), (None, *kind.rules), []
     for index in range(number):
         # Short ones and long ones: for each power of two a decoder compiles anew.
         length = int(random.integers(*((1, 16), (33, 64))[index % 3 > 0]))

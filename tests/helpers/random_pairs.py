@@ -1,7 +1,4 @@
-"""Tiny random pairs of every agreement, and decoding without a cache or a round as the oracle.
-
-With them, an engine of rows that all have one rule.
-"""
+"""Tiny random pairs of every agreement, engines of them, and the oracle: no cache and no rounds."""
 
 from __future__ import annotations
 
@@ -22,43 +19,42 @@ from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
 from fly_jax.decoding.drafters.model import ModelState
 from fly_jax.engine.engine import Engine
+from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.llama import Llama
 from fly_jax.sharding.rules import Layout
-from fly_jax.verification.rules import Exact, Fly
+from fly_jax.verification.rules import Exact, Fly, Rule
 from fly_jax.verification.sampling import Sampling
 
 # About one token in ten ends a text.
 EOS = (7, 19, 30, 41)
-CONFIG = LlamaConfig(
-    vocab_size=48,
-    embed_size=32,
-    ffw_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    max_context=600,
-    eos_token_ids=EOS,
-)
+SIZES = {"embed_size": 32, "ffw_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+CONFIG = LlamaConfig(vocab_size=48, **SIZES, head_size=8, max_context=600, eos_token_ids=EOS)
 # Tokens of a request, and cache positions of a row of so many and what a round writes beyond them.
 # Nearly every program of these tests has as many, so that few are compiled.
 MAX_LENGTH, CAPACITY = 96, 128
 ROWS = 3
+EXACT = Exact()
+
+
+def rounds(k: int, rule: Rule = EXACT, sampling: Sampling | None = None, **given: Any) -> RoundSpec:
+    """Rounds of so many drafted tokens, with other values of `RoundStatic`."""
+    return RoundSpec(rule, RoundStatic(k, **{"eos_token_ids": EOS} | given), sampling)
+
+
 # The rounds that most of them decode with; the numbers of a rule and of a sampling are data.
 SPECS = {
-    "autoregressive": RoundSpec(Exact(), RoundStatic(0, None, EOS)),
-    "exact": RoundSpec(Exact(), RoundStatic(5, None, EOS)),
-    "fly": RoundSpec(Fly(0.4, 2), RoundStatic(5, None, EOS)),
-    "fly, lookup": RoundSpec(Fly(0.4, 2), RoundStatic(5, Lookup(), EOS)),
-    "lookup": RoundSpec(Exact(), RoundStatic(5, Lookup(), EOS)),
-    "sampled": RoundSpec(Exact(), RoundStatic(5, None, EOS), Sampling(0.7, top_p=0.9)),
-    "depths": RoundSpec(Exact(), RoundStatic(5, None, EOS, depths=(2, 3, 5))),
-    "deferred": RoundSpec(
-        Fly(0.2, 2),
-        RoundStatic(2, None, EOS, deferred_window=2, rounds_per_dispatch=2, audits=True),
-    ),
+    "autoregressive": rounds(0),
+    "exact": rounds(5),
+    "fly": rounds(5, Fly(0.4, 2)),
+    "fly, lookup": rounds(5, Fly(0.4, 2), lookup=Lookup()),
+    "lookup": rounds(5, lookup=Lookup()),
+    "sampled": rounds(5, sampling=Sampling(0.7, top_p=0.9)),
+    "depths": rounds(5, depths=(2, 3, 5)),
+    "deferred": rounds(2, Fly(0.2, 2), deferred_window=2, rounds_per_dispatch=2, audits=True),
 }
+# Of different lengths, for tests that need no others.
+PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
 # Noise of the draft's weights, relative to their own: agreement falls from all to chance.
 NOISES = (0.0, 0.05, 0.2, 10.0)
 MOST_TOKENS = 24
@@ -85,16 +81,12 @@ def random_draft(
 def placed(model: Llama, layout: Layout | None) -> Llama:
     """The model on a mesh, or bound to the first device, as one is that was loaded."""
     specs = parameter_specs(model.config)
-
-    def sharding(name: str) -> jax.sharding.Sharding:
-        if layout is None:
-            return jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return layout.sharding(specs[name].axes, specs[name].shape)
-
-    arrays = {
-        name: jax.device_put(value, sharding(name)) for name, value in model.parameters().items()
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = {
+        name: layout.sharding(specs[name].axes, specs[name].shape) if layout else first
+        for name in model.parameters()
     }
-    return Llama(model.config, arrays, layout)
+    return Llama(model.config, jax.device_put(model.parameters(), where), layout)
 
 
 def batch_engine(
@@ -112,11 +104,15 @@ def batch_engine(
 
 
 def pair_engine(
-    pair: int, spec: RoundSpec, *noises: float, rows: int = ROWS, **given: Any
+    pair: int, spec: RoundSpec, *drafts: float | Llama, rows: int = ROWS, **given: Any
 ) -> Engine:
-    """One of the random target of this seed, with drafts of these noises."""
-    drafts = [random_draft(pair, noise) for noise in noises]
-    return batch_engine(random_target(pair), drafts, spec, rows, **given)
+    """One of the random target of this seed, with drafts of these noises, or other ones."""
+    models = [one if isinstance(one, Llama) else random_draft(pair, one) for one in drafts]
+    return batch_engine(random_target(pair), models, spec, rows, **given)
+
+
+def tokens_of(rows: Sequence[Generation]) -> list[list[int]]:
+    return [row.token_ids for row in rows]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -180,9 +176,7 @@ def greedy(
         rows = 1 if len(texts) == 1 else _TEXTS  # two programs, whatever the number of texts
         given = padded([*some, *[[0]] * (rows - len(some))], _UNCACHED)
         tokens = np.asarray(_greedy(model.config, model.parameters(), *given, count))
-        found += [
-            tokens[row, len(text) : len(text) + count].tolist() for row, text in enumerate(some)
-        ]
+        found += [tokens[row, len(text) :][:count].tolist() for row, text in enumerate(some)]
     return found
 
 
@@ -250,14 +244,14 @@ def _cut(state: Any, known: list[Int[Array, " rows"]], beyond: float) -> Any:
 
 def until_end(tokens: Sequence[int], eos: Sequence[int] = EOS) -> list[int]:
     """The tokens up to the first end of text, that one included."""
-    for index, token in enumerate(tokens):
-        if token in eos:
-            return list(tokens[: index + 1])
-    return list(tokens)
+    return list(tokens[: next((at + 1 for at, one in enumerate(tokens) if one in eos), None)])
 
 
 def autoregressive(
-    model: Llama, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int = MOST_TOKENS,
+    eos: Sequence[int] = EOS,
 ) -> list[list[int]]:
     """What greedy decoding of every prompt gives, its end of text included."""
-    return [until_end(tokens) for tokens in greedy(model, prompts, max_new_tokens)]
+    return [until_end(tokens, eos) for tokens in greedy(model, prompts, max_new_tokens)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import sentencepiece
+from random_pairs import SIZES
 
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
 from fly_jax.models.checkpoints.write import save_hf
@@ -14,9 +15,8 @@ from fly_jax.models.llama import Llama
 
 VOCAB_SIZE = 320
 CONFIG = LlamaConfig(
-    vocab_size=VOCAB_SIZE, embed_size=32, ffw_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_size=8, max_context=96, tied_embeddings=True, bos_token_id=1, eos_token_ids=(2,),
-)  # fmt: skip
+    vocab_size=VOCAB_SIZE, **SIZES, head_size=8, max_context=96, tied_embeddings=True
+)
 TEMPLATE = (
     "{% for one in messages %}{% if one.role == 'tool' %}{{ raise_exception('No tools.') }}"
     "{% endif %}{{ one.role }}:{{ one.content }}</s>{% endfor %}"
@@ -25,8 +25,8 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    sentences = [f"{word} {number} apples in a box" for word in ("Ada has", "Boris buys", "Vera's")
-                 for number in range(30)]  # fmt: skip
+    words = ("Ada has", "Boris buys", "Vera's")
+    sentences = [f"{word} {number} apples in a box" for word in words for number in range(30)]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
         model_prefix=str(folder / "tokenizer"),

@@ -1,32 +1,34 @@
-"""A drafter from the target itself: its own matrices, rounded to 8 or 4 bits."""
+"""Drafts by their files: the target's own matrices, rounded or of some tokens; PARD; padding."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import GOLDEN, layout_on
-from random_pairs import batch_engine, greedy, logits_after, until_end
-from tiny_pair import CONFIG, write_tokenizer
+import random_pairs as pairs
+from golden import GOLDEN, assert_same, layout_on
+from refusals import assert_refused
+from safetensors.numpy import load_file, save_file
+from tiny_pair import CONFIG, VOCAB_SIZE, write_pair, write_tokenizer
 
-import fly_jax
-from fly_jax import Exact, FlyJaxError
-from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax import Generation, Lookup, Pair, Why, generate, load_pair
+from fly_jax.decoding.config import RoundStatic
+from fly_jax.decoding.pair import drafter_of, open_pair
 from fly_jax.launch.__main__ import main
 from fly_jax.models.architectures import INT8, parameter_specs, scale_groups, scale_name
-from fly_jax.models.checkpoints.load import load_llama
+from fly_jax.models.checkpoints.load import load_llama, open_checkpoint
 from fly_jax.models.checkpoints.source import EMBEDDED_PAIR
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama
 from fly_jax.models.quantise import SELF_DRAFTS, self_draft
-from fly_jax.sharding.rules import Layout
-
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6]]
-SPEC = RoundSpec(Exact(), RoundStatic(3, eos_token_ids=(2,)))
 
 
 @pytest.fixture(scope="module", params=["llama3", "qwen2"])
@@ -34,10 +36,14 @@ def target(request: pytest.FixtureRequest) -> Llama:
     return load_llama(GOLDEN / request.param)
 
 
-def on_a_mesh(target: Llama) -> tuple[Llama, Layout]:
-    layout = layout_on("2x2")
-    folder = "qwen2" if target.config.attention_biases else "llama3"
-    return load_llama(GOLDEN / folder, layout=layout), layout
+@pytest.fixture(scope="module", params=SELF_DRAFTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def draft(target: Llama, name: str) -> Llama:
+    return self_draft(target, SELF_DRAFTS[name])
 
 
 def widened(draft: Llama, name: str) -> np.ndarray:
@@ -51,68 +57,55 @@ def widened(draft: Llama, name: str) -> np.ndarray:
     return matrix * np.expand_dims(scale, [spec.axes.index(one) for one in spec.inputs])
 
 
-@pytest.mark.parametrize("name", SELF_DRAFTS)
-def test_each_number_is_the_nearest(target: Llama, name: str) -> None:
-    draft, most = self_draft(target, SELF_DRAFTS[name]), {"int8": 127, "int4": 7}[name]
-    wide = target.parameters()
+def test_each_number_is_the_nearest(target: Llama, draft: Llama, name: str) -> None:
+    wide, most = target.parameters(), {"int8": 127, "int4": 7}[name]
     for one, spec in parameter_specs(target.config).items():
         if spec.axes[0] != "layers" or not spec.inputs:
             assert draft.parameters()[one] is wide[one], "the same array, not another one"
             continue
         assert draft.parameters()[one].dtype == SELF_DRAFTS[name].dtype
-        inputs = tuple(spec.axes.index(axis) for axis in spec.inputs)
         matrix = np.asarray(wide[one])
-        largest = np.abs(matrix)
         if name == "int4":  # of each group
             axis, group = scale_groups(spec, 64)
             shape = (*matrix.shape[:axis], -1, group, *matrix.shape[axis + 1 :])
-            largest = np.repeat(largest.reshape(shape).max(axis=axis + 1), group, axis)
+            largest = np.repeat(np.abs(matrix).reshape(shape).max(axis=axis + 1), group, axis)
         else:
-            largest = largest.max(axis=inputs, keepdims=True)
+            inputs = tuple(spec.axes.index(axis) for axis in spec.inputs)
+            largest = np.abs(matrix).max(axis=inputs, keepdims=True)
         assert (np.abs(widened(draft, one) - matrix) <= 0.51 * largest / most).all(), one
 
 
-@pytest.mark.parametrize("name", SELF_DRAFTS)
-@pytest.mark.parametrize("mesh", ["1x1", "2x2"])
-def test_kept_as_int8_it_holds_nearly_the_same_numbers(target: Llama, name: str, mesh: str) -> None:
-    spread, layout = (target, None) if mesh == "1x1" else on_a_mesh(target)
-    rounded = self_draft(spread, SELF_DRAFTS[name])
-    kept = self_draft(spread, SELF_DRAFTS[name], held=INT8)
+@pytest.mark.parametrize("mesh", [None, "2x2"])
+def test_a_mesh_rounds_alike_and_int8_holds_nearly_the_same_numbers(
+    target: Llama, draft: Llama, name: str, mesh: str | None
+) -> None:
+    layout = layout_on(mesh)
+    spread = target if layout is None else pairs.placed(target, layout)
+    rounded, kept = (self_draft(spread, SELF_DRAFTS[name], **held) for held in ({}, {"held": INT8}))
+    assert_same(rounded, draft)
+    for model, kind in ((rounded, SELF_DRAFTS[name]), (kept, INT8)):
+        for one, spec in parameter_specs(target.config, kind).items():
+            if layout is not None and one in model.parameters():
+                values, wanted = model.parameters()[one], layout.sharding(spec.axes, spec.shape)
+                assert values.sharding.is_equivalent_to(wanted, values.ndim), one
     specs = parameter_specs(target.config, INT8)
     for one, spec in parameter_specs(target.config).items():
-        values = kept.parameters()[one]
         if spec.axes[0] == "layers" and spec.inputs:
-            assert values.dtype == jnp.int8
+            assert kept.parameters()[one].dtype == jnp.int8
             assert kept.parameters()[scale_name(one)].shape == specs[scale_name(one)].shape
             expected = widened(rounded, one)
             step = 0.51 * np.abs(expected).max() / 127 if name == "int4" else 1e-6
             assert np.abs(widened(kept, one) - expected).max() <= step, one
-        if layout is not None:
-            wanted = layout.sharding(spec.axes, spec.shape)
-            assert values.sharding.is_equivalent_to(wanted, values.ndim), one
 
 
-@pytest.mark.parametrize("name", SELF_DRAFTS)
-def test_exact_decoding_is_the_targets(target: Llama, name: str) -> None:
-    expected = [until_end(one, (2,)) for one in greedy(target, PROMPTS, 16)]
-    draft = self_draft(target, SELF_DRAFTS[name])
-    found = batch_engine(target, draft, SPEC, 2).generate(PROMPTS, 16)
-    assert [one.token_ids for one in found] == expected
+def test_exact_decoding_is_the_targets(target: Llama, draft: Llama, name: str) -> None:
+    spec = pairs.rounds(3, eos_token_ids=(2,))
+    found = pairs.batch_engine(target, draft, spec, 2).generate(pairs.PROMPTS, 16)
+    assert pairs.tokens_of(found) == pairs.autoregressive(target, pairs.PROMPTS, 16, eos=(2,))
     assert sum(one.num_accepted_tokens for one in found) > 0
-    same = [logits_after(one, PROMPTS[0]) for one in (draft, draft.unstacked())]
+    same = [pairs.logits_after(one, pairs.PROMPTS[2]) for one in (draft, draft.unstacked())]
     # Unstacked, the activations are rounded to int8, too.
     np.testing.assert_allclose(*same, atol=1e-4 if name == "int4" else 0.1)
-
-
-@pytest.mark.parametrize("name", SELF_DRAFTS)
-def test_a_mesh_rounds_alike(target: Llama, name: str) -> None:
-    alone = self_draft(target, SELF_DRAFTS[name]).parameters()
-    spread, layout = on_a_mesh(target)
-    for one, values in self_draft(spread, SELF_DRAFTS[name]).parameters().items():
-        np.testing.assert_array_equal(values, alone[one], err_msg=one)
-        spec = parameter_specs(target.config, SELF_DRAFTS[name])[one]
-        expected = layout.sharding(spec.axes, spec.shape)
-        assert values.sharding.is_equivalent_to(expected, values.ndim), one
 
 
 def test_an_int8_target_drafts_with_4_bits() -> None:
@@ -126,12 +119,12 @@ def test_an_int8_target_drafts_with_4_bits() -> None:
 
 def test_the_library_and_the_command_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     target = str(EMBEDDED_PAIR[0])
-    pair = fly_jax.load_pair(target, "self:int4")
+    pair = load_pair(target, "self:int4")
     assert pair.draft is not None
     # A CPU multiplies int8, and nothing narrower.
     assert pair.draft.parameters()["query"][0].dtype == jnp.int8
     given = {"rule": "exact", "num_speculative_tokens": 4, "max_new_tokens": 24}
-    (found,) = fly_jax.generate(pair, ["import os\n"], **given)
+    (found,) = generate(pair, ["import os\n"], **given)
     assert found.mean_accepted_tokens > 2
     arguments = ["--target", target, "--draft=self:int4", "--prompt=import os\n", "--nochat"]
     assert main([*arguments, *(f"--{name}={value}" for name, value in given.items())]) == 0
@@ -142,22 +135,163 @@ def test_what_is_not_rounded_is_in_memory_once(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, tied_embeddings=False)
     save_hf(Llama.random(config, jax.random.key(0)), tmp_path, jnp.float32)
     write_tokenizer(tmp_path)
-    pair = fly_jax.load_pair(tmp_path, "self:int4", dtype="float32")
+    pair = load_pair(tmp_path, "self:int4", dtype="float32")
     assert pair.draft is not None
     assert pair.target.is_unstacked
     assert pair.draft.is_unstacked
-    own, drafts = pair.target.parameters(), pair.draft.parameters()
     for name in ("embedding", "unembedding", "final_norm"):
-        assert drafts[name] is own[name]
-    of_unstacked = self_draft(pair.target, SELF_DRAFTS["int4"], held=INT8).parameters()
-    for name, values in pair.draft.stacked().parameters().items():
-        np.testing.assert_array_equal(of_unstacked[name], values, err_msg=name)
+        assert pair.draft.parameters()[name] is pair.target.parameters()[name]
+    assert_same(self_draft(pair.target, SELF_DRAFTS["int4"], held=INT8), pair.draft.stacked())
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(FlyJaxError, match=r"no draft 'self:int3'.*self:int8 or self:int4"):
-        fly_jax.load_pair(EMBEDDED_PAIR[0], "self:int3", dtype="float32")
-    with pytest.raises(FlyJaxError, match="matrices are int8 themselves"):
-        fly_jax.load_pair(EMBEDDED_PAIR[0], "self:int8", dtype="int8")
-    with pytest.raises(FlyJaxError, match="proposes alone"):
-        fly_jax.load_pair(EMBEDDED_PAIR[0], ["self:int4", "ngram"], dtype="float32")
+    here = EMBEDDED_PAIR[0]
+    assert_refused("no draft 'self:int3'.*self:int8 or self:int4", load_pair, here, "self:int3")
+    assert_refused("matrices are int8 themselves", load_pair, here, "self:int8", dtype="int8")
+    assert_refused("proposes alone", load_pair, here, ["self:int4", "ngram"])
+
+
+PLACES = ({"dtype": "float32"}, {"dtype": "int8"}, {"dtype": "float32", "mesh": "2x2"})
+# The target's own matrices, so that drafts are accepted wherever the drafter knows the tokens.
+KNOWN = np.arange(0, VOCAB_SIZE, 2)
+ROWS = len(KNOWN) + 1
+
+
+def narrowed(target: Llama) -> Llama:
+    """The target with every second row of its embedding, and the mean of the others."""
+    embedding, tokens = target.parameters()["embedding"], jnp.arange(VOCAB_SIZE)
+    rows = jnp.concatenate([embedding[KNOWN], embedding[1::2].mean(axis=0, keepdims=True)])
+    table = jnp.where(tokens % 2, len(KNOWN), tokens // 2).astype(jnp.int32)
+    config = dataclasses.replace(target.config, draft_vocab_size=ROWS)
+    return Llama(config, target.parameters() | {"embedding": rows, "token_rows": table})
+
+
+def padded(folder: Path, to: Path, rows: int) -> None:
+    """The model with that many rows more, which would win every time if they were kept."""
+    parameters = load_llama(folder).parameters()
+    embedding = jnp.pad(parameters["embedding"], ((0, rows), (0, 0)), constant_values=50)
+    config = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE + rows)
+    save_hf(Llama(config, parameters | {"embedding": embedding}), to)
+    shutil.copy(folder / "tokenizer.model", to)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its folders are the models."""
+    root = tmp_path_factory.mktemp("pair")
+    target, draft = write_pair(root)
+    save_hf(narrowed(load_llama(target)), root / "narrow", jnp.float32)
+    shutil.copy(target / "tokenizer.model", root / "narrow")
+    padded(target, root / "wide_target", 3)
+    padded(draft, root / "wide_draft", 2)
+    padded(draft, root / "other", 40)
+    return root
+
+
+def test_logits_are_those_of_the_known_tokens() -> None:
+    whole = Llama.random(CONFIG, jax.random.key(0))
+    narrow = narrowed(whole)
+    positions, visible = jnp.arange(4)[None], jnp.tril(jnp.ones((1, 4, 4), bool))
+    hidden, other = (
+        narrow.uncached_and_inputs(jnp.asarray([tokens]), positions, visible)[0]
+        for tokens in ([0, 3, 8, 5], [0, 7, 8, 1])
+    )
+    logits = np.asarray(narrow.logits(hidden))
+    assert logits.shape == (1, 4, VOCAB_SIZE)
+    assert (logits[..., 1::2] == -np.inf).all()
+    expected = whole.logits(hidden)[..., KNOWN]
+    np.testing.assert_allclose(logits[..., KNOWN], expected, rtol=1e-5, atol=1e-6)
+    # Tokens that it does not know are all the same to it.
+    np.testing.assert_array_equal(hidden, other)
+
+
+def decoded(pair: Pair, rule: str = "exact", **given: Any) -> list[Generation]:
+    given |= {"max_new_tokens": 24, "batch_size": 2}
+    given |= {} if rule == "autoregressive" else {"num_speculative_tokens": 4}
+    return generate(pair, ["Ada has 3 apples", "Boris"], rule=rule, **given)
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+def test_text_of_a_part_of_the_vocabulary_is_the_targets(root: Path, where: dict[str, str]) -> None:
+    pair = load_pair(root / "target", root / "narrow", **where)
+    assert pair.drafts[0].parameters()["token_rows"].dtype == jnp.int32
+    alone, exact = decoded(pair, "autoregressive"), decoded(pair)
+    assert pairs.tokens_of(exact) == pairs.tokens_of(alone)
+    assert sum(one.num_accepted_tokens for one in exact) > 0
+    for one in exact:  # what stands there as the draft has proposed it, it knows
+        for token, why in zip(one.token_ids, one.why, strict=True):
+            assert token in KNOWN or why is not Why.MATCHED
+
+
+def test_sampling_knows_nothing_of_it(root: Path) -> None:
+    pair = load_pair(root / "target", root / "narrow", dtype="float32")
+    sampled = decoded(pair, "sampled", temperature=1.0, top_k=20)
+    tokens = [token for one in sampled for token in one.token_ids]
+    assert all(0 <= token < VOCAB_SIZE for token in tokens)
+    drafted = sum(one.num_draft_tokens for one in sampled)
+    assert 0 < sum(one.num_accepted_tokens for one in sampled) < drafted
+    assert any(token % 2 for token in tokens), "half of them can only be the target's own"
+
+
+def test_rows_that_cannot_be(root: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(root / "narrow", tmp_path / "wrong")
+    file, tensors = folder / "config.json", load_file(folder / "model.safetensors")
+    config = json.loads(file.read_text())
+    assert config["draft_vocab_size"] == ROWS
+    for row in (-1, ROWS):
+        tensors["token_rows"][5] = row
+        save_file(tensors, folder / "model.safetensors")
+        assert_refused(f"token_rows.* each must be from 0 to {ROWS - 1}", load_llama, folder)
+    for rows in (1, VOCAB_SIZE + 1, ROWS - 1):
+        words = "has shape" if rows == ROWS - 1 else f"draft_vocab_size={rows} and vocab_size"
+        file.write_text(json.dumps(config | {"draft_vocab_size": rows}))
+        assert_refused(words, load_pair, root / "target", folder)
+
+
+def test_the_drafter_that_is_here() -> None:
+    """It loads, is small, and has an idea of what its target answers."""
+    folder = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+    opened, model = open_checkpoint(folder), load_llama(folder)
+    assert sum(one.size for one in jax.tree.leaves(model.parameters())) < 12_000_000
+    assert model.config.draft_vocab_size is not None
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = opened.tokenizer.apply_chat_template(question)
+    answer = opened.tokenizer.encode("The capital of France is Paris.")
+    told = jax.nn.log_softmax(pairs.logits_after(model, [*prompt, *answer])[len(prompt) - 1 : -1])
+    loss = -np.mean(told[np.arange(len(answer)), np.asarray(answer)])
+    assert loss < math.log(model.config.draft_vocab_size) / 2
+
+
+@pytest.mark.parametrize("where", PLACES, ids=str)
+def test_what_pads_is_cut(root: Path, where: dict[str, str]) -> None:
+    texts = []
+    for names in (("target", "draft"), ("wide_target", "draft"), ("target", "wide_draft")):
+        pair = load_pair(*(root / name for name in names), **where)
+        assert pair.target.config.vocab_size == VOCAB_SIZE
+        texts.append(pairs.tokens_of(decoded(pair, "fly", window_size=2)))
+    assert texts[0] == texts[1] == texts[2]
+    # More than padding is another vocabulary.
+    folders = (root / "target", root / "other")
+    assert_refused("320 tokens and the draft one of 360", load_pair, *folders, **where)
+
+
+def test_pard_is_known_by_its_config_or_by_a_given_token(root: Path, tmp_path: Path) -> None:
+    target, draft = root / "target", root / "draft"
+    marked = shutil.copytree(draft, tmp_path / "marked")
+    fields = json.loads((draft / "config.json").read_text())
+    (marked / "config.json").write_text(json.dumps(fields | {"pard_token": 5}))
+    pair = load_pair(target, marked, dtype="float32")
+    other = load_pair(open_pair(target, draft, draft_parallel=5), dtype="float32")
+    given = {"rule": "fly", "num_speculative_tokens": 8}
+    found, expected = (generate(one, ["Ada has 3"], **given)[0] for one in (other, pair))
+    assert found.token_ids == expected.token_ids
+    assert found.num_draft_passes == found.num_rounds
+    (lossless,) = generate(pair, ["Ada has 3"], rule="exact", num_speculative_tokens=4)
+    (plain,) = generate(pair, ["Ada has 3"], rule="autoregressive")
+    assert lossless.token_ids == plain.token_ids
+    assert lossless.num_draft_passes == lossless.num_rounds < plain.num_rounds
+    assert_refused("there is no draft model", open_pair, target, draft_parallel=5)
+    assert_refused("pard_token=100000 ", open_pair, target, draft, draft_parallel=100_000)
+    assert_refused("last --draft", open_pair, target, [marked, target])
+    assert_refused("last --draft", drafter_of, pair.drafts, RoundStatic(5, lookup=Lookup()))
+    assert_refused("pard_token=320", dataclasses.replace, CONFIG, pard_token=VOCAB_SIZE)

@@ -20,7 +20,8 @@ from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin, Rule
 from fly_jax.verification.sampling import Sampling
 
-ROUND = rounds(4, Fly(0.2, 2), rounds_per_dispatch=2, max_logprobs=2)
+MORE = {"rounds_per_dispatch": 2, "max_logprobs": 2}
+ROUND = rounds(4, Fly(0.2, 2), **MORE)
 DEPTHS = (0, 2, 4)
 AUTO = SPECS["exact"].with_static(num_speculative_tokens=4, depths=DEPTHS)
 
@@ -52,10 +53,8 @@ KINDS = {
         memory=every_other_pair(),
     ),
     "levels": Kind(ROUND.with_static(lookup=Lookup(), level_speculative_tokens=(2,)), num_drafts=2),
-    "defer": Kind(
-        dataclasses.replace(ROUND, rule=Fly(0.0, 3)).with_static(deferred_window=3),
-        num_slots=4,  # and rounds for one of them
-    ),
+    # With rounds for one of the slots.
+    "defer": Kind(rounds(4, Fly(0.0, 3), deferred_window=3, **MORE), num_slots=4),
     "lookup alone": Kind(SPECS["lookup"].with_static(audits=True), num_drafts=0),
     "autoregressive": Kind(SPECS["autoregressive"], num_drafts=0),
     "mesh": Kind(ROUND, mesh="2x4", rules=(Exact(),), samplings=(None, Sampling(0.9))),

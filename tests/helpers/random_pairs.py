@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.drafter import Drafter
 from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.drafters.model import ModelState
+from fly_jax.decoding.drafters.model import DraftModel, ModelState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Generation
 from fly_jax.models.architectures import LlamaConfig, parameter_specs
@@ -34,6 +34,8 @@ CONFIG = LlamaConfig(vocab_size=48, **SIZES, head_size=8, max_context=600, eos_t
 # Nearly every program of these tests has as many, so that few are compiled.
 MAX_LENGTH, CAPACITY = 96, 128
 ROWS = 3
+Texts = Sequence[Sequence[int]]
+Drafts = Llama | Sequence[Llama] | Drafter | None
 EXACT = Exact()
 
 
@@ -90,17 +92,11 @@ def placed(model: Llama, layout: Layout | None) -> Llama:
 
 
 def batch_engine(
-    target: Llama,
-    draft: Llama | Sequence[Llama] | Drafter | None,
-    spec: RoundSpec,
-    rows: int = ROWS,
-    *,
-    max_length: int = MAX_LENGTH,
-    **given: Any,
+    target: Llama, draft: Drafts, spec: RoundSpec, rows: int = ROWS, **given: Any
 ) -> Engine:
     """An engine whose requests all have the rule and the sampling of the spec."""
-    given = {"load_may_change_text": True, "offline": True} | given
-    return Engine(target, draft, spec, num_slots=rows, max_length=max_length, **given)
+    given = {"load_may_change_text": True, "offline": True, "max_length": MAX_LENGTH} | given
+    return Engine(target, draft, spec, num_slots=rows, **given)
 
 
 def pair_engine(
@@ -109,6 +105,10 @@ def pair_engine(
     """One of the random target of this seed, with drafts of these noises, or other ones."""
     models = [one if isinstance(one, Llama) else random_draft(pair, one) for one in drafts]
     return batch_engine(random_target(pair), models, spec, rows, **given)
+
+
+def model_drafter(model: Llama, below: Drafter | None, k: int = 5) -> DraftModel:
+    return DraftModel(model.parameters(), below, config=CONFIG, num_speculative_tokens=k)
 
 
 def tokens_of(rows: Sequence[Generation]) -> list[list[int]]:
@@ -130,11 +130,8 @@ def _disturbed(
     return disturbed
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(
-    config: LlamaConfig, parameters: dict[str, Array], tokens: Int[Array, "rows time"]
-) -> Float[Array, "rows time vocab"]:
-    model = Llama(config, parameters)
+@jax.jit
+def _logits(model: Llama, tokens: Int[Array, "rows time"]) -> Float[Array, "rows time vocab"]:
     time = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(time, dtype=jnp.int32), tokens.shape)
     visible = jnp.broadcast_to(jnp.tri(time, dtype=bool), (tokens.shape[0], time, time))
@@ -143,39 +140,32 @@ def _logits(
 
 def logits_after(model: Llama, text: Sequence[int]) -> np.ndarray:
     """Logits [time, vocab] after each token of one text, from one pass without a cache."""
-    tokens, _ = padded([text], _UNCACHED)
-    return np.asarray(_logits(model.config, model.parameters(), tokens))[0, : len(text)]
+    alone = Llama(model.config, model.parameters())  # on no mesh
+    return np.asarray(_logits(alone, padded([text], _UNCACHED)[0]))[0, : len(text)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jax.jit
 def _greedy(
-    config: LlamaConfig,
-    parameters: dict[str, Array],
-    tokens: Int[Array, "rows time"],
-    length: Int[Array, " rows"],
-    count: Int[Array, ""],
+    model: Llama, tokens: Int[Array, "rows time"], length: Int[Array, " rows"], count: Array
 ) -> Int[Array, "rows time"]:
     rows = jnp.arange(tokens.shape[0])
 
     def step(index: Array, tokens: Array) -> Array:
-        logits = _logits(config, parameters, tokens)
-        end = length + index
-        return tokens.at[rows, end].set(jnp.argmax(logits[rows, end - 1], axis=-1))
+        last = _logits(model, tokens)[rows, length + index - 1]
+        return tokens.at[rows, length + index].set(jnp.argmax(last, axis=-1))
 
     return jax.lax.fori_loop(0, count, step, tokens)
 
 
-def greedy(
-    model: Llama, texts: Sequence[Sequence[int]], count: int = MOST_TOKENS
-) -> list[list[int]]:
+def greedy(model: Llama, texts: Texts, count: int = MOST_TOKENS) -> list[list[int]]:
     """The next tokens of every text, each from a pass over everything before it."""
     assert count <= MOST_TOKENS
-    found = []
+    found, alone = [], Llama(model.config, model.parameters())
     for first in range(0, len(texts), _TEXTS):
         some = texts[first : first + _TEXTS]
         rows = 1 if len(texts) == 1 else _TEXTS  # two programs, whatever the number of texts
         given = padded([*some, *[[0]] * (rows - len(some))], _UNCACHED)
-        tokens = np.asarray(_greedy(model.config, model.parameters(), *given, count))
+        tokens = np.asarray(_greedy(alone, *given, count))
         found += [tokens[row, len(text) :][:count].tolist() for row, text in enumerate(some)]
     return found
 
@@ -201,7 +191,7 @@ def fly_block(
     return drafted, seen, decided
 
 
-def padded(texts: Sequence[Sequence[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(texts: Texts, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The texts as rows of so many tokens, and their lengths."""
     rows = np.zeros((len(texts), size), np.int32)
     for row, text in zip(rows, texts, strict=True):
@@ -220,13 +210,9 @@ def state_after(
     known: Sequence[Int[Array, " rows"]],
     beyond: float,
 ) -> Any:
-    """A drafter's state when each of its draft models has seen so many tokens of each row.
+    """A drafter's state when each draft model, from the first one down, has seen so many tokens.
 
-    Args:
-      drafter: a draft model, with or without others below it.
-      text: of the rows.
-      known: tokens of each row, for each of the draft models, from the first one down.
-      beyond: what the caches hold where nothing has been seen, so that it is not right by accident.
+    Where nothing has been seen the caches hold `beyond`, so that it is not right by accident.
     """
     state = drafter.init(*text.shape, jnp.dtype(jnp.float32))
     return _cut(drafter.prefill(state, text, jnp.int32(0), None), list(known), beyond)
@@ -248,10 +234,7 @@ def until_end(tokens: Sequence[int], eos: Sequence[int] = EOS) -> list[int]:
 
 
 def autoregressive(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int = MOST_TOKENS,
-    eos: Sequence[int] = EOS,
+    model: Llama, prompts: Texts, max_new_tokens: int = MOST_TOKENS, eos: Sequence[int] = EOS
 ) -> list[list[int]]:
     """What greedy decoding of every prompt gives, its end of text included."""
     return [until_end(tokens, eos) for tokens in greedy(model, prompts, max_new_tokens)]

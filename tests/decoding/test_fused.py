@@ -1,30 +1,37 @@
-"""The fused loop against the steps it is made of, an oracle of Fly, and its own account."""
+"""The fused loop against its steps and oracles of Fly, also where windows stay open over rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import random_pairs as pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jaxtyping import Array
+from random_pairs import PROMPTS
+from refusals import assert_refused
 
-from fly_jax import Generation, KVCache, Lookup, empty_cache, evidence, verify_step
-from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax import Generation, KVCache, Lookup, Sampling, empty_cache, evidence, verify_step
+from fly_jax.decoding import deferral
+from fly_jax.decoding.config import RoundSpec
 from fly_jax.decoding.drafters.drafter import Terms
 from fly_jax.decoding.drafters.model import DraftModel, ModelState
+from fly_jax.engine.engine import Engine
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Exact, Fly, accept
+from fly_jax.verification.rules import Budget, Exact, Fly, Margin, Rule, accept
 
-PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9]]
-MAX_NEW_TOKENS = 24
-DRAFTED = 5
-FLY = Fly(entropy_threshold=0.4, window_size=2)
-CASES = [pairs.SPECS[name] for name in ("exact", "fly, lookup", "sampled")]
+Emitted = tuple[list[int], str]  # the tokens of a row, and the letters of why they stand there
+Plain = tuple[Emitted, collections.Counter[str]]  # and its rounds, windows deferred, rolled back
+MAX_NEW_TOKENS, DRAFTED = 24, 5
+FLY, DEFERRED = Fly(0.4, 2), Fly(0.2, 2)
 PROTECTED = np.isin(np.arange(pairs.CONFIG.vocab_size), pairs.EOS)
 
+prompt = st.lists(st.integers(0, pairs.CONFIG.vocab_size - 1), min_size=1, max_size=12)
 draft_alone = jax.jit(DraftModel.propose, static_argnames="num_speculative_tokens")
 verify_alone = jax.jit(verify_step)
 evidence_alone = jax.jit(evidence, static_argnames="needs")
@@ -38,23 +45,15 @@ def prefilled(target: Llama, drafter: DraftModel, text: Array) -> tuple[KVCache,
     return cache, drafter.prefill(state, text, jnp.int32(0), None)
 
 
-def fused(spec: RoundSpec, *, pair: int, noise: float, seed: int = 0) -> list[Generation]:
-    return pairs.pair_engine(pair, spec, noise).generate(PROMPTS, MAX_NEW_TOKENS, seed=seed)
-
-
-def foreign_engine(
-    spec: RoundSpec, *, pair: int, noise: float, seed: int
-) -> list[tuple[list[int], str]]:
+def foreign_engine(spec: RoundSpec, pair: int, noise: float) -> list[Emitted]:
     """Somebody else's loop: her own text and caches, and the steps called one by one."""
     rule, sampling = spec.rule, spec.sampling
-    target, draft = pairs.random_target(pair), pairs.random_draft(pair, noise)
     text, length = pairs.padded(PROMPTS, pairs.CAPACITY)
-    drafter = DraftModel(
-        draft.parameters(), spec.static.lookup, config=pairs.CONFIG, num_speculative_tokens=DRAFTED
-    )
+    target = pairs.random_target(pair)
+    drafter = pairs.model_drafter(pairs.random_draft(pair, noise), spec.static.lookup, DRAFTED)
     target_cache, drafter_state = prefilled(target, drafter, text)
-    keys = draft_keys = verify_keys = pairs.keys_from(seed, len(PROMPTS))
-    emitted: list[tuple[list[int], str]] = [([], "") for _ in PROMPTS]
+    keys = draft_keys = verify_keys = pairs.keys_from(pair, len(PROMPTS))
+    emitted: list[Emitted] = [([], "") for _ in PROMPTS]
     live = set(range(len(PROMPTS)))
     while live:
         if sampling is not None:
@@ -63,93 +62,220 @@ def foreign_engine(
         terms = Terms(None, sampling, None if sampling is None else draft_keys)
         proposal, drafter_state = draft_alone(drafter, drafter_state, text, length, DRAFTED, terms)
         logits, target_cache = verify_alone(target, target_cache, text, length, proposal.tokens)
-        seen = evidence_alone(
-            logits, proposal.tokens, needs=rule.needs, sampling=sampling,
-            draft_logits=proposal.logits, key=verify_keys,
-        )  # fmt: skip
+        drawn = {"sampling": sampling, "draft_logits": proposal.logits, "key": verify_keys}
+        seen = evidence_alone(logits, proposal.tokens, needs=rule.needs, **drawn)
         kept = accept_alone(rule, seen, proposal.tokens, protected=PROTECTED)
         for row in sorted(live):
             count = int(kept.num_accepted[row])
-            new = [*np.asarray(proposal.tokens[row, :count]).tolist(), int(kept.next_token[row])]
-            tokens, letters = emitted[row]
-            letters += "".join("mr"[int(why)] for why in np.asarray(kept.why[row, :count]))
-            letters += "cb"[int(count == DRAFTED)]
-            tokens = pairs.until_end([*tokens, *new])[:MAX_NEW_TOKENS]
-            emitted[row] = (tokens, letters[: len(tokens)])
+            new = [*proposal.tokens[row, :count].tolist(), int(kept.next_token[row])]
+            why = "".join("mr"[one] for one in kept.why[row, :count].tolist())
+            emitted[row], ended = settled(emitted[row], new, why + "cb"[count == DRAFTED])
             text[row, length[row] : length[row] + len(new)] = new
-            if tokens[-1] in pairs.EOS or len(tokens) == MAX_NEW_TOKENS:
+            if ended:
                 live.discard(row)
             else:
                 length[row] += len(new)
     return emitted
 
 
-def letters(row: Generation) -> str:
-    return "".join(why.letter for why in row.why)
+def settled(row: Emitted, new: list[int], why: str) -> tuple[Emitted, bool]:
+    """What a row has emitted after a round, up to the end of the text, and whether that is all."""
+    tokens = pairs.until_end([*row[0], *new])[:MAX_NEW_TOKENS]
+    ended = tokens[-1] in pairs.EOS or len(tokens) == MAX_NEW_TOKENS
+    return (tokens, (row[1] + why)[: len(tokens)]), ended
 
 
-@pytest.mark.parametrize("spec", CASES)
-def test_steps_alone_give_the_same_tokens(spec: RoundSpec) -> None:
-    seen = set()
-    for pair, noise in ((0, 0.2), (2, 0.5)):
-        rows = fused(spec, pair=pair, noise=noise, seed=pair)
-        expected = foreign_engine(spec, pair=pair, noise=noise, seed=pair)
-        assert [(row.token_ids, letters(row)) for row in rows] == expected
-        seen |= set("".join(letters(row) for row in rows))
-    assert seen == set("mrcb" if isinstance(spec.rule, Fly) else "mcb")
+def emitted_by(rows: list[Generation]) -> list[Emitted]:
+    return [(row.token_ids, "".join(why.letter for why in row.why)) for row in rows]
 
 
-def fly_by_the_oracle(prompt: Sequence[int], *, pair: int, noise: float) -> tuple[list[int], str]:
+def fly_by_the_oracle(prompt: list[int], pair: int, noise: float) -> Emitted:
     """Whole passes without a cache, and the plain loops of the rule's oracle."""
-    tokens: list[int] = []
-    why = ""
-    while len(tokens) < MAX_NEW_TOKENS and not (tokens and tokens[-1] in pairs.EOS):
-        drafted, seen, decided = pairs.fly_block(FLY, pair, noise, [*prompt, *tokens], DRAFTED)
+    row, ended = (list[int](), ""), False
+    while not ended:
+        drafted, seen, decided = pairs.fly_block(FLY, pair, noise, prompt + row[0], DRAFTED)
         kept = decided.num_accepted
-        tokens += [*drafted[:kept], seen[kept].argmax]
-        why += "".join({"MATCHED": "m", "RESCUED": "r"}[name] for name in decided.why[:kept])
-        why += {"CORRECTED": "c", "BONUS": "b"}[decided.next_why]
-        tokens = pairs.until_end(tokens)
-    tokens = tokens[:MAX_NEW_TOKENS]
-    return tokens, why[: len(tokens)]
+        # M(ATCHED), R(ESCUED), C(ORRECTED), B(ONUS)
+        why = "".join(name[0].lower() for name in [*decided.why[:kept], decided.next_why])
+        row, ended = settled(row, [*drafted[:kept], seen[kept].argmax], why)
+    return row
 
 
-@pytest.mark.parametrize("name", ["fly", "fly, lookup"])
-def test_fly_decodes_as_its_oracle(name: str) -> None:
-    rescued = 0
-    for pair, noise in ((0, 0.2), (3, 0.3)):
-        rows = fused(pairs.SPECS[name], pair=pair, noise=noise)
-        expected = [fly_by_the_oracle(prompt, pair=pair, noise=noise) for prompt in PROMPTS]
-        assert [(row.token_ids, letters(row)) for row in rows] == expected
-        rescued += sum(row.num_rescued_tokens for row in rows)
-    assert rescued > 0
-
-
-@pytest.mark.parametrize("spec", CASES)
-@pytest.mark.parametrize("noise", pairs.NOISES)
-def test_the_account_adds_up(spec: RoundSpec, noise: float) -> None:
-    for row in fused(spec, pair=1, noise=noise):
-        why = letters(row)
-        assert len(why) == len(row.token_ids)
-        assert row.num_draft_tokens == DRAFTED * row.num_rounds
-        assert row.num_accepted_tokens == why.count("m") + why.count("r")
-        assert row.num_rescued_tokens == why.count("r")
-        # Every round but a last one that was cut short ends in a token of the target's own.
-        own = why.count("c") + why.count("b")
-        assert own == row.num_rounds - (why[-1] in "mr")
-        assert row.mean_accepted_tokens == len(row.token_ids) / row.num_rounds
-        assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
-        assert row.seconds > 0
-        if noise == 0 and spec is pairs.SPECS["exact"]:
-            assert {"m"} <= set(why) <= {"m", "b"}
+@pytest.mark.parametrize("name", ["exact", "fly", "fly, lookup", "sampled"])
+def test_steps_alone_and_the_oracle_give_the_same_tokens_and_the_account_adds_up(name: str) -> None:
+    spec, seen = pairs.SPECS[name], set[str]()
+    for pair, noise in ((0, 0.2), (2, 0.5), (3, 0.3), *((1, noise) for noise in pairs.NOISES)):
+        engine = pairs.pair_engine(pair, spec, noise)
+        rows = engine.generate(PROMPTS, MAX_NEW_TOKENS, seed=pair)
+        found = emitted_by(rows)
+        assert found == foreign_engine(spec, pair, noise)
+        if "fly" in name:
+            assert found == [fly_by_the_oracle(prompt, pair, noise) for prompt in PROMPTS]
+        for row, (tokens, why) in zip(rows, found, strict=True):
+            assert len(why) == len(tokens)
+            assert row.num_draft_tokens == DRAFTED * row.num_rounds
+            assert row.num_accepted_tokens == why.count("m") + why.count("r")
+            assert row.num_rescued_tokens == why.count("r")
+            # Every round but a last one that was cut short ends in a token of the target's own.
+            assert why.count("c") + why.count("b") == row.num_rounds - (why[-1] in "mr")
+            assert row.mean_accepted_tokens == len(tokens) / row.num_rounds
+            assert row.num_rounds <= row.num_draft_passes <= DRAFTED * row.num_rounds
+            assert row.seconds > 0
+            seen |= set(why)
+            if noise == 0 and name == "exact":
+                assert {"m"} <= set(why) <= {"m", "b"}
+    assert seen == set("mrcb" if "fly" in name else "mcb")
 
 
 def test_a_round_needs_no_more_room_than_it_says() -> None:
     """The last position of the text and of the cache may be the last that a round writes."""
-    spec = RoundSpec(Exact(), RoundStatic(12, Lookup(num_speculative_tokens=3)))
+    spec = pairs.rounds(12, lookup=Lookup(num_speculative_tokens=3), eos_token_ids=())
     prompts = [[1] * 24, [6, 3], [7, 3]]
-    length = 24 + MAX_NEW_TOKENS
-    engine = pairs.pair_engine(2, spec, 0.2, max_length=length)
-    assert engine._capacity == length + spec.static.room
+    engine = pairs.pair_engine(2, spec, 0.2, max_length=24 + MAX_NEW_TOKENS)
+    assert engine._capacity == 24 + MAX_NEW_TOKENS + spec.static.room
     rows = engine.generate(prompts, MAX_NEW_TOKENS)
-    assert [row.token_ids for row in rows] == pairs.greedy(pairs.random_target(2), prompts)
+    assert pairs.tokens_of(rows) == pairs.greedy(pairs.random_target(2), prompts)
+
+
+def deferring_pays(rates: list[float], drafted: int, missing: int) -> bool:
+    """By the row's fading counts of what was matched, rescued, refused and cut."""
+    matched, rescued, refused, _ = rates
+    loose = (matched + rescued + 0.25 * 0.85) / (matched + rescued + refused + 0.25)
+    expected = sum(loose**i for i in range(drafted + 1))
+    strict = (matched + 0.25 * 0.75) / (sum(rates) + 0.25)
+    completed = min(strict**missing, 0.65)
+    return completed * (DEFERRED.window_size + 1 - missing + expected) > expected
+
+
+def plain_row(pair: int, noise: float, prompt: list[int], limit: int, k: int) -> Plain:
+    """Decodes one prompt as defined, with draft and target as functions of the whole text."""
+    text, whys, rates = list(prompt), [""] * len(prompt), [4 * 0.9, 4 * 0.05, 4 * 0.05, 0.0]
+    start, replacement, remaining, fade = 0, 0, 0, 0.5 ** (1 / 16)
+    row, last = collections.Counter[str](), len(prompt) + limit
+    while True:
+        row["rounds"] += 1
+        drafted, seen, decided = pairs.fly_block(DEFERRED, pair, noise, text, k)
+        accepted = [one.accepted for one in seen[:k]]
+        kept, new, begin = decided.num_accepted, False, len(text)
+        why = [name[0].lower() for name in decided.why[:kept]]  # m(atched) or r(escued)
+        cut = kept < k and decided.why[kept] == "REFUSED_BOUNDARY"
+        j, missing = kept + 1, kept + 1 + DEFERRED.window_size - k
+        if cut and last - begin > k + 2 * missing and deferring_pays(rates, k, missing):
+            new, kept, why = True, k, [*why, "r", *"m" * (k - j)]
+        block, ending = [*drafted[:kept], seen[kept].argmax], "b" if kept == k else "c"
+        counts = (why.count("m"), why.count("r"), kept < k and not cut, cut and not new)
+        rates = [old * fade + one for old, one in zip(rates, counts, strict=True)]
+        block = pairs.until_end(block[: last - begin])
+        count, ended = len(block), begin + len(block) >= last or block[-1] in pairs.EOS
+        broken = remaining > 0 and not (all(accepted[:remaining]) and count >= min(remaining, k))
+        text += block
+        whys += [*why, ending][:count]
+        if new and not broken and j - 1 < count:
+            start, replacement, remaining = begin + j - 1, seen[j - 1].argmax, missing
+            row["deferred"] += 1
+        else:
+            remaining = max(remaining - k, 0)
+        if broken or (remaining > 0 and ended):
+            text, whys, remaining = [*text[:start], replacement], [*whys[:start], "c"], 0
+            row["rollbacks"] += 1
+            ended = len(text) >= last or replacement in pairs.EOS
+        if ended:
+            return (text[len(prompt) :], "".join(whys[len(prompt) :])), row
+
+
+def deferring(
+    rule: Rule, k: int, pair: int, noise: float, rows: int = 8, lookup: Lookup | None = None
+) -> Engine:
+    sizes = {"deferred_window": rule.longest_window, "rounds_per_dispatch": 2, "audits": True}
+    return pairs.pair_engine(pair, pairs.rounds(k, rule, lookup=lookup, **sizes), noise, rows=rows)
+
+
+@pytest.mark.parametrize("k", [2, 5])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    pair=st.integers(0, 2),
+    noise=st.sampled_from((0.05, 0.2, 0.4)),
+    prompts=st.lists(prompt, min_size=1, max_size=4),
+    limit=st.integers(1, 24),
+)
+def test_windows_that_stay_open_equal_a_plain_walk(
+    k: int, pair: int, noise: float, prompts: list[list[int]], limit: int
+) -> None:
+    rows = deferring(DEFERRED, k, pair, noise, rows=3).generate(prompts, limit)
+    for row, found, prompt in zip(rows, emitted_by(rows), prompts, strict=True):
+        expected, counts = plain_row(pair, noise, prompt, limit, k)
+        assert found == expected
+        assert (row.num_rounds, row.num_rollbacks) == (counts["rounds"], counts["rollbacks"])
+        assert row.num_rescued_tokens == found[1].count("r")
+        deferred = [report.why.letter for report in row.reports if report.deferred]
+        assert deferred.count("c") == counts["rollbacks"]
+        assert deferred.count("r") == counts["deferred"] - counts["rollbacks"]
+
+
+def test_windows_are_deferred_completed_and_rolled_back() -> None:
+    """The cases above would prove nothing if no window were ever left open."""
+    rows = [plain_row(pair, 0.2, [first, 3, 5], 24, 2) for pair in range(3) for first in range(8)]
+    counts = sum((counts for _, counts in rows), collections.Counter[str]())
+    assert counts["deferred"] > counts["rollbacks"] > 0
+    # At K = W the published rule rescues nothing at all.
+    assert any("r" in why for (_, why), _ in rows)
+
+
+def test_the_budget_pays_for_what_stands() -> None:
+    prompts = [[first, 3, 5] for first in range(8)]
+    rows = deferring(Budget(DEFERRED, 1000.0), 2, 2, 0.2).generate(prompts, 24)
+    assert sum(row.num_rollbacks for row in rows) > 0
+    for row, prompt in zip(rows, prompts, strict=True):
+        logits = pairs.logits_after(pairs.random_target(2), [*prompt, *row.token_ids])
+        told = zip(logits[len(prompt) - 1 :], row.token_ids, row.why, strict=False)
+        gaps = [scores.max() - scores[token] for scores, token, why in told if why.letter == "r"]
+        assert row.regret == pytest.approx(sum(gaps), abs=1e-2)
+
+
+def test_what_cannot_be_deferred() -> None:
+    drawn = Sampling(0.5)
+    for rounds in ((Exact(),), (Margin(),), (Exact(), drawn), (DEFERRED, drawn)):
+        assert_refused("boundary is 'defer'", pairs.rounds, 4, *rounds, deferred_window=2)
+
+
+@pytest.fixture
+def always_deferring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Windows stay open whatever the rates say, in programs of one test alone."""
+    monkeypatch.setattr(deferral, "pays", lambda stats, *sizes: stats.matched >= 0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("always_deferring")
+def test_after_a_rollback_all_is_as_if_nothing_had_been_provisional() -> None:
+    """The caches, the lookup's history and the text: from there on a fresh engine does the same.
+
+    The rates by which deferral is chosen remember the failed attempt, so they are made blind here.
+    """
+    prompts = [[first, 3, 5, 3] for first in range(8)]
+    given = (Fly(0.0, 3), 4, 1, 0.1, 8, Lookup(num_speculative_tokens=3))
+    rows = deferring(*given).generate(prompts, 24)
+    assert sum(row.num_rollbacks for row in rows) > 3
+    for row, prompt in zip(rows, prompts, strict=True):
+        for cut in range(1, len(row.token_ids)):
+            if row.why[cut - 1].letter != "c":  # a rollback ends with a correction
+                continue
+            (rest,) = deferring(*given).generate([[*prompt, *row.token_ids[:cut]]], 24 - cut)
+            assert rest.token_ids == row.token_ids[cut:]
+            assert rest.why == row.why[cut:]
+
+
+@pytest.mark.usefixtures("always_deferring")
+def test_a_window_that_nothing_is_drafted_for_does_not_stay_open() -> None:
+    """A lookup finds nothing for many rounds: windows do not outgrow the state."""
+    lookup = Lookup(3, 3, num_speculative_tokens=4)
+    spec = pairs.rounds(4, Fly(0.0, 2), lookup=lookup, deferred_window=2)
+    prompts = [[*[first, 3, 5, 7] * 2, first] for first in range(40)]
+    rows = pairs.pair_engine(1, spec, rows=8).generate(prompts, 40)
+    assert sum(row.num_rollbacks for row in rows) > 3
+    for row, prompt in zip(rows, prompts, strict=True):
+        chosen = pairs.logits_after(pairs.random_target(1), [*prompt, *row.token_ids]).argmax(-1)
+        told = zip(chosen[len(prompt) - 1 : -1], row.token_ids, row.why, strict=True)
+        assert all(own == token or why.letter == "r" for own, token, why in told)
+        assert len(row.token_ids) == 40 or row.token_ids[-1] in pairs.EOS

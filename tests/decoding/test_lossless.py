@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import functools
+import dataclasses
 
 import jax
 import pytest
@@ -12,12 +12,13 @@ from golden import GOLDEN, layout_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax import FlyJaxError, Generation, Lookup, RequestState, Why
+from fly_jax import Budget, Fly, FlyJaxError, Generation, Lookup, RequestState, Why
 from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.llama import Llama
 
 SHORT = Lookup(num_speculative_tokens=3)
 EARLIEST = Lookup(match="earliest", num_speculative_tokens=3)
+LEVELS = {"level_speculative_tokens": (2,)}
 # Specification and rows; what else changes from case to case is not static.
 PROGRAMS = {
     "autoregressive": (pairs.SPECS["autoregressive"], 3),
@@ -27,6 +28,9 @@ PROGRAMS = {
     "lookup, earliest": (pairs.rounds(9, lookup=EARLIEST), 2),
     "depths": (pairs.SPECS["depths"], 3),
     "depths, lookup": (pairs.rounds(6, lookup=SHORT, depths=(2, 6)), 2),
+    "levels": (pairs.rounds(5, **LEVELS), 3),
+    "levels, lookup": (pairs.rounds(5, lookup=SHORT, **LEVELS), 3),
+    "no budget": (dataclasses.replace(pairs.SPECS["deferred"], rule=Budget(Fly(0.2, 2), 0.0)), 3),
 }
 ENDLESS = pairs.SPECS["exact"].with_static(eos_token_ids=())
 # A small alphabet repeats itself, so that the lookup finds something.
@@ -34,24 +38,25 @@ tokens = st.lists(st.integers(0, 47) | st.integers(0, 2), min_size=1, max_size=1
 
 
 def decode(
-    program: str, prompts: list[list[int]], limit: int, *, pair: int = 0, noise: float
+    program: str, prompts: list[list[int]], limit: int, pair: int, *noises: float
 ) -> list[Generation]:
     spec, rows = PROGRAMS[program]
-    return pairs.pair_engine(pair, spec, noise, rows=rows).generate(prompts, limit)
+    noises = noises[: 1 + len(spec.static.level_speculative_tokens)]
+    return pairs.pair_engine(pair, spec, *noises, rows=rows).generate(prompts, limit)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     pair=st.integers(0, 3),
-    noise=st.sampled_from(pairs.NOISES),
+    noises=st.tuples(*[st.sampled_from(pairs.NOISES)] * 2),
     prompts=st.lists(tokens, min_size=1, max_size=5),
     limit=st.integers(1, pairs.MOST_TOKENS),
 )
 def test_equals_one_token_at_a_time(
-    program: str, pair: int, noise: float, prompts: list[list[int]], limit: int
+    program: str, pair: int, noises: tuple[float, float], prompts: list[list[int]], limit: int
 ) -> None:
-    generations = decode(program, prompts, limit, pair=pair, noise=noise)
+    generations = decode(program, prompts, limit, pair, *noises)
     expected = pairs.autoregressive(pairs.random_target(pair), prompts, limit)
     assert pairs.tokens_of(generations) == expected
     for row, prompt in zip(generations, prompts, strict=True):
@@ -59,15 +64,15 @@ def test_equals_one_token_at_a_time(
         assert row.finish_reason == ("stop" if row.token_ids[-1] in pairs.EOS else "length")
         assert not any(token in pairs.EOS for token in row.token_ids[:-1])
         assert program != "autoregressive" or row.mean_accepted_tokens == 1
+        assert program != "no budget" or row.regret == 0.0
 
 
 @pytest.mark.parametrize("program", ["five tokens", "lookup, three rounds"])
 def test_agreement_spans_everything_and_shortens_decoding(program: str) -> None:
     """The cases above mean something: drafts from perfect to useless, and text that differs."""
-    prompts = [[token] for token in range(24)]
-    mean = []
+    prompts, mean = [[token] for token in range(24)], []
     for noise in pairs.NOISES:
-        rows = decode(program, prompts, pairs.MOST_TOKENS, noise=noise)
+        rows = decode(program, prompts, pairs.MOST_TOKENS, 0, noise)
         mean.append(sum(len(row.token_ids) for row in rows) / sum(row.num_rounds for row in rows))
         assert len({tuple(row.token_ids) for row in rows}) > 12
     assert mean == sorted(mean, reverse=True)
@@ -146,21 +151,18 @@ def noisy(model: Llama) -> Llama:
     return Llama(model.config, values | {"query": values["query"] + noise}, model.layout)
 
 
-def decoded(target: Llama, draft: Llama) -> list[list[int]]:
+def decoded(target: Llama, draft: Llama, prompts: pairs.Texts = PROMPTS) -> list[list[int]]:
     engine = pairs.batch_engine(target, draft, SPEC, len(PROMPTS))
-    return pairs.tokens_of(engine.generate(PROMPTS, MAX_NEW_TOKENS))
-
-
-@functools.cache
-def expected(family: str) -> list[list[int]]:
-    """One token at a time, without a cache, up to the end of the text."""
-    return pairs.autoregressive(load_llama(GOLDEN / family), PROMPTS, MAX_NEW_TOKENS, eos=(2,))
+    return pairs.tokens_of(engine.generate(prompts, MAX_NEW_TOKENS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_with_an_array_for_each_layer(family: str) -> None:
+def test_families_with_an_array_for_each_layer_and_on_a_mesh(family: str) -> None:
     target = load_llama(GOLDEN / family)
-    assert decoded(target.unstacked(), noisy(target).unstacked()) == expected(family)
+    spread = load_llama(GOLDEN / family, layout=layout_on(*FAMILIES[family]))
+    expected = pairs.autoregressive(target, PROMPTS, MAX_NEW_TOKENS, eos=(2,))
+    assert decoded(target.unstacked(), noisy(target).unstacked()) == expected
+    assert decoded(spread, noisy(spread)) == expected
 
 
 @pytest.mark.parametrize("family", ["qwen2_windows", "qwen3"])
@@ -170,12 +172,5 @@ def test_families_in_int8_whose_activations_are_rounded(family: str) -> None:
     alone = pairs.batch_engine(target, None, SPEC.with_static(num_speculative_tokens=0), 1)
     prompts = [[token, *PROMPTS[token % len(PROMPTS)]] for token in range(3, 27)]
     expected = pairs.tokens_of(alone.generate(prompts, MAX_NEW_TOKENS))
-    engine = pairs.batch_engine(target, noisy(load_llama(GOLDEN / family)), SPEC, len(PROMPTS))
-    assert pairs.tokens_of(engine.generate(prompts, MAX_NEW_TOKENS)) == expected
+    assert decoded(target, noisy(load_llama(GOLDEN / family)), prompts) == expected
     assert len({tuple(one) for one in expected}) > len(PROMPTS)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_on_a_mesh(family: str) -> None:
-    target = load_llama(GOLDEN / family, layout=layout_on(*FAMILIES[family]))
-    assert decoded(target, noisy(target)) == expected(family)

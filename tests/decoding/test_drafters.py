@@ -1,10 +1,11 @@
-"""Whatever proposes: the lookup, against loops and alone, and drafters that nobody knows."""
+"""Whatever proposes: lookups, drafters that nobody knows, and draft models below another."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +15,29 @@ import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
+from random_pairs import Texts, tokens_of
+from refusals import assert_refused
 
-import fly_jax
-from fly_jax import (
-    Draft,
-    Drafter,
-    DraftModel,
-    FlyJaxError,
-    Generation,
-    Lookup,
-    Sampling,
-    Terms,
-    Verdict,
-)
+from fly_jax import Draft, Drafter, Generation, KVCache, Lookup, Sampling, Terms, Verdict
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.drafters.lookup import look_up
+from fly_jax.decoding.pair import drafter_of
 from fly_jax.decoding.state import DecodeState
 from fly_jax.engine import engine
-from fly_jax.verification.rules import Budget, Exact, Fly
+from fly_jax.models.llama import Llama
+from fly_jax.verification.rules import Budget, Fly
 
 PAIR, VARIED = 2, 3  # the pair that repeats itself most, and the one that does least
 ROWS, CAPACITY = 3, 32
-K = 5
-LIMIT = pairs.MOST_TOKENS
-Texts = Sequence[Sequence[int]]
+K, LIMIT = 5, pairs.MOST_TOKENS
+ROUND = pairs.SPECS["exact"]
 PROMPTS = [[7, 3, 7], [6, 3, 6, 3, 6, 3], [4], [9, 8, 9, 8, 9], [1, 2, 1, 2]]
+MORE: dict[str, Any] = {"lookup": Lookup(), "rounds_per_dispatch": 2}
 SPECS = {
     "fixed": pairs.SPECS["lookup"],
-    "depths": pairs.SPECS["lookup"].with_static(depths=(2, K), rounds_per_dispatch=2),
-    "defer": RoundSpec(
-        Budget(Fly(0.0, 2), 0.0),
-        RoundStatic(K, Lookup(), pairs.EOS, deferred_window=2, rounds_per_dispatch=2),
-    ),
+    "depths": pairs.rounds(K, depths=(2, K), **MORE),
+    "defer": pairs.rounds(K, Budget(Fly(0.0, 2), 0.0), deferred_window=2, **MORE),
 }
-
-
 LOOKUPS = [
     Lookup(),
     Lookup(match="earliest"),
@@ -56,6 +45,7 @@ LOOKUPS = [
     Lookup(max_ngram=1, num_speculative_tokens=40),
 ]
 find = jax.jit(look_up, static_argnums=(0, 3))
+tokens = st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)
 
 
 def looked_up(lookup: Lookup, text: Sequence[int]) -> list[int]:
@@ -86,42 +76,44 @@ def test_equals_its_definition(lookup: Lookup, rows: tuple[list[int], ...], stal
         assert tokens[index, : int(found[index])].tolist() == looked_up(lookup, row)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"min_ngram": 0}, {"min_ngram": 5}, {"num_speculative_tokens": 0}]
-)
-def test_impossible_sizes_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(FlyJaxError):
-        Lookup(**wrong)
+def test_what_proposes_nothing_is_refused() -> None:
+    assert_refused("prompt_lookup_min is 0", Lookup, min_ngram=0)
+    assert_refused("n-grams of 5 to 4 tokens", Lookup, min_ngram=5)
+    assert_refused("prompt_lookup_tokens is 0", Lookup, num_speculative_tokens=0)
+    assert_refused("without a draft model or a lookup", pairs.pair_engine, PAIR, ROUND, rows=1)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="beyond")
 def drafted(
-    drafter: DraftModel, text: Array, length: Array, keys: Array, sampling: Sampling | None = None
-) -> tuple[Draft, fly_jax.KVCache]:
-    # Nothing of the future, so that what a pass writes can be seen.
-    state = pairs.state_after(drafter, text, [length - 1], beyond=0.0)
-    draft, state = drafter.propose(state, text, length, K, Terms(None, sampling, keys))
+    drafter: Drafter, text: Array, length: Array, known: list[Array], terms: Terms, beyond: float
+) -> tuple[Draft, KVCache]:
+    """What is drafted when each of the models has seen so much, and the cache of the first one."""
+    state = pairs.state_after(drafter, text, known, beyond)
+    k = drafter.num_speculative_tokens
+    draft, state = drafter.propose(state, text, length, k, terms)
     return draft, state.cache
 
 
 def draft(
     pair: int, texts: Texts, lookup: Lookup | None, sampling: Sampling | None = None, seed: int = 0
-) -> tuple[Draft, fly_jax.KVCache]:
+) -> tuple[Draft, KVCache]:
     assert len(texts) == ROWS
-    model = pairs.random_target(pair)
-    drafter = DraftModel(model.parameters(), lookup, config=pairs.CONFIG, num_speculative_tokens=K)
-    return drafted(drafter, *pairs.padded(texts, 64), pairs.keys_from(seed, ROWS), sampling)
+    drafter = pairs.model_drafter(pairs.random_target(pair), lookup)
+    text, length = pairs.padded(texts, 64)
+    terms = Terms(None, sampling, pairs.keys_from(seed, ROWS))
+    # Nothing of the future, so that what a pass writes can be seen.
+    return drafted(drafter, text, length, [length - 1], terms, beyond=0.0)
 
 
 def without_repeats() -> list[list[int]]:
     """Prompts that go on, in the model's own words, without a token that was there before."""
-    prompts = [[token, (7 * token + 5) % 48] for token in range(pairs.CONFIG.vocab_size)]
+    prompts = [[token, (7 * token + 5) % 48] for token in range(48)]
     said = pairs.greedy(pairs.random_target(VARIED), prompts, K)
     begun = zip(prompts, said, strict=True)
     return [prompt for prompt, new in begun if len({*prompt, *new}) == 2 + K][:ROWS]
 
 
-def positions_written(cache: fly_jax.KVCache) -> list[int]:
+def positions_written(cache: KVCache) -> list[int]:
     written = np.any(np.asarray(cache.keys) != 0, axis=(0, 2, 4))
     return [int(np.flatnonzero(row)[-1]) + 1 for row in written]
 
@@ -148,12 +140,7 @@ def test_a_lookup_that_is_right_saves_passes() -> None:
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    prompts=st.tuples(
-        *[st.lists(st.integers(0, 2) | st.integers(0, 47), min_size=1, max_size=24)] * ROWS
-    ),
-    pair=st.integers(0, 3),
-)
+@given(prompts=st.tuples(*[tokens] * ROWS), pair=st.integers(0, 3))
 def test_lookup_changes_no_draft_token(prompts: tuple[list[int], ...], pair: int) -> None:
     looked, _ = draft(pair, prompts, Lookup())
     assert looked.tokens.tolist() == pairs.greedy(pairs.random_target(pair), prompts, K)
@@ -179,36 +166,27 @@ def test_logits_are_those_the_draft_was_drawn_from(lookup: Lookup | None) -> Non
 def decode(
     spec: RoundSpec, drafter: Drafter | None = None, prompts: Texts = PROMPTS, limit: int = LIMIT
 ) -> list[Generation]:
-    return pairs.batch_engine(pairs.random_target(PAIR), drafter, spec).generate(prompts, limit)
-
-
-def expected(prompts: Texts = PROMPTS, limit: int = LIMIT) -> Texts:
-    return pairs.autoregressive(pairs.random_target(PAIR), prompts, limit)
+    """Which changes no token."""
+    target = pairs.random_target(PAIR)
+    rows = pairs.batch_engine(target, drafter, spec).generate(prompts, limit)
+    assert tokens_of(rows) == pairs.autoregressive(target, prompts, limit)
+    return rows
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_lookup_alone_is_plain_decoding(name: str) -> None:
     rows = decode(SPECS[name])
-    assert [row.token_ids for row in rows] == expected()
-    tokens = sum(len(row.token_ids) for row in rows)
-    assert tokens / sum(row.num_rounds for row in rows) > 1.2
+    assert sum(map(len, tokens_of(rows))) / sum(row.num_rounds for row in rows) > 1.2
     assert all(row.num_draft_passes == 0 for row in rows)
     drafted = sum(row.num_draft_tokens for row in rows)
     assert 0 < sum(row.num_accepted_tokens for row in rows) < drafted
 
 
 def test_where_nothing_is_found_nothing_is_drafted() -> None:
-    prompts = [[1, 2, 3], [9], [4, 5]]
-    rows = decode(SPECS["fixed"], None, prompts, 1)
-    assert [row.token_ids for row in rows] == expected(prompts, 1)
+    rows = decode(SPECS["fixed"], None, [[1, 2, 3], [9], [4, 5]], 1)
     assert [(row.num_rounds, row.num_draft_tokens) for row in rows] == [(1, 0)] * 3
     (found,) = decode(SPECS["fixed"], None, [[1, 2, 3, 1]], 1)
     assert found.num_draft_tokens == 3
-
-
-def test_nothing_that_proposes_is_refused() -> None:
-    with pytest.raises(FlyJaxError, match="without a draft model or a lookup"):
-        pairs.batch_engine(pairs.random_target(PAIR), None, RoundSpec(Exact(), RoundStatic(K)), 1)
 
 
 class Memory(NamedTuple):
@@ -233,41 +211,36 @@ class Table(Drafter):
     def propose(
         self, state: Memory, text: Array, length: Array, num_speculative_tokens: int, terms: Terms
     ) -> tuple[Draft, Memory]:
-        last = jnp.take_along_axis(text, length[:, None] - 1, axis=1)[:, 0]
-        tokens = [last]
+        tokens = [jnp.take_along_axis(text, length[:, None] - 1, axis=1)[:, 0]]
         for _ in range(num_speculative_tokens):
             known = jnp.take_along_axis(state.table, jnp.maximum(tokens[-1], 0)[:, None], axis=1)
             tokens.append(jnp.where(tokens[-1] < 0, -1, known[:, 0]))
         drafted = jnp.stack(tokens[1:], axis=1)
-        count = jnp.minimum(
-            jnp.sum(drafted >= 0, axis=1), terms.of_each(length, num_speculative_tokens)
-        )
+        wanted = terms.of_each(length, num_speculative_tokens)
+        count = jnp.minimum(jnp.sum(drafted >= 0, axis=1), wanted)
         draft = Draft(jnp.maximum(drafted, 0), None, count, jnp.zeros(0, jnp.int32))
-        return draft, Memory(state.table, last)
+        return draft, Memory(state.table, tokens[0])
 
     def observe(
         self, state: Memory, verdict: Verdict, hidden: Array | None, *, draft: Draft, live: Array
     ) -> Memory:
         block = jnp.concatenate((state.last[:, None], draft.tokens), axis=1)
         before = jnp.take_along_axis(block, verdict.num_accepted[:, None], axis=1)[:, 0]
-        rows = jnp.arange(len(before))
-        learnt = state.table.at[rows, before].set(verdict.next_token)
+        learnt = state.table.at[jnp.arange(len(before)), before].set(verdict.next_token)
         return Memory(jnp.where(live[:, None], learnt, state.table), state.last)
 
 
 @pytest.mark.parametrize("below", [False, True])
 def test_a_drafter_of_ones_own(below: bool) -> None:
     """Alone or below a draft model, it changes how long decoding takes, and nothing else."""
-    drafter: Drafter = Table(jnp.full(pairs.CONFIG.vocab_size, -1, jnp.int32))
-    if below:
-        draft = pairs.random_draft(PAIR, 0.2)
-        given = dataclasses.replace(drafter, table=_next_tokens())  # type: ignore[call-arg]
-        drafter = DraftModel(
-            draft.parameters(), given, config=pairs.CONFIG, num_speculative_tokens=K
-        )
-    spec = RoundSpec(Exact(), RoundStatic(K, None, pairs.EOS))
-    rows = decode(spec, drafter)
-    assert [row.token_ids for row in rows] == expected()
+    table = np.full(pairs.CONFIG.vocab_size, -1, np.int32)
+    if below:  # the last token that the target has said after each, in texts after the prompts
+        said = pairs.autoregressive(pairs.random_target(PAIR), PROMPTS)
+        for prompt, new in zip(PROMPTS, said, strict=True):
+            table[[*prompt, *new][:-1]] = [*prompt, *new][1:]
+    own = Table(jnp.asarray(table))
+    drafter = pairs.model_drafter(pairs.random_draft(PAIR, 0.2), own) if below else own
+    rows = decode(ROUND, drafter)
     assert sum(row.num_accepted_tokens for row in rows) > 0
     drafted = sum(row.num_draft_tokens for row in rows)
     if below:
@@ -275,15 +248,6 @@ def test_a_drafter_of_ones_own(below: bool) -> None:
         assert sum(row.num_draft_passes for row in rows) < drafted
     else:
         assert 0 < drafted < K * sum(row.num_rounds for row in rows)
-
-
-def _next_tokens() -> Array:
-    """The last token that the target has said after each, in texts after the prompts."""
-    table = np.full(pairs.CONFIG.vocab_size, -1, np.int32)
-    for prompt, new in zip(PROMPTS, expected(), strict=True):
-        text = [*prompt, *new]
-        table[text[:-1]] = text[1:]
-    return jnp.asarray(table)
 
 
 class Pieces(NamedTuple):
@@ -336,14 +300,112 @@ def test_a_drafter_is_given_the_targets_hidden_states(
 ) -> None:
     """Those of prompts, of all pieces, and of each block."""
     monkeypatch.setattr(engine, "OFFLINE_PREFILL_TOKENS", 16)
-    target = pairs.random_target(PAIR)
-    drafter = Echo(target.parameters()["unembedding"])
-    prompts = [*PROMPTS[:2], [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3]
-    spec = RoundSpec(Exact(), RoundStatic(3, None, pairs.EOS))
-    rows = decode(spec, drafter, prompts)
-    assert [row.token_ids for row in rows] == expected(prompts)
+    drafter = Echo(pairs.random_target(PAIR).parameters()["unembedding"])
+    decode(pairs.rounds(3), drafter, [*PROMPTS[:2], [*range(1, 10)] * 3])
     assert len(dispatches) > 5
     last = jax.device_get(dispatches[-1][1].drafter)
     assert not np.any(last.wrong)  # in any round
     assert np.any(last.hidden != 0)
     assert np.all(np.any(last.prompt != 0, axis=1))
+
+
+def with_levels(spec: RoundSpec, *drafts: float | Llama) -> list[Generation]:
+    """With drafts of these noises, or other ones, each below another."""
+    spec = spec.with_static(level_speculative_tokens=SIZES[: len(drafts) - 1])
+    return pairs.pair_engine(1, spec, *drafts).generate(pairs.PROMPTS, LIMIT)
+
+
+TEXT = [[int(x) for x in np.random.default_rng(row).integers(0, 48, 20 + row)] for row in range(3)]
+PADDED, LENGTH = pairs.padded(TEXT, 64)
+COUNT = 10
+TOP, NEAR, USELESS = 0.2, 0.6, 10.0  # noises of drafts
+SIZES = (4, 2)  # of what the levels below propose
+
+
+def levels_draft(
+    *noises: float, valid: Array = LENGTH, sampling: Sampling | None = None, margin: float = 0.0
+) -> Draft:
+    """What is drafted when the levels below have seen no more than `valid` tokens of each row."""
+    models = [pairs.random_draft(1, noise) for noise in noises]
+    sizes = SIZES[: len(noises) - 1]
+    static = RoundStatic(COUNT, level_speculative_tokens=sizes, level_margin=margin)
+    known = [LENGTH, *[valid] * len(sizes)]
+    terms = Terms(None, sampling, pairs.keys_from(3, ROWS))
+    return drafted(drafter_of(models, static), PADDED, LENGTH, known, terms, beyond=7.0)[0]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=20)])
+def test_agreeing_levels_save_passes_and_noise_changes_nothing(sampling: Sampling | None) -> None:
+    """K = 10 takes one pass to catch up, and one for every four that are confirmed and one more."""
+    alone = levels_draft(TOP, sampling=sampling)
+    if sampling is None:
+        assert alone.tokens.tolist() == pairs.greedy(pairs.random_draft(1, TOP), TEXT, 10)
+    perfect, noise = (levels_draft(TOP, below, sampling=sampling) for below in (TOP, USELESS))
+    assert alone.tokens.tolist() == perfect.tokens.tolist() == noise.tokens.tolist()
+    # Four passes for four tokens, three for the three that are left to propose.
+    assert [alone.num_passes.tolist(), perfect.num_passes.tolist()] == [[10], [3, 4 + 3]]
+    assert int(noise.num_passes[0]) > 6
+
+
+@pytest.mark.parametrize("seen", [0, 5, 18])
+def test_a_level_that_was_not_asked_for_long_catches_up(seen: int) -> None:
+    """And is as good as one that was, or the level above would confirm nothing."""
+    found = levels_draft(TOP, TOP, TOP, valid=np.minimum(seen, LENGTH))
+    assert found.tokens.tolist() == pairs.greedy(pairs.random_draft(1, TOP), TEXT, COUNT)
+    assert int(found.num_passes[0]) == 3
+
+
+def by_hand(text: list[int], margin: float) -> list[int]:
+    """What two levels draft with a margin, one token at a time."""
+    top, below = (pairs.random_draft(1, noise) for noise in (TOP, NEAR))
+
+    def logits(tokens: list[int]) -> np.ndarray:
+        return pairs.logits_after(top, tokens)[-1]
+
+    drafted = [int(logits(text).argmax())]
+    while len(drafted) < COUNT:
+        useful = min(4, COUNT - len(drafted) - 1)
+        for token in pairs.greedy(below, [text + drafted], max(useful, 1))[0][:useful]:
+            scores = logits(text + drafted)
+            if scores[token] < scores.max() - margin:
+                break
+            drafted.append(token)
+        drafted.append(int(logits(text + drafted).argmax()))
+    return drafted[:COUNT]
+
+
+@pytest.mark.parametrize("margin", [4.0, 1e9])
+def test_a_margin_drafts_what_a_level_below_proposes_nearly_as_well(margin: float) -> None:
+    found, own = levels_draft(TOP, NEAR, margin=margin), levels_draft(TOP, NEAR)
+    assert found.tokens.tolist() == [by_hand(text, margin) for text in TEXT] != own.tokens.tolist()
+    assert int(found.num_passes[0]) < int(own.num_passes[0])
+
+
+def test_a_margin_leaves_drawn_rows_alone_and_loses_nothing() -> None:
+    mixed = Sampling(np.float32([0.0, 0.9, 0.9]))
+    expected, found, greedy = (
+        levels_draft(TOP, NEAR, sampling=sampling, margin=margin).tokens.tolist()
+        for sampling, margin in ((mixed, 0.0), (mixed, 4.0), (None, 4.0))
+    )
+    assert found[1:] == expected[1:]
+    assert found[0] == greedy[0] != expected[0]
+    rows = with_levels(ROUND.with_static(level_margin=2.0), TOP, NEAR)
+    assert tokens_of(rows) == pairs.autoregressive(pairs.random_target(1), pairs.PROMPTS)
+
+
+def test_a_lower_level_that_agrees_halves_the_passes_of_decoding() -> None:
+    """Over many rounds, with a draft that is often refused: the caches below stay right."""
+    alone, helped = with_levels(ROUND, TOP), with_levels(ROUND, TOP, TOP, TOP)
+    assert sum(row.num_rounds for row in alone) > 12
+    for before, after in zip(alone, helped, strict=True):
+        assert before.num_draft_passes == 5 * before.num_rounds
+        assert after.num_draft_passes == 2 * after.num_rounds  # one to catch up, one for the rest
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.8)])
+def test_a_wrong_number_of_levels_is_refused(sampling: Sampling | None) -> None:
+    spec = pairs.rounds(4, sampling=sampling)
+    assert_refused("2 draft models were given", pairs.pair_engine, 1, spec, TOP, TOP)
+    assert_refused("at least 1 token", spec.with_static, level_speculative_tokens=(4, 0))
+    other = Llama.random(dataclasses.replace(pairs.CONFIG, vocab_size=50), jax.random.key(0))
+    assert_refused("A draft model has 50 tokens", with_levels, spec, TOP, other)

@@ -1,4 +1,4 @@
-"""Heads of a target (EAGLE-3, DFlash, DSpark): their drafts, and what they change."""
+"""Heads (EAGLE-3, DFlash, DSpark), drafts of one pass (PARD) and models below another: no loss."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import pytest
 import random_pairs as pairs
 from golden import layout_on
 from jaxtyping import Array
+from random_pairs import PROMPTS, tokens_of
 
+from fly_jax import Draft, Drafter, Engine, Fly, Generation, Lookup, Terms
 from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.decoding.drafters.drafter import Draft, Terms
 from fly_jax.decoding.drafters.head_draft import HeadDraft, HeadDrafter, HeadState
+from fly_jax.decoding.drafters.parallel import ParallelDraft
 from fly_jax.decoding.pair import checked_drafter
 from fly_jax.models import llama
 from fly_jax.models.cache import empty_cache
@@ -27,7 +29,7 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.head import BlockHead
 from fly_jax.models.head_config import Block, Eagle3
 from fly_jax.models.llama import Llama
-from fly_jax.verification.rules import Fly, Verdict
+from fly_jax.verification.rules import Verdict
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GOLDEN = {
@@ -36,9 +38,39 @@ GOLDEN = {
 }
 BOTH = (False, True)
 PAIR = 2
-PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5, 8, 9, 2, 6]]
+LIMIT = pairs.MOST_TOKENS
+GIVEN = (PROMPTS, LIMIT)
+NAMES = ("exact", "sampled", "depths", "deferred")
 _NOTHING = jnp.zeros((1, 1), jnp.int32)
 VERDICT = Verdict(_NOTHING[0], _NOTHING[0], _NOTHING[0], _NOTHING, _NOTHING[0])  # is not read
+FLOAT32 = jnp.dtype("float32")
+
+
+def recorded(kind: str, prefix: str, *more: str) -> tuple[np.ndarray, ...]:
+    """The text of one row, and of the published code's rounds the drafts and what else is asked."""
+    with np.load(FIXTURES / kind / "rounds.npz") as file:
+        tokens, drafts, *others = (file[prefix + key] for key in ("tokens", "drafts", *more))
+    text = np.zeros((1, len(tokens) + 2 * drafts.shape[1] + 2), np.int32)
+    text[0, : len(tokens)] = tokens
+    return text, drafts, *others
+
+
+def built(target: Llama, draft: Llama | list[Llama], k: int, **given: Any) -> Drafter:
+    drafter = checked_drafter(target, draft, RoundStatic(k, **given))
+    assert drafter is not None
+    return drafter
+
+
+def features(target: Llama, drafter: Drafter, text: Array) -> Array:
+    """Of a whole text, from one pass."""
+    cache = empty_cache(target.config, len(text), 0, FLOAT32)
+    return target.hidden_and_inputs(text, cache, drafter.hidden_layers)[2]
+
+
+def read(drafter: Drafter, text: Array, seen: Array | None = None, known: int | None = None) -> Any:
+    """The state after so many tokens of each row, which have these features."""
+    state = drafter.init(*text.shape, FLOAT32)
+    return drafter.prefill(state, text[:, :known], jnp.int32(0), seen)
 
 
 @pytest.mark.parametrize(
@@ -53,113 +85,141 @@ VERDICT = Verdict(_NOTHING[0], _NOTHING[0], _NOTHING[0], _NOTHING, _NOTHING[0]) 
 def test_drafts_are_those_of_the_published_code(
     kind: str, name: str, unstacked: bool, cached_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Round after round, with acceptances of every length and the caches that they leave.
-
-    Models of more than the cached bytes have matrices that lie otherwise on a CPU.
-    """
-    if cached_bytes is not None:
+    """Round after round, with acceptances of every length and the caches that they leave."""
+    if cached_bytes is not None:  # models of more have matrices that lie otherwise on a CPU
         monkeypatch.setattr(llama, "_CACHED_BYTES", cached_bytes)
-    with np.load(FIXTURES / kind / "rounds.npz") as file:
-        keys = ("tokens", "lengths", "drafts")
-        tokens, lengths, drafts = (file[f"{name}.{key}"] for key in keys)
-    k = drafts.shape[1]
-    folders = ("eagle3/target", f"{kind}/{name}")
+    text, drafts, lengths = recorded(kind, f"{name}.", "lengths")
+    k, folders = drafts.shape[1], ("eagle3/target", f"{kind}/{name}")
     target, head = (load_llama(FIXTURES / one, unstacked=unstacked) for one in folders)
-    drafter = checked_drafter(target, head, RoundStatic(k))
+    drafter = built(target, head, k)
     assert isinstance(drafter, HeadDrafter)
-    text = np.zeros((1, len(tokens) + 2 * k + 2), np.int32)
-    text[0, : len(tokens)] = tokens
-    state = drafter.init(1, text.shape[1], jnp.dtype("float32"))
-
-    @jax.jit
-    def features(tokens: Array) -> Array:
-        """Of a whole text, from one pass."""
-        cache = empty_cache(target.config, 1, 0, jnp.dtype("float32"))
-        return target.hidden_and_inputs(tokens, cache, drafter.hidden_layers)[2]
-
+    state, features_of = drafter.init(*text.shape, FLOAT32), jax.jit(features)
     propose = jax.jit(lambda state, text, length: drafter.propose(state, text, length, k))
     prefill = jax.jit(drafter.prefill)
     observe = jax.jit(lambda *given, draft, live: drafter.observe(*given, draft=draft, live=live))
-    seen, last, piece = features(jnp.asarray(text)), int(lengths[0]) - 1, 4
-    for start, end in ((0, piece), (piece, last)):
-        given = (text[:, start:end], jnp.int32(start), seen[:, start:end])
-        state = prefill(state, *given)
+    seen = features_of(target, drafter, text)
+    for start, end in ((0, 4), (4, lengths[0] - 1)):
+        state = prefill(state, text[:, start:end], jnp.int32(start), seen[:, start:end])
     for length, expected in zip(lengths, drafts, strict=True):
         unknown = text.copy()
         unknown[0, length:] = 1  # of what comes it must know nothing
-        draft, state = propose(state, jnp.asarray(unknown), jnp.asarray([length]))
+        draft, state = propose(state, unknown, length[None])
         np.testing.assert_array_equal(draft.tokens[0], expected)
         assert draft.num_passes.tolist() == [k if kind == "eagle3" else 1]
         unknown[0, length : length + k] = draft.tokens[0]
-        block = features(jnp.asarray(unknown))[:, length - 1 : length + k]
-        state = observe(state, VERDICT, block, draft=draft, live=jnp.asarray([True]))
+        block = features_of(target, drafter, unknown)[:, length - 1 : length + k]
+        state = observe(state, VERDICT, block, draft=draft, live=np.array([True]))
+
+
+def test_drafts_of_one_pass_are_those_of_the_published_code() -> None:
+    """With acceptances of every length and the caches that they leave."""
+    text, drafts, lengths = recorded("pard", "", "lengths")
+    model, k = load_llama(FIXTURES / "pard/draft"), drafts.shape[1]
+    drafter = ParallelDraft(model.parameters(), config=model.config, num_speculative_tokens=k)
+    state = read(drafter, text, known=lengths[0])
+    propose = jax.jit(lambda state, text, length: drafter.propose(state, text, length, k))
+    assert len(set(np.diff(lengths).tolist())) >= 3
+    for length, expected in zip(lengths, drafts, strict=True):
+        unknown = np.where(np.arange(text.shape[1]) < length, text, 1)
+        draft, state = propose(state, unknown, length[None])
+        np.testing.assert_array_equal(draft.tokens[0], expected)
+        assert draft.num_passes.tolist() == [1]
 
 
 BLOCK = {"block_size": 6, "mask_token": 5, "target_embed_size": 32, "layers": (0, 1)}
 OWN = {
     "eagle3": Eagle3(target_embed_size=pairs.CONFIG.embed_size, layers=(0, 1, 1)),
     "dspark": Block(
-        **BLOCK, anchor_predicts=True, markov_rank=8, has_confidence=True,
+        **BLOCK, markov_rank=8, anchor_predicts=True, has_confidence=True,
         confidence_reads_markov=True, causal_windows=True,
     ),
 }  # fmt: skip
 # Whose second layer sees little, and whose block is longer than what it drafts.
 WINDOW = {"num_layers": 2, "head_norms": True, "sliding_window": 9, "windowed_layers": (1,)}
-
-
-@functools.cache
-def head_of(seed: int, kind: str = "eagle3", noise: float | None = None) -> Llama:
-    """A random head of the random target, or draft, that knows the tokens which it says most."""
-    if kind == "dflash":  # it knows all of them, with the target's tables
-        own = Block(**BLOCK, has_unembedding=False)
-        config = dataclasses.replace(pairs.CONFIG, **WINDOW, head=own)
-        return Llama.random(config, jax.random.key(seed))
-    target = pairs.random_target(seed) if noise is None else pairs.random_draft(seed, noise)
-    said = collections.Counter(itertools.chain(*pairs.greedy(target, PROMPTS)))
-    rows = np.full(pairs.CONFIG.vocab_size, 3, np.int32)
-    for row, (token, _) in enumerate(said.most_common(3)):
-        rows[token] = row
-    sizes = {"num_layers": 1} if kind == "eagle3" else WINDOW
-    config = dataclasses.replace(pairs.CONFIG, **sizes, draft_vocab_size=3, head=OWN[kind])
-    parameters = Llama.random(config, jax.random.key(seed)).parameters()
-    return Llama(config, parameters | {"token_rows": jnp.asarray(rows)})
-
-
-def spec_of(kind: str, name: str) -> RoundSpec:
-    """The rounds of a name; DSpark's drafts end where it is not sure of them."""
-    sure = 0.0 if kind == "eagle3" or name == "exact" else 0.4
-    return pairs.SPECS[name].with_static(draft_confidence=sure)
-
-
-@pytest.mark.parametrize("name", ["exact", "sampled", "depths", "deferred"])
-@pytest.mark.parametrize("kind", OWN)
-def test_lossless_alone_and_in_batches(kind: str, name: str) -> None:
-    spec, given = spec_of(kind, name), (PROMPTS, pairs.MOST_TOKENS)
-    target, head = pairs.random_target(PAIR), head_of(PAIR, kind)
-    engine = pairs.batch_engine(target, head, spec)
-    found = engine.generate(*given, seed=1)
-    if name in ("exact", "depths"):
-        least = 1.2 if name == "exact" or kind == "eagle3" else 1.0
-        assert max(one.mean_accepted_tokens for one in found) > least
-        for one, prompt in zip(found, PROMPTS, strict=True):
-            (expected,) = pairs.greedy(target, [prompt], len(one.token_ids))
-            assert one.token_ids == expected
-    assert name == "deferred" or [one.token_ids for one in found] == [
-        engine.generate([prompt], pairs.MOST_TOKENS, seed=1 + row)[0].token_ids
-        for row, prompt in enumerate(PROMPTS)
-    ]
-
-
+# Drafts of one pass, and levels of draft models above a lookup, by the noise of their weights.
+LEVELS = {"a level": (0.25,), "useless": (10.0,), "levels": (0.25, 0.2), "all useless": (10.0, 0.3)}
+PARD = {"pard": 0.05, "pard, often refused": 0.2, "pard, alike": 0.0, "pard, useless": 10.0}
 NOISE, BELOW = 0.2, 3  # of a draft model, and what its head proposes at a time
 
 
+@functools.cache
+def head_of(kind: str = "eagle3", noise: float | None = None) -> Llama:
+    """A random head of the random target, or draft, that knows the tokens which it says most."""
+    config, key = pairs.CONFIG, jax.random.key(PAIR)
+    if kind in PARD:
+        draft = pairs.random_draft(PAIR, PARD[kind])
+        return Llama(dataclasses.replace(config, pard_token=5), draft.parameters())
+    if kind == "dflash":  # it knows all of them, with the target's tables
+        own = Block(**BLOCK, has_unembedding=False)
+        return Llama.random(dataclasses.replace(config, **WINDOW, head=own), key)
+    target = pairs.random_target(PAIR) if noise is None else pairs.random_draft(PAIR, noise)
+    said = collections.Counter(itertools.chain(*pairs.greedy(target, PROMPTS)))
+    rows = np.full(config.vocab_size, 3, np.int32)
+    rows[[token for token, _ in said.most_common(3)]] = range(3)
+    sizes = {"num_layers": 1} if kind == "eagle3" else WINDOW
+    config = dataclasses.replace(config, **sizes, draft_vocab_size=3, head=OWN[kind])
+    return Llama(config, Llama.random(config, key).parameters() | {"token_rows": jnp.asarray(rows)})
+
+
+def without_cost(rows: list[Generation]) -> list[Generation]:
+    return [dataclasses.replace(row, num_draft_passes=0, seconds=0.0) for row in rows]
+
+
 def drafts_of(name: str, kind: str = "eagle3") -> tuple[list[Llama], RoundSpec]:
-    """A head alone, or below a draft model, and the rounds that are called so."""
-    spec = spec_of(kind, name.removesuffix(" below"))
-    if not name.endswith(" below"):
-        return [head_of(PAIR, kind)], spec
-    spec = spec.with_static(level_speculative_tokens=(BELOW,))
-    return [pairs.random_draft(PAIR, NOISE), head_of(PAIR, kind, NOISE)], spec
+    """A head alone, or below a draft model, and the rounds called so; an unsure DSpark stops."""
+    short = name.removesuffix(" below")
+    sure = 0.4 if kind == "dspark" and short != "exact" else 0.0
+    spec = pairs.SPECS[short].with_static(draft_confidence=sure)
+    if short == name:
+        return [head_of(kind)], spec
+    if kind in LEVELS:
+        spec = spec.with_static(lookup=Lookup(num_speculative_tokens=3))
+        below = [pairs.random_draft(PAIR, noise) for noise in LEVELS[kind]]
+    else:
+        below = [head_of(kind, NOISE)]
+    models = [pairs.random_draft(PAIR, NOISE), *below]
+    return models, spec.with_static(level_speculative_tokens=(BELOW, 2)[: len(below)])
+
+
+def engine_of(name: str, kind: str = "eagle3", rows: int = pairs.ROWS, **given: Any) -> Engine:
+    models, spec = drafts_of(name, kind)
+    return pairs.pair_engine(PAIR, spec, *models, rows=rows, **given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "margin"),
+    [
+        *((*one, 0.0) for one in itertools.product([*OWN, "pard"], NAMES)),
+        *itertools.product(["eagle3"], ["exact below", "depths below"], [0.0, 2.0]),
+    ],
+)
+def test_lossless_alone_and_in_batches(kind: str, name: str, margin: float) -> None:
+    models, spec = drafts_of(name, kind)
+    engine = pairs.pair_engine(PAIR, spec.with_static(level_margin=margin), *models)
+    found = engine.generate(*GIVEN, seed=1)
+    if name.startswith(("exact", "depths")):
+        least = 1.2 if name == "exact" or kind == "eagle3" else 1.0
+        assert max(one.mean_accepted_tokens for one in found) > least
+        assert tokens_of(found) == pairs.autoregressive(pairs.random_target(PAIR), PROMPTS)
+    assert kind != "pard" or all(one.num_draft_passes == one.num_rounds for one in found)
+    again = engine.generate(*GIVEN, seed=1)
+    if name != "deferred":
+        again = [engine.generate([one], LIMIT, seed=1 + row)[0] for row, one in enumerate(PROMPTS)]
+    assert tokens_of(again) == tokens_of(found)
+
+
+def test_draws_of_one_pass_are_the_targets() -> None:
+    """Over many seeds the second tokens are distributed as without a draft."""
+    spec, counts = pairs.SPECS["sampled"], []
+    for drafts, k in (((), 0), ((head_of("pard, often refused"),), 5)):
+        engine = pairs.pair_engine(PAIR, spec.with_static(num_speculative_tokens=k), *drafts)
+        seen = [
+            one.token_ids[:2][-1]
+            for seed in range(0, 600, 3)
+            for one in engine.generate([PROMPTS[0]] * 3, 3, seed=seed)
+        ]
+        counts.append(np.bincount(seen, minlength=48))
+    assert np.abs(counts[1] - counts[0]).sum() / 2 / 600 < 0.12
 
 
 @pytest.mark.parametrize(
@@ -167,72 +227,47 @@ def drafts_of(name: str, kind: str = "eagle3") -> tuple[list[Llama], RoundSpec]:
     [
         ("eagle3", "fly", 1), ("eagle3", "sampled", 3), ("eagle3", "deferred", 3),
         ("dspark", "fly", 1), ("dspark", "sampled", 3),
+        ("pard, alike", "fly", 3), ("pard, useless", "fly", 3),
+        ("levels", "fly", 1), ("a level", "deferred", 3), ("a level", "sampled", 3),
+        ("all useless", "fly", 1), ("useless", "deferred", 3), ("useless", "sampled", 3),
     ],
 )  # fmt: skip
 def test_below_a_draft_model_no_token_changes(kind: str, name: str, rows: int) -> None:
-    given, (models, spec) = (PROMPTS, pairs.MOST_TOKENS), drafts_of(f"{name} below", kind)
+    given = ([*PROMPTS, *([first, 3, 5] for first in range(8))], LIMIT)
     alone = pairs.pair_engine(PAIR, pairs.SPECS[name], NOISE, rows=rows).generate(*given, seed=1)
-    engine = pairs.batch_engine(pairs.random_target(PAIR), models, spec, rows)
-    found = engine.generate(*given, seed=1)
-    assert [(one.token_ids, one.why) for one in found] == [
-        (one.token_ids, one.why) for one in alone
-    ]
+    found = engine_of(f"{name} below", kind, rows).generate(*given, seed=1)
+    assert without_cost(found) == without_cost(alone)
     passes = [sum(one.num_draft_passes for one in rows) for rows in (found, alone)]
-    assert name != "fly" or passes[0] < passes[1]
-
-
-@pytest.mark.parametrize("margin", [0.0, 2.0])
-@pytest.mark.parametrize("name", ["exact", "depths"])
-def test_below_a_draft_model_it_loses_nothing(name: str, margin: float) -> None:
-    models, spec = drafts_of(f"{name} below")
-    spec, target = spec.with_static(level_margin=margin), pairs.random_target(PAIR)
-    found = pairs.batch_engine(target, models, spec).generate(PROMPTS, pairs.MOST_TOKENS)
-    plain = pairs.autoregressive(target, PROMPTS, pairs.MOST_TOKENS)
-    assert [one.token_ids for one in found] == plain
+    assert name != "fly" or kind.endswith("useless") or passes[0] < passes[1]
+    seen = {"fly": "num_rescued_tokens", "deferred": "num_rollbacks", "sampled": "num_rounds"}
+    assert sum(getattr(one, seen[name]) for one in alone) > 0, "the case proves nothing"
 
 
 def test_below_a_draft_model_its_slots_have_true_features_alone() -> None:
     """As if all had just been read: whatever was refused or rolled back, or not asked for."""
     k, rows, random = 7, 3, np.random.default_rng(1)
-    models = [pairs.random_draft(PAIR, NOISE), head_of(PAIR, noise=NOISE)]
-    static = RoundStatic(k, level_speculative_tokens=(BELOW,), depths=(0, 1, k))
-    drafter = checked_drafter(pairs.random_target(PAIR), models, static)
-    assert drafter is not None
+    sizes = {"level_speculative_tokens": (BELOW,), "depths": (0, 1, k)}
+    drafter = built(pairs.random_target(PAIR), drafts_of("exact below")[0], k, **sizes)
     text = random.integers(0, pairs.CONFIG.vocab_size, (rows, 128)).astype(np.int32)
     length = np.array([1, 9, 14])
-    read = jax.jit(
-        lambda text: drafter.prefill(
-            drafter.init(*text.shape, jnp.dtype("float32")), text, jnp.int32(0), None
-        )
-    )
-    propose = jax.jit(
-        lambda state, text, length, wanted: drafter.propose(state, text, length, k, Terms(wanted))
-    )
-    state = read(text)
-    wanted_before = k
+    read_anew = jax.jit(lambda text: read(drafter, text))
+    propose = jax.jit(lambda state, text, at, terms: drafter.propose(state, text, at, k, terms))
+    state, wanted_before = read_anew(text), k
     for wanted in (k, k, 0, k, 1, 1, 1, 1, 1, 1, 1, 1, k, k, 0, 0, 0, 0, k):
-        draft, state = propose(state, text, length, np.full(rows, wanted))
+        draft, state = propose(state, text, length, Terms(np.full(rows, wanted)))
         for row, at in enumerate(length):
             text[row, at : at + wanted] = draft.tokens[row, :wanted]
         if wanted == k:
-            passes = draft.num_passes.tolist()
+            passes, fresh = draft.num_passes.tolist(), read_anew(text)
             assert wanted_before < k or passes[1] <= BELOW * (passes[0] - 1)
-            fresh = read(text)
             for row in range(rows):
-                slots, known = (
-                    int(cache.length[row]) for cache in (state.below.cache, state.cache)
-                )
+                slots, known = int(state.below.cache.length[row]), int(state.cache.length[row])
                 assert length[row] < slots < known == length[row] + k - 1
-                for found, expected, end in (
-                    (state.below.cache, fresh.below.cache, slots),
-                    (state.below.features, fresh.below.features, known),
-                ):
-                    for one, other in (
-                        (found.keys, expected.keys),
-                        (found.values, expected.values),
-                    ):
-                        one, other = (array[0, row, :, :end] for array in (one, other))
-                        np.testing.assert_allclose(one, other, atol=2e-5)
+                for part, end in (("cache", slots), ("features", known)):
+                    caches = (getattr(one.below, part) for one in (state, fresh))
+                    place = np.s_[0, row, :, :end]
+                    found, expected = ([one.keys[place], one.values[place]] for one in caches)
+                    np.testing.assert_allclose(found, expected, atol=2e-5)
         kept, wanted_before = random.integers(0, wanted + 1, rows), wanted
         length = np.maximum(length + kept + 1 - random.integers(0, 4, rows) * (kept > 3), 1)
         for row, at in enumerate(length - 1):  # the target's own, also where a window has failed
@@ -246,34 +281,27 @@ class ReadingAnew(HeadDraft):
 
     def propose(self, state: Any, text: Array, *given: Any) -> tuple[Draft, Any]:
         """The same after a prefill."""
-        cache = empty_cache(pairs.CONFIG, *text.shape, jnp.dtype("float32"))
-        read = pairs.random_target(PAIR).hidden_and_inputs(text, cache, self.hidden_layers)[2]
-        empty = self.init(*text.shape, jnp.dtype("float32"))
-        filled = self.prefill(empty, text, jnp.int32(0), read)
-        anew = [
-            dataclasses.replace(one, attended=held.attended)
-            for one, held in (
-                (filled.cache, state.cache), (filled.features, state.features),
-            )
-        ]  # fmt: skip
+        filled = read(self, text, features(pairs.random_target(PAIR), self, text))
+        anew = (
+            dataclasses.replace(getattr(filled, part), attended=getattr(state, part).attended)
+            for part in ("cache", "features")
+        )
         return super().propose(HeadState(*anew), text, *given)
 
 
 def test_a_rollback_restores_what_it_knows() -> None:
     target, spec = pairs.random_target(PAIR), pairs.SPECS["deferred"]
     spec = dataclasses.replace(spec, rule=Fly(0.0, 2))  # windows open wherever a draft is refused
-    given = ([[one, 7 * one % 48] for one in range(24, 48)], pairs.MOST_TOKENS)
-    drafter = checked_drafter(target, head_of(PAIR), spec.static)
+    prompts = [[one, 7 * one % 48] for one in range(24, 48)]
+    drafter = checked_drafter(target, head_of(), spec.static)
     assert isinstance(drafter, HeadDraft)
     fields = {one.name: getattr(drafter, one.name) for one in dataclasses.fields(drafter)}
     found, expected = (
-        pairs.batch_engine(target, one, spec).generate(*given)
+        pairs.batch_engine(target, one, spec).generate(prompts, LIMIT)
         for one in (drafter, ReadingAnew(**fields))
     )
+    assert without_cost(found) == without_cost(expected)
     assert sum(one.num_rollbacks for one in found) > 0
-    assert [(one.token_ids, one.why, one.num_rounds) for one in found] == [
-        (one.token_ids, one.why, one.num_rounds) for one in expected
-    ]
 
 
 @pytest.mark.parametrize(
@@ -284,16 +312,12 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
     """Requests that come and go, some of them on with the beginning that a slot holds."""
     beginning = [3, 1, 4, 1, 5, 9, 2, 6] * 3
     prompts = [beginning + [one] * (one % 4 + 1) for one in (5, 8, 9, 11, 12, 13)] + [[6]]
-    (models, spec), target = drafts_of(name, kind), pairs.random_target(PAIR)
-    engine = pairs.batch_engine(target, models, spec, rows=2)
-    first = engine.generate(prompts, pairs.MOST_TOKENS)
-    longer = [prompt + one.token_ids for prompt, one in zip(prompts, first, strict=True)]
-    given = ([*longer, *prompts], pairs.MOST_TOKENS)
-    fresh = pairs.batch_engine(target, models, spec, rows=2, shared_block=0)
+    engine, fresh = (engine_of(name, kind, 2, **one) for one in ({}, {"shared_block": 0}))
+    first = tokens_of(engine.generate(prompts, LIMIT))
+    prompts = [*(prompt + new for prompt, new in zip(prompts, first, strict=True)), *prompts]
     assert engine.num_reused_tokens > 0
-    for found, expected in zip(engine.generate(*given), fresh.generate(*given), strict=True):
-        assert (found.token_ids, found.why) == (expected.token_ids, expected.why)
-        assert found.num_rounds == expected.num_rounds
+    found, expected = (one.generate(prompts, LIMIT) for one in (engine, fresh))
+    assert without_cost(found) == without_cost(expected)
 
 
 @pytest.mark.parametrize(
@@ -311,38 +335,27 @@ def test_what_a_slot_held_before_changes_nothing(kind: str, name: str) -> None:
 def test_on_eight_devices_tokens_are_those_of_one(
     kind: str, mesh: str, target_rules: str, rules: str, name: str
 ) -> None:
-    (drafts, spec), given = drafts_of(name, kind), (PROMPTS, pairs.MOST_TOKENS)
-    target = pairs.random_target(PAIR)
-    one = pairs.batch_engine(target, drafts, spec).generate(*given)
+    (drafts, spec), target = drafts_of(name, kind), pairs.random_target(PAIR)
+    one = pairs.batch_engine(target, drafts, spec).generate(*GIVEN)
     placed = pairs.placed(target, layout_on(mesh, target_rules))
     drafts = [pairs.placed(draft, layout_on(mesh, rules)) for draft in drafts]
-    found = pairs.batch_engine(placed, drafts, spec).generate(*given)
-    assert [row.token_ids for row in found] == [row.token_ids for row in one]
+    found = pairs.batch_engine(placed, drafts, spec).generate(*GIVEN)
+    assert tokens_of(found) == tokens_of(one)
     assert [row.num_rounds for row in found] == [row.num_rounds for row in one]
 
 
 @pytest.mark.parametrize("name", ["dspark", "speculators"])
 def test_a_draft_ends_before_the_first_token_that_is_unsure(name: str) -> None:
     """By the confidence that the published code has in each token of the first draft."""
-    with np.load(FIXTURES / "block" / "rounds.npz") as file:
-        tokens, drafts, scores = (
-            file[f"{name}.{key}"] for key in ("tokens", "drafts", "confidence")
-        )
+    tokens, drafts, scores = recorded("block", f"{name}.", "confidence")
     target, head = (load_llama(FIXTURES / one) for one in ("eagle3/target", f"block/{name}"))
-    text = np.zeros((1, 16), np.int32)
-    text[0, :7] = tokens[:7]
-    cache = empty_cache(target.config, 1, 0, jnp.dtype("float32"))
-    sure = 1 / (1 + np.exp(-scores[0]))
-    counts = set[int]()
+    text = np.where(np.arange(16) < 7, tokens[:, :16], 0)
+    sure, counts = 1 / (1 + np.exp(-scores[0])), set[int]()
     for least in (*(sure + 1e-4), *(sure - 1e-4)):
-        drafter = checked_drafter(target, head, RoundStatic(5, draft_confidence=float(least)))
-        assert drafter is not None
+        drafter = built(target, head, 5, draft_confidence=float(least))
         if not counts:
-            prompt = jnp.asarray(text[:, :6])
-            seen = target.hidden_and_inputs(prompt, cache, drafter.hidden_layers)[2]
-            empty = drafter.init(1, 16, jnp.dtype("float32"))
-            state = drafter.prefill(empty, prompt, jnp.int32(0), seen)
-        draft, _ = drafter.propose(state, jnp.asarray(text), jnp.asarray([7]), 5)
+            state = read(drafter, text, features(target, drafter, text[:, :6]), known=6)
+        draft, _ = drafter.propose(state, text, jnp.asarray([7]), 5)
         expected = next((at for at, one in enumerate(sure) if one < least), 5)
         assert draft.num_drafted.tolist() == [expected]
         np.testing.assert_array_equal(draft.tokens[0], drafts[0])
@@ -355,20 +368,18 @@ def test_a_layer_with_a_window_sees_no_more_of_the_context(unstacked: bool) -> N
     """And a place of its block nothing behind itself, where windows are causal."""
     sizes = WINDOW | {"num_layers": 1, "windowed_layers": (0,)}
     own = dataclasses.replace(pairs.CONFIG, **sizes, head=OWN["dspark"])
-    target = pairs.random_target(PAIR)
     model = Llama.random(own, jax.random.key(3))
-    head = BlockHead.on(model.unstacked() if unstacked else model, target)
-    cache = empty_cache(own, 1, 32, jnp.dtype("float32")).with_length(jnp.asarray([20]))
+    head = BlockHead.on(model.unstacked() if unstacked else model, pairs.random_target(PAIR))
+    cache = empty_cache(own, 1, 32, FLOAT32).with_length(jnp.asarray([20]))
 
     def found(at: int, token: int) -> Array:
         keys = cache.keys.at[:, :, :, at].set(1.0)
         seen = dataclasses.replace(cache, keys=keys, values=keys)
         return head.hidden(jnp.asarray([[3, 5, 5, token]]), seen)[0][0]
 
-    plain, far, near = found(30, 5), found(11, 5), found(12, 5)
+    plain, far, near, other = found(30, 5), found(11, 5), found(12, 5), found(30, 7)
     np.testing.assert_array_equal(plain, far)  # the first place sees 12 to 20
     assert jnp.any(plain[0] != near[0])
     np.testing.assert_array_equal(plain[1:], near[1:])
-    other = found(30, 7)
     np.testing.assert_array_equal(plain[:3], other[:3])
     assert jnp.any(plain[3] != other[3])

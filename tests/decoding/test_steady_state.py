@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,19 @@ from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
 from fly_jax.decoding.state import DecodeState, RuleInputs
-from fly_jax.verification.rules import Budget, Csd, Exact, Fly, Margin
+from fly_jax.verification.rules import Budget, Csd, Fly, Margin
 
-LEARNING = RoundStatic(5, None, pairs.EOS, reports_mismatches=True)
+Compilations = Callable[[], list[str]]
+Dispatches = list[tuple[DecodeState, DecodeState]]
+# The memory learns, so that its keys are exchanged while rows are being decoded.
+LEARNING = pairs.SPECS["exact"].with_static(reports_mismatches=True)
 SPECS = {
     **pairs.SPECS,
     "levels": pairs.SPECS["fly, lookup"].with_static(level_speculative_tokens=(2,), depths=(2, 5)),
-    "csd, depths": RoundSpec(Csd(1e-6), LEARNING).with_static(depths=(2, 5)),
-    # The memory learns, so that its keys are exchanged while rows are being decoded.
-    "csd": RoundSpec(Budget(Csd(1e-6), 20.0), LEARNING),
+    "csd, depths": replace(LEARNING, rule=Csd(1e-6)).with_static(depths=(2, 5)),
+    "csd": replace(LEARNING, rule=Budget(Csd(1e-6), 20.0)),
 }
-# All tests of a kind follow each other, and so share its programs.
-of_every_kind = pytest.mark.parametrize("name", SPECS, scope="module")
+RARE = (7,)  # rows end far apart
 # Prompts, how many tokens at most, and the seed.
 BATCHES = [([[1, 2, 3], [4]], 12, 0), ([[9] * 16, [8, 7] * 3], 20, 1), ([[5, 4, 3, 2]], 3, 2)]
 
@@ -52,32 +53,60 @@ def decoded(engine: Engine, prompts: list[list[int]], limit: int, seed: int) -> 
     return [row.token_ids for row in engine.generate(prompts, limit, seed=seed)]
 
 
-@of_every_kind
-def test_once_warmed_up_nothing_compiles(name: str, compilations: Callable[[], list[str]]) -> None:
+@pytest.mark.parametrize("name", SPECS)
+def test_once_warmed_up_nothing_compiles_and_nothing_is_copied(
+    name: str, compilations: Compilations, dispatches: Dispatches
+) -> None:
+    """Not unasked, and no cache: a round that copied those would need twice their memory."""
     jax.clear_caches()
     engine = engine_for(SPECS[name])
     for prompts, max_new_tokens, seed in BATCHES:
         engine.warm_up_for(engine.requests(prompts, max_new_tokens, seed=seed))
     assert any("_run" in message for message in compilations()), "compilations go uncounted"
-    assert all(all(decoded(engine, *batch)) for batch in BATCHES)
+    expected = [decoded(engine, *batch) for batch in BATCHES]
+    assert all(map(all, expected))
     assert compilations() == []
+    if engine.memory is not None:  # what has been learnt would change the tokens
+        assert engine.memory.version > 1
+        engine.memory = CorrectionMemory("v", min_count=0)
+    dispatches.clear()
+    with jax.transfer_guard("disallow"):
+        with pytest.raises(Exception, match="isallowed host-to-device"):
+            jax.jit(jnp.negative)(np.ones(3))  # the guard is up
+        assert decoded(engine, *BATCHES[0]) == expected[0]
+    assert len(dispatches) > 2
+    for state, _ in dispatches:
+        leaves = jax.tree.leaves(state.drafter, is_leaf=lambda one: isinstance(one, KVCache))
+        caches = [one for one in (state.target, *leaves) if isinstance(one, KVCache)]
+        assert len(caches) == 1 + num_drafts(SPECS[name])
+        assert state.tokens.is_deleted()
+        assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 
 
-def test_another_pair_of_the_same_shape_compiles_nothing(
-    compilations: Callable[[], list[str]],
+def test_other_weights_compile_nothing_and_another_k_and_rule_their_rounds_alone(
+    compilations: Compilations,
 ) -> None:
+    """Prompts are run, put into slots and begun by the same programs."""
+
+    def programs_of_ours() -> list[str]:
+        names = [one.split(" in ")[0].split("jit(")[1].rstrip(")") for one in compilations()]
+        return sorted(one for one in names if one.startswith("_"))
+
     jax.clear_caches()
     decoded(engine_for(SPECS["exact"]), *BATCHES[0])
+    first = programs_of_ours()
+    assert {"_begin", "_insert", "_prefill_chunk"} < set(first)
+    assert [one for one in first if one.startswith("_run")] == ["_run"]
     other = engine_for(SPECS["exact"], pair=2)
     compilations()
     decoded(other, *BATCHES[0])
     assert compilations() == []
+    decoded(engine_for(SPECS["fly"].with_static(num_speculative_tokens=3)), *BATCHES[0])
+    assert programs_of_ours() == ["_run"]
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_other_numbers_compile_nothing(
-    offline: bool, compilations: Callable[[], list[str]]
-) -> None:
+def test_other_numbers_compile_nothing(offline: bool, compilations: Compilations) -> None:
     """Those of the rule, of its budget and of the sampling are data; so are each request's own."""
     jax.clear_caches()
     (prompt, *_), max_new_tokens, seed = BATCHES[0]
@@ -89,7 +118,7 @@ def test_other_numbers_compile_nothing(
         rule = Budget(Fly(threshold, window) | Margin(gap=threshold), total)
         sampling = Sampling(temperature, top_p=top_p)
         if offline:
-            engine = engine_for(RoundSpec(rule, RoundStatic(5, None, pairs.EOS), sampling))
+            engine = engine_for(replace(SPECS["exact"], rule=rule, sampling=sampling))
             return decoded(engine, [prompt], max_new_tokens, seed)[0]
         if not online:
             online.append(pairs.pair_engine(1, SPECS["exact"], 0.2, rules=[rule], offline=False))
@@ -104,46 +133,12 @@ def test_other_numbers_compile_nothing(
     assert after != before
 
 
-def test_another_k_and_another_rule_compile_their_rounds_alone(
-    compilations: Callable[[], list[str]],
-) -> None:
-    """Prompts are run, put into slots and begun by the same programs."""
-    jax.clear_caches()
-    for spec in (SPECS["exact"], SPECS["fly"].with_static(num_speculative_tokens=3)):
-        engine_for(spec).generate(*BATCHES[0][:2])
-        compiled = [one.split(" in ")[0].split("jit(")[1] for one in compilations()]
-        assert sum(one.startswith("_run") for one in compiled) == 1
-        expected = {"_begin", "_insert", "_prefill_chunk"} if spec is SPECS["exact"] else set()
-        programs_of_ours = {one.rstrip(")") for one in compiled if one.startswith("_")}
-        assert expected <= programs_of_ours
-        assert expected or programs_of_ours == {"_run"}
-
-
-@of_every_kind
-def test_nothing_is_copied_unasked(name: str) -> None:
-    engine = engine_for(SPECS[name])
-    expected = decoded(engine, *BATCHES[0])  # compiles
-    if engine.memory is not None:  # what has been learnt would change the tokens
-        assert engine.memory.version > 1
-        engine.memory = CorrectionMemory("v", min_count=0)
-    with jax.transfer_guard("disallow"):
-        with pytest.raises(Exception, match="isallowed host-to-device"):
-            jax.jit(jnp.negative)(np.ones(3))  # the guard is up
-        found = decoded(engine, *BATCHES[0])
-    assert found == expected
-
-
-@of_every_kind
-def test_the_state_is_donated(name: str, dispatches: list[tuple[DecodeState, DecodeState]]) -> None:
-    """Caches are large: a round that copied them would need twice their memory."""
-    decoded(engine_for(SPECS[name]), *BATCHES[0])
-    assert len(dispatches) > 2
-    for state, _ in dispatches:
-        leaves = jax.tree.leaves(state.drafter, is_leaf=lambda one: isinstance(one, KVCache))
-        caches = [one for one in (state.target, *leaves) if isinstance(one, KVCache)]
-        assert len(caches) == 1 + num_drafts(SPECS[name])
-        assert state.tokens.is_deleted()
-        assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
+def assert_nothing_done(*states_and_output: object) -> None:
+    before, after, output = jax.device_get(states_and_output)
+    assert not any(map(np.any, jax.tree.leaves(output)))
+    for leaf, expected in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(leaf, expected)
 
 
 def begun(engine: Engine, *limits: int) -> tuple[DecodeState, RuleInputs]:
@@ -162,24 +157,19 @@ def test_a_dispatch_in_which_all_have_finished_does_nothing(rounds: int) -> None
     """
     engine = engine_for(SPECS["exact"].with_static(rounds_per_dispatch=rounds))
     state, inputs = begun(engine, 12, 12)
-    inputs = dataclasses.replace(inputs, seated=None)
-    run = engine._programs.run
-    count = 1
-    while count:
-        state, output = run(state, inputs)
-        count = int(output.count.sum())
-    before = jax.device_get(state)
-    state, output = run(state, inputs)
-    output, after = jax.device_get(output), jax.device_get(state)
+    inputs, run = replace(inputs, seated=None), engine._programs.run
+    while (result := run(state, inputs))[1].count.any():
+        state = result[0]
+    before = jax.device_get(result[0])
+    after, output = jax.device_get(run(result[0], inputs))
     numbers = (output.count, output.num_drafted, output.num_accepted, output.num_rescued)
-    assert not any(np.any(leaf) for leaf in numbers)
+    assert not any(map(np.any, numbers))
     assert np.all(after.finished)
     np.testing.assert_array_equal(after.length, before.length)
     for row, length in enumerate(before.length):
         np.testing.assert_array_equal(after.tokens[row, :length], before.tokens[row, :length])
     if rounds > 1:
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(output))
-        jax.tree.map(np.testing.assert_array_equal, _numbers(after), _numbers(before))
+        assert_nothing_done(before, after, output)
 
 
 def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
@@ -194,20 +184,10 @@ def test_a_dispatch_ends_with_the_first_row_that_is_done() -> None:
     assert not count[1:].any(), "the rounds after it do not run"
     before = jax.device_get(state)
     state, output = run(state, inputs)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(jax.device_get(output)))
-    jax.tree.map(np.testing.assert_array_equal, _numbers(jax.device_get(state)), _numbers(before))
+    assert_nothing_done(before, state, output)
     # Its request has been read, and nobody has its place yet.
     left = engine._programs.put_numbers(np.array([False, True, False]))
-    output = run(state, dataclasses.replace(inputs, seated=left))[1]
-    assert (jax.device_get(output.count)[:, 1] > 0).all()
-
-
-def _numbers(state: object) -> list[np.ndarray]:
-    leaves = jax.tree.leaves(state)
-    return [leaf for leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-
-
-RARE = (7,)  # rows end far apart
+    assert (run(state, replace(inputs, seated=left))[1].count[:, 1] > 0).all()
 
 
 @given(st.integers(1, 10**4).map(lambda steps: steps * CAPACITY_STEP))
@@ -222,11 +202,11 @@ def test_buckets_double_up_to_the_capacity(capacity: int) -> None:
 
 
 def test_a_long_cache_of_which_a_prefix_is_read_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch, dispatches: list[tuple[DecodeState, DecodeState]]
+    monkeypatch: pytest.MonkeyPatch, dispatches: Dispatches
 ) -> None:
     """While rows of all lengths grow through the steps."""
     prompts = [[5, 9], [2] * 3, [token % 48 for token in range(3, 43)], [1, 2, 3, 4, 5]]
-    spec = RoundSpec(Exact(), RoundStatic(3, None, RARE))
+    spec = SPECS["exact"].with_static(num_speculative_tokens=3, eos_token_ids=RARE)
     monkeypatch.setattr(programs, "CAPACITY_STEP", 16)
     # Prompts are run together in caches of the first step, which has room for a chunk.
     monkeypatch.setattr("fly_jax.engine.engine.OFFLINE_PREFILL_TOKENS", 16)
@@ -267,8 +247,7 @@ def test_a_dispatch_attends_to_what_its_rows_need(
     capacity = max(limits) + room
     buckets = AttentionBuckets(static, capacity, room, is_whole=False)
     buckets.steps = tuple(range(1, capacity + 1))
-    known = list(lengths)
-    actual, settled, pending = list(lengths), list(lengths), list(lengths)
+    known, actual, settled, pending = ([*lengths] for _ in range(4))
     live = set(range(len(lengths)))
     while live:
         positions = buckets.next_dispatch((known[row], limits[row]) for row in live)
@@ -288,8 +267,5 @@ def test_a_dispatch_attends_to_what_its_rows_need(
                 settled[row] = chance.randint(least, actual[row])
                 if actual[row] == end:  # nothing stays open at the end
                     settled[row] = end
-        for row, length in enumerate(pending):
-            known[row] = length
-            if length == limits[row]:
-                live.discard(row)
-        pending = list(settled)
+        known, pending = pending, [*settled]
+        live -= {row for row, end in enumerate(limits) if known[row] == end}

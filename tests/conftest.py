@@ -27,6 +27,9 @@ import shape_checks
 
 shape_checks.install()
 
+from tiny_pair import write_pair  # noqa: E402
+
+from fly_jax.decoding.pair import Pair, load_pair  # noqa: E402
 from fly_jax.decoding.programs import Programs  # noqa: E402
 from fly_jax.decoding.state import DecodeState  # noqa: E402
 
@@ -68,6 +71,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name in _SLOW:
             item.add_marker("slow")
     items.sort(key=places.__getitem__)
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of a target and of its draft."""
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def pair(tiny_pair: tuple[Path, Path]) -> Pair:
+    return load_pair(*tiny_pair, dtype="float32")
 
 
 @pytest.fixture

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import re
+import itertools
+import math
 from collections.abc import Callable
+from dataclasses import astuple, replace
 
-import numpy as np
 import pytest
+import random_pairs as pairs
 from golden import layout_on
-from random_pairs import CAPACITY, CONFIG, EOS, batch_engine, placed, random_draft, random_target
+from random_pairs import CAPACITY, CONFIG, batch_engine, placed, random_draft, random_target
 
-from fly_jax import Budget, CorrectionMemory, Csd, Engine, Exact, Fly, Generation, Margin, Typical
+from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, Generation, Margin, Typical
 from fly_jax.decoding import programs
-from fly_jax.decoding.config import RoundSpec, RoundStatic
+from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import RULES
 
 # A size of the vocabulary that no other dimension has, nor a multiple of one.
-LARGE = dataclasses.replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
+LARGE = replace(CONFIG, vocab_size=176, num_heads=8, num_kv_heads=4)
 ROWS = 4
-STATIC, FLY = RoundStatic(3, None, EOS), Fly(window_size=1)
+EXACT, FLY = pairs.SPECS["exact"].with_static(num_speculative_tokens=3), Fly(window_size=1)
+ALL = Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0)
+LEVELS = {"deferred_window": 2, "level_speculative_tokens": (2,)}
 SPECS = {
-    "autoregressive": RoundSpec(Exact(), RoundStatic(0, None, EOS)),
-    "exact": RoundSpec(Exact(), STATIC),
-    "fly": RoundSpec(FLY, STATIC),
-    "all": RoundSpec(Budget((FLY | Csd(1e-6)) & (Typical() | Margin()), 2.0), STATIC).with_static(
-        reports_mismatches=True, audits=True
-    ),
-    "levels": RoundSpec(Fly(0.0, 2), STATIC).with_static(
-        audits=True, deferred_window=2, level_speculative_tokens=(2,)
-    ),
+    "autoregressive": pairs.SPECS["autoregressive"],
+    "exact": EXACT,
+    "fly": replace(EXACT, rule=FLY),
+    "all": replace(EXACT, rule=ALL).with_static(reports_mismatches=True, audits=True),
+    "levels": replace(EXACT, rule=Fly(0.0, 2)).with_static(audits=True, **LEVELS),
 }
 BATCHES = [[[3, 1, 4], [9], [1, 1], [5] * 7], [[2, 6, 5, 3, 5, 8, 9], [7, 9], [4]]]
 MAX_NEW_TOKENS = 12
@@ -52,12 +51,10 @@ def engine_on(
     mesh: str | None, name: str, target_rules: str = "tensor", draft_rules: str = "replicated"
 ) -> Engine:
     num_drafts = 1 + len(SPECS[name].static.level_speculative_tokens)
-    target = placed(random_target(2, LARGE), layout_on(mesh, target_rules))
-    drafts = [
-        placed(random_draft(2, noise, LARGE), layout_on(mesh, draft_rules))
-        for noise in (0.3, 0.4)[:num_drafts]
-    ]
+    layout = layout_on(mesh, draft_rules)
+    drafts = [placed(random_draft(2, noise, LARGE), layout) for noise in (0.3, 0.4)[:num_drafts]]
     memory = CorrectionMemory("v", min_count=0) if name == "all" else None
+    target = placed(random_target(2, LARGE), layout_on(mesh, target_rules))
     return batch_engine(target, drafts, SPECS[name], ROWS, memory=memory)
 
 
@@ -85,38 +82,19 @@ def test_tokens_are_those_of_one_device_and_later_batches_compile_nothing(
     for row, other in zip(found, expected, strict=True):
         assert row.token_ids == other.token_ids
         for report, alone in zip(row.reports, other.reports, strict=True):
-            expected_report = pytest.approx(dataclasses.astuple(alone), abs=1e-4)
-            assert dataclasses.astuple(report) == expected_report
+            assert astuple(report) == pytest.approx(astuple(alone), abs=1e-4)
     assert all(bool(row.reports) == SPECS[case[1]].static.audits for row in found)
-
-
-COLLECTIVE = re.compile(
-    r"= (?P<result>.*?) (?P<name>all-gather|all-reduce|all-to-all|reduce-scatter"
-    r"|collective-permute|collective-broadcast)(-start)?\("
-)
-
-
-def collectives(hlo: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Kind and shape of everything that a compiled program sends between devices."""
-    return [
-        (found["name"], tuple(int(size) for size in dims.split(",") if size))
-        for found in COLLECTIVE.finditer(hlo)
-        for dims in re.findall(r"\w+\[([0-9,]*)\]", found["result"])
-    ]
 
 
 @pytest.mark.usefixtures("compiled_well")
 def test_collectives_carry_activations_and_evidence_only() -> None:
     """No logits, no cache and no matrix; the replicated draft needs no collective at all."""
     engine = engine_on("2x4", "fly")
-    models, state, inputs = engine._programs, engine._slots(), engine._inputs()
-    both = (models._parameters, models._drafter)
-    given = (models._shapes, models.static, ROWS, *both, state, inputs)
-    hlo = programs._run.lower(*given).compile().as_text()
-    sent = collectives(hlo)
-    assert any(name == "all-reduce" for name, _ in sent), "the program has no collectives"
+    models, state = engine._programs, (engine._slots(), engine._inputs())
+    given = (models._shapes, models.static, ROWS, models._parameters, models._drafter, *state)
+    sent = exchanges(programs._run.lower(*given).compile().as_text(), 8)
+    assert any(one.kind == "all-reduce" for one in sent), "the program has no collectives"
     block = SPECS["fly"].static.num_speculative_tokens + 1
-    for name, shape in sent:
-        assert LARGE.vocab_size not in shape, (name, shape)
-        assert CAPACITY not in shape, (name, shape)
-        assert np.prod(shape, dtype=int) <= ROWS * block * LARGE.embed_size, (name, shape)
+    for shape in itertools.chain.from_iterable(one.shapes for one in sent):
+        assert not {LARGE.vocab_size, CAPACITY} & {*shape}, shape
+        assert math.prod(shape) <= ROWS * block * LARGE.embed_size, shape

@@ -42,19 +42,12 @@ AWKWARD = [
 FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json")
 
 
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer trained by the recipe, with its other forms beside it."""
-    directory = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(directory)
-    return directory / "tokenizer.model"
-
-
 class Forms:
     """The two forms of one tokenizer."""
 
     def __init__(self, directory: Path) -> None:
-        self.model = sentencepiece.SentencePieceProcessor(str(directory / "tokenizer.model"))
+        self.path = directory / "tokenizer.model"
+        self.model = sentencepiece.SentencePieceProcessor(str(self.path))
         self.fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
         self.fast.encode_special_tokens = True
 
@@ -67,8 +60,11 @@ class Forms:
 
 
 @pytest.fixture(scope="module")
-def forms(tokenizer_path: Path) -> Forms:
-    return Forms(tokenizer_path.parent)
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    """Those of a tokenizer trained by the recipe."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(directory)
+    return Forms(directory)
 
 
 def test_awkward_text_and_that_of_training(forms: Forms) -> None:
@@ -97,12 +93,12 @@ def test_digits_newlines_names_and_marks_are_tokens_of_their_own(forms: Forms) -
     assert forms.fast.get_vocab_size() == forms.model.get_piece_size() == 2048
 
 
-def test_transformers_reads_it(tokenizer_path: Path, forms: Forms) -> None:
+def test_transformers_reads_it(forms: Forms) -> None:
     transformers = pytest.importorskip("transformers")
     # With a model's configuration beside it, which must not change the class of the tokenizer.
-    config = tokenizer_path.with_name("config.json")
+    config = forms.path.with_name("config.json")
     config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer_path.parent)
+    loaded = transformers.AutoTokenizer.from_pretrained(forms.path.parent)
     config.unlink()
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (1, 2, 3)
     for text in AWKWARD:
@@ -111,80 +107,67 @@ def test_transformers_reads_it(tokenizer_path: Path, forms: Forms) -> None:
         assert loaded.decode(ids, skip_special_tokens=True) == text
 
 
-def test_training_is_reproducible(tokenizer_path: Path, tmp_path: Path) -> None:
+def test_training_is_reproducible(forms: Forms, tmp_path: Path) -> None:
     train_tokenizer(tmp_path)
     for name in FILES:
-        assert (tmp_path / name).read_bytes() == tokenizer_path.with_name(name).read_bytes()
+        assert (tmp_path / name).read_bytes() == forms.path.with_name(name).read_bytes()
 
 
-def test_rows_are_deterministic_and_resume_anywhere(tokenizer_path: Path) -> None:
-    rows = list(itertools.islice(token_rows(tokenizer_path, 7), 6))
-    later = list(itertools.islice(token_rows(tokenizer_path, 7, start_row=4), 2))
-    other = next(token_rows(tokenizer_path, 8))
+def test_rows_are_deterministic_resume_anywhere_and_are_stacked(forms: Forms) -> None:
+    given = {"tokenizer_path": forms.path, "row_length": 64}
+    rows = list(itertools.islice(token_rows(**given, seed=7), 6))
+    later = list(itertools.islice(token_rows(**given, seed=7, start_row=4), 2))
+    other = next(token_rows(**given, seed=8))
     jax.tree.map(np.testing.assert_array_equal, rows[4:], later)
     assert [part.dtype for part in other[:4]] == [np.int32, np.float32, np.int32, np.int32]
     assert not np.array_equal(rows[0].tokens, other.tokens)
     assert not np.array_equal(rows[0].tokens, rows[1].tokens)
-
-
-def test_batches_stack_rows(tokenizer_path: Path) -> None:
-    rows = list(itertools.islice(token_rows(tokenizer_path, 7, row_length=64), 6))
-    batch = next(batches(tokenizer_path, 7, batch_size=3, start_step=1, row_length=64))
+    batch = next(batches(**given, seed=7, batch_size=3, start_step=1))
     assert batch.tokens.shape == (3, 65)
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *rows[3:])
     jax.tree.map(np.testing.assert_array_equal, batch, stacked)
 
 
-def test_documents_are_kept_apart(tokenizer_path: Path) -> None:
-    for row in itertools.islice(token_rows(tokenizer_path, 1), 30):
+def test_documents_are_kept_apart(forms: Forms) -> None:
+    for row in itertools.islice(token_rows(forms.path, 1), 30):
         starts = np.flatnonzero(row.tokens == BEGIN)
         assert starts[0] == 0
         np.testing.assert_array_equal(row.positions == 0, row.tokens == BEGIN)
         np.testing.assert_array_equal(row.segments, np.cumsum(row.tokens == BEGIN))
-        np.testing.assert_array_equal(
-            row.positions, np.arange(len(row.tokens)) - starts[row.segments - 1]
-        )
+        since = np.arange(len(row.tokens)) - starts[row.segments - 1]
+        np.testing.assert_array_equal(row.positions, since)
         assert (row.tokens[starts[1:] - 1] == END).all()
         # Nothing is learnt across documents, and something everywhere else.
         np.testing.assert_array_equal(row.weights == 0, row.tokens[1:] == BEGIN)
 
 
-def test_weights_of_a_problem(tokenizer_path: Path, forms: Forms) -> None:
-    model = forms.model
-    rows = token_rows(tokenizer_path, 2, problem_share=1.0)
-    for row in itertools.islice(rows, 20):
-        for segment in range(1, row.segments[-1]):
-            inside = np.flatnonzero(row.segments == segment)[1:]
-            text = [model.id_to_piece(int(token)) for token in row.tokens[inside]]
-            if text[0] != "Problem":
-                continue
-            weights = row.weights[inside - 1]
-            solution = text.index("Solution") + 2
-            answer = text.index("Answer") + 2
-            assert set(weights[:solution].tolist()) == {np.float32(0.3)}
-            assert (text[-1], weights[-1]) == ("</s>", 1.0)
-            assert all(piece.isdigit() for piece in text[answer + 1 : -1])
-            assert (weights[answer + 1 : -1] == 3.0).all()
-            for piece, weight in zip(text[solution:answer], weights[solution:answer], strict=True):
-                copied = piece.isdigit() or piece.lstrip("\u2581") in SUBJECTS
-                assert weight == (2.5 if copied else 1.0), piece
-
-
-def test_a_share_of_the_rows_starts_with_problems(tokenizer_path: Path, forms: Forms) -> None:
-    rows = itertools.islice(token_rows(tokenizer_path, 3, problem_share=0.7), 600)
+def test_a_share_of_the_rows_starts_with_problems(forms: Forms) -> None:
+    rows = itertools.islice(token_rows(forms.path, 3, problem_share=0.7), 600)
     problem = [forms.model.decode(row.tokens[1:4].tolist()).startswith("Problem:") for row in rows]
     assert np.mean(problem) == pytest.approx(0.7, abs=0.06)
 
 
-def test_no_problem_is_cut(tokenizer_path: Path, forms: Forms) -> None:
-    for row in itertools.islice(token_rows(tokenizer_path, 4, problem_share=1.0), 100):
+def test_problems_are_whole_and_weighted(forms: Forms) -> None:
+    for row in itertools.islice(token_rows(forms.path, 4, problem_share=1.0), 100):
         for segment in range(1, row.segments[-1] + 1):
-            document = row.tokens[row.segments == segment].tolist()
+            inside = np.flatnonzero(row.segments == segment)
+            document = row.tokens[inside].tolist()
             text = forms.model.decode(document)
             assert segment > 1 or text.startswith("Problem: ")
-            if text.startswith("Problem: "):
-                assert document[-1] == END
-                assert extract_answer(text) is not None
+            if not text.startswith("Problem: "):
+                continue
+            assert extract_answer(text) is not None
+            pieces = [forms.model.id_to_piece(token) for token in document[1:]]
+            weights = row.weights[inside[1:] - 1]
+            solution, answer = pieces.index("Solution") + 2, pieces.index("Answer") + 2
+            assert set(weights[:solution].tolist()) == {np.float32(0.3)}
+            assert (pieces[-1], weights[-1]) == ("</s>", 1.0)
+            assert all(piece.isdigit() for piece in pieces[answer + 1 : -1])
+            assert (weights[answer + 1 : -1] == 3.0).all()
+            of_solution = zip(pieces[solution:answer], weights[solution:answer], strict=True)
+            for piece, weight in of_solution:
+                copied = piece.isdigit() or piece.lstrip("\u2581") in SUBJECTS
+                assert weight == (2.5 if copied else 1.0), piece
 
 
 def test_library_splits_share_no_document() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from launch_types import Folders
+from launch_types import Folders, Patch
 from refusals import assert_refused
 
 import fly_jax
@@ -78,16 +77,10 @@ class Toy(fly_jax.Drafter):
         return fly_jax.Draft(tokens, None, count, jnp.zeros(0, jnp.int32)), state
 
 
-@pytest.fixture
-def toy() -> Iterator[None]:
-    fly_jax.register_drafter("toy", lambda target, static: Toy())
-    yield
-    del chain._BUILDS["toy"]
-
-
-def test_a_drafter_from_outside_drafts_losslessly(
-    tiny_pair: Folders, alone: Pair, toy: None
-) -> None:
+def test_a_foreign_drafter_is_lossless(tiny_pair: Folders, alone: Pair, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(chain, "_BUILDS", {**chain._BUILDS})
+    register = fly_jax.register_drafter
+    register("toy", lambda target, static: Toy())
     expected, given = tokens(alone), {"rule": "exact", "num_speculative_tokens": 3}
     assert tokens(alone, drafter="toy", **given) == expected
     loaded = load_pair(tiny_pair[0], "toy", dtype="float32")
@@ -95,12 +88,11 @@ def test_a_drafter_from_outside_drafts_losslessly(
     (one,) = generate(loaded, REPEATING[:1], max_new_tokens=12, **given)
     assert one.token_ids == expected[0]
     assert one.num_draft_tokens > 0
-    register = fly_jax.register_drafter
     assert_refused("a drafter 'toy' already", register, "toy", lambda target, static: Toy())
     assert_refused("proposes alone", load_pair, tiny_pair[0], ["toy", tiny_pair[1]])
 
 
-def test_the_lookup_drafts_alone(tiny_pair: Folders, alone: Pair) -> None:
+def test_the_lookup_drafts_alone(tiny_pair: Folders, pair: Pair, alone: Pair) -> None:
     """Named, or because there is no draft model: the same, and the target's own text."""
     given = {"rule": "exact", "num_speculative_tokens": 4}
     named = load_pair(tiny_pair[0], "ngram", dtype="float32")
@@ -112,13 +104,7 @@ def test_the_lookup_drafts_alone(tiny_pair: Folders, alone: Pair) -> None:
     (same,) = generate(alone, REPEATING[:1], max_new_tokens=12, prompt_lookup_max=4, **given)
     assert one.token_ids == same.token_ids == tokens(alone)[0]
     assert one.num_draft_tokens == same.num_draft_tokens > 0
-
-
-def test_what_is_not_said_is_exact_with_three_tokens(
-    tiny_pair: Folders, pair: Pair, alone: Pair
-) -> None:
-    """And a rule that loosens has the published fifteen."""
-    named = load_pair(tiny_pair[0], "ngram", dtype="float32")
+    # Unsaid it is exact with three tokens; and a rule that loosens has the published fifteen.
     for unsaid in (pair.config(), named.config(), alone.config(prompt_lookup_max=2)):
         assert (unsaid.rule, unsaid.num_speculative_tokens) == ("exact", 3)
     for loosened in (pair.config(rule="fly"), named.config(rule="margin")):

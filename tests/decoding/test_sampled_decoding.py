@@ -21,7 +21,7 @@ SHARPNESS = 1.5
 PROMPT = [3, 1, 4, 1]
 ROWS, DRAWS = 16, 768
 TEMPERATURE, TOP_K = 0.9, 6
-SAMPLING = Sampling(TEMPERATURE, TOP_K)
+LOOKUPS = [None, Lookup(max_ngram=1, num_speculative_tokens=2)]
 
 
 def models() -> tuple[Llama, Llama]:
@@ -30,37 +30,45 @@ def models() -> tuple[Llama, Llama]:
 
 
 def decode(
-    rule: Rule, lookup: Lookup | None, *, draws: int, count: int, seed: int = 0
+    rule: Rule, lookup: Lookup | None, *, draws: int = DRAWS, count: int, seed: int = 0
 ) -> list[Generation]:
-    engine = pairs.batch_engine(*models(), RoundSpec(rule, RoundStatic(3, lookup), SAMPLING), ROWS)
+    spec = RoundSpec(rule, RoundStatic(3, lookup), Sampling(TEMPERATURE, TOP_K))
+    engine = pairs.batch_engine(*models(), spec, ROWS)
     return engine.generate([PROMPT] * draws, count, seed=seed)
 
 
-def probabilities(text: list[int], model: int = 0) -> np.ndarray:
-    """The distribution of the token that follows a text, by the oracle; 1 is the draft's."""
+def probabilities(text: list[int], model: int = 0, below: float = np.inf) -> np.ndarray:
+    """The distribution of the token that follows a text, by the oracle; 1 is the draft's.
+
+    Of tokens whose logit is at most so far below the largest.
+    """
     logits = pairs.logits_after(models()[model], text)[-1]
-    return oracle.processed_probs(logits, TEMPERATURE, TOP_K, 1.0)
+    cut = np.where(logits >= logits.max() - below, logits, -np.inf)
+    return oracle.processed_probs(cut, TEMPERATURE, TOP_K, 1.0)
 
 
 def goodness_of_fit(tokens: list[int], probs: np.ndarray) -> float:
     """The p-value of a chi-square test; tokens that are expected too seldom share a bin."""
     counts = np.bincount(tokens, minlength=len(probs))
     assert not np.any(counts[probs == 0])
-    expected = probs * len(tokens)
-    rare = expected < 5
-    observed = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    return float(scipy.stats.chisquare(observed, expected).pvalue)
+    both = np.stack([counts, probs * len(tokens)])
+    rare = both[1] < 5
+    both = np.column_stack([both[:, ~rare], both[:, rare].sum(axis=1)])
+    both = both[:, both[1] > 0]
+    # One bin alone fits: nothing else could be drawn.
+    return float(scipy.stats.chisquare(*both).pvalue) if both.shape[1] > 1 else 1.0
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_speculative_tokens=2)])
-def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
-    rows = decode(Exact(), lookup, draws=DRAWS, count=3)
+@pytest.mark.parametrize(("lookup", "below"), [*((one, np.inf) for one in LOOKUPS), (None, 1.0)])
+def test_tokens_have_the_targets_distribution(lookup: Lookup | None, below: float) -> None:
+    """Speculation is lossless for the target as the rule's support cuts it, before all else."""
+    rows = decode(Exact(Margin(below) if below == 1 else None), lookup, count=3)
     assert all(row.num_draft_tokens == 3 * row.num_rounds for row in rows)
     accepted = sum(row.num_accepted_tokens for row in rows) / sum(row.num_rounds for row in rows)
     assert 0.2 < accepted < 2.5, "the draft is too good or too bad to test anything"
-    assert goodness_of_fit([row.token_ids[0] for row in rows], probabilities(PROMPT)) > 1e-3
+    probs = probabilities(PROMPT, below=below)
+    assert 1 < np.count_nonzero(probs) <= TOP_K - (below == 1)
+    assert goodness_of_fit([row.token_ids[0] for row in rows], probs) > 1e-3
     # Given what came before, the second and the third one too.
     for depth in (1, 2):
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -68,20 +76,9 @@ def test_tokens_have_the_targets_distribution(lookup: Lookup | None) -> None:
             groups.setdefault(tuple(row.token_ids[:depth]), []).append(row.token_ids[depth])
         largest = sorted(groups, key=lambda group: len(groups[group]), reverse=True)[:3]
         assert len(groups[largest[-1]]) > 25
-        for before in largest:
-            probs = probabilities([*PROMPT, *before])
-            assert goodness_of_fit(groups[before], probs) > 1e-4, before
-
-
-def test_truncated_tokens_have_the_distribution_of_the_support() -> None:
-    """Speculation is lossless for the target as the rule's support cuts it, before all else."""
-    spec = RoundSpec(Exact(Margin(1.0)), RoundStatic(3), SAMPLING)
-    rows = pairs.batch_engine(*models(), spec, ROWS).generate([PROMPT] * DRAWS, 2)
-    logits = pairs.logits_after(models()[0], PROMPT)[-1]
-    cut = np.where(logits >= logits.max() - 1, logits, -np.inf)
-    probs = oracle.processed_probs(cut, TEMPERATURE, TOP_K, 1.0)
-    assert 1 < np.count_nonzero(probs) < TOP_K
-    assert goodness_of_fit([row.token_ids[0] for row in rows], probs) > 1e-3
+        for one in largest:
+            probs = probabilities([*PROMPT, *one], below=below)
+            assert goodness_of_fit(groups[one], probs) > 1e-4, one
 
 
 def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
@@ -92,28 +89,21 @@ def test_the_test_of_fit_notices_the_wrong_distribution() -> None:
     assert goodness_of_fit(drawn.tolist(), target / target.sum()) < 1e-6
 
 
-@pytest.mark.parametrize("lookup", [None, Lookup(max_ngram=1, num_speculative_tokens=2)])
+@pytest.mark.parametrize("lookup", LOOKUPS)
 def test_fly_emits_only_what_the_target_may_say(lookup: Lookup | None) -> None:
     rule = Fly(entropy_threshold=0.3, window_size=1)
-    rows = decode(rule, lookup, draws=ROWS, count=16, seed=3)
+    rows, again, other = (decode(rule, lookup, draws=ROWS, count=16, seed=one) for one in (3, 3, 4))
     assert sum(row.num_rescued_tokens for row in rows) > 0
-    for row in rows:
-        for index, token in enumerate(row.token_ids):
-            assert probabilities([*PROMPT, *row.token_ids[:index]])[token] > 0
-    again = decode(rule, lookup, draws=ROWS, count=16, seed=3)
-    assert [row.token_ids for row in again] == [row.token_ids for row in rows]
-    other = decode(rule, lookup, draws=ROWS, count=16, seed=4)
-    assert [row.token_ids for row in other] != [row.token_ids for row in rows]
-    assert len({tuple(row.token_ids) for row in rows}) > ROWS // 2, "rows share their noise"
+    found, same, others = ([row.token_ids for row in some] for some in (rows, again, other))
+    for tokens in found:
+        for index, token in enumerate(tokens):
+            assert probabilities([*PROMPT, *tokens[:index]])[token] > 0
+    assert same == found != others
+    assert len(set(map(tuple, found))) > ROWS // 2, "rows share their noise"
 
 
 PROMPTS = [[3, 1, 4], [9], [2, 6, 5, 3, 5], [8, 9, 7]]
 SEEDS = [11, 5, 3, 2**40]
-
-
-def sampling_engine() -> Engine:
-    spec = RoundSpec(Exact(), RoundStatic(4, Lookup(), pairs.EOS), Sampling(0.9, top_p=0.95))
-    return pairs.pair_engine(2, spec, 0.2, rows=len(PROMPTS))
 
 
 def drawn(engine: Engine, prompts: Sequence[list[int]], seeds: Sequence[int]) -> list[list[int]]:
@@ -126,18 +116,15 @@ def drawn(engine: Engine, prompts: Sequence[list[int]], seeds: Sequence[int]) ->
 
 
 def test_draws_depend_on_the_prompts_own_seed_alone() -> None:
-    engine = sampling_engine()
+    """Which is that of its place, whoever is decoded beside it."""
+    spec = pairs.SPECS["sampled"].with_static(num_speculative_tokens=4, lookup=Lookup())
+    engine = pairs.pair_engine(2, spec, 0.2, rows=len(PROMPTS))
     together = drawn(engine, PROMPTS, SEEDS)
     for order in ([3, 0, 2, 1], [1, 3], [0], [1], [2], [3]):
         found = drawn(engine, [PROMPTS[row] for row in order], [SEEDS[row] for row in order])
         assert found == [together[row] for row in order]
     other = drawn(engine, PROMPTS, [seed + 1 for seed in SEEDS])
     assert all(one != tokens for one, tokens in zip(other, together, strict=True))
-
-
-def test_the_seed_of_a_prompt_is_that_of_its_place() -> None:
-    """Whoever is decoded beside it."""
-    engine, seven = sampling_engine(), [*PROMPTS, *PROMPTS[:3]]
-    found = engine.generate(seven, 24, seed=20)
-    alone = [drawn(engine, [prompt], [20 + index])[0] for index, prompt in enumerate(seven)]
-    assert [row.token_ids for row in found] == alone
+    seven = [*PROMPTS, *PROMPTS[:3]]
+    found = [row.token_ids for row in engine.generate(seven, 24, seed=20)]
+    assert found == [drawn(engine, [one], [20 + at])[0] for at, one in enumerate(seven)]

@@ -15,13 +15,12 @@ import random_pairs as pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fly_jax import CorrectionMemory, Engine, KVCache, Request, Sampling
+from fly_jax import Budget, CorrectionMemory, Csd, Engine, Fly, KVCache, Margin, Request, Sampling
 from fly_jax.decoding import programs
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.deferral import most_provisional
 from fly_jax.decoding.programs import CAPACITY_STEP, LEAST_ATTENDED, AttentionBuckets
 from fly_jax.decoding.state import DecodeState, RuleInputs
-from fly_jax.verification.rules import Budget, Csd, Fly, Margin
 
 Compilations = Callable[[], list[str]]
 Dispatches = list[tuple[DecodeState, DecodeState]]
@@ -83,10 +82,8 @@ def test_once_warmed_up_nothing_compiles_and_nothing_is_copied(
         assert all(cache.keys.is_deleted() and cache.values.is_deleted() for cache in caches)
 
 
-def test_other_weights_compile_nothing_and_another_k_and_rule_their_rounds_alone(
-    compilations: Compilations,
-) -> None:
-    """Prompts are run, put into slots and begun by the same programs."""
+def test_other_weights_compile_nothing_and_others_their_rounds(compilations: Compilations) -> None:
+    """Prompts are run, put into slots and begun by the same programs for another K and rule."""
 
     def programs_of_ours() -> list[str]:
         names = [one.split(" in ")[0].split("jit(")[1].rstrip(")") for one in compilations()]
@@ -109,26 +106,21 @@ def test_other_weights_compile_nothing_and_another_k_and_rule_their_rounds_alone
 def test_other_numbers_compile_nothing(offline: bool, compilations: Compilations) -> None:
     """Those of the rule, of its budget and of the sampling are data; so are each request's own."""
     jax.clear_caches()
-    (prompt, *_), max_new_tokens, seed = BATCHES[0]
-    online: list[Engine] = []
+    (prompt, *_), limit, seed = BATCHES[0]
+    exact, first = SPECS["exact"], Budget(Fly(0.3, 2) | Margin(gap=0.3), 8.0)
+    online = None if offline else pairs.pair_engine(1, exact, 0.2, rules=[first], offline=False)
 
-    def tokens(
-        threshold: float, window: int, total: float, temperature: float, top_p: float
-    ) -> list[int]:
-        rule = Budget(Fly(threshold, window) | Margin(gap=threshold), total)
-        sampling = Sampling(temperature, top_p=top_p)
-        if offline:
-            engine = engine_for(replace(SPECS["exact"], rule=rule, sampling=sampling))
-            return decoded(engine, [prompt], max_new_tokens, seed)[0]
-        if not online:
-            online.append(pairs.pair_engine(1, SPECS["exact"], 0.2, rules=[rule], offline=False))
-        state = online[0].submit(Request(prompt, max_new_tokens, rule, sampling, seed))
-        list(online[0].run(()))
+    def tokens(rule: Budget, sampling: Sampling) -> list[int]:
+        if online is None:
+            engine = engine_for(replace(exact, rule=rule, sampling=sampling))
+            return decoded(engine, [prompt], limit, seed)[0]
+        state = online.submit(Request(prompt, limit, rule, sampling, seed))
+        list(online.run(()))
         return state.generation.token_ids
 
-    before = tokens(0.3, 2, 8.0, 0.7, 0.9)
+    before = tokens(first, Sampling(0.7, top_p=0.9))
     assert any("_run" in message for message in compilations()), "compilations go uncounted"
-    after = tokens(0.0, 0, 9.5, 1.5, 0.6)
+    after = tokens(Budget(Fly(0.0, 0) | Margin(gap=0.0), 9.5), Sampling(1.5, top_p=0.6))
     assert compilations() == []
     assert after != before
 

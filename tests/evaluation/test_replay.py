@@ -6,25 +6,17 @@ import dataclasses
 
 import numpy as np
 import pytest
-from tiny_pair import write_pair
+from tiny_pair import VOCAB_SIZE
 from tqdm import tqdm
 
-from fly_jax.decoding.config import DecodingConfig
-from fly_jax.decoding.drafters.lookup import Lookup
-from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.engine import Engine
+from fly_jax import Budget, DecodingConfig, Engine, Fly, Lookup, Margin, Pair, Rule, Typical, Why
 from fly_jax.evaluation.replay import Rounds, record, replay, tally
 from fly_jax.evaluation.strictness import CALIBRATED, strictness_of
-from fly_jax.verification.rules import Budget, Fly, Margin, Rule, Typical, Why
 
 PROMPTS = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(5)]
 EOS = tuple(range(10, 320, 16))
+PROTECTED = np.isin(np.arange(VOCAB_SIZE), EOS)
 MAX_NEW_TOKENS = 18
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return load_pair(*write_pair(tmp_path_factory.mktemp("pair")), dtype="float32")
 
 
 def engine_of(pair: Pair, rule: Rule) -> Engine:
@@ -36,10 +28,6 @@ def engine_of(pair: Pair, rule: Rule) -> Engine:
 def recorded(pair: Pair, engine: Engine) -> Rounds:
     ids = [pair.tokenizer.encode(prompt) for prompt in PROMPTS]
     return record(engine, ids, MAX_NEW_TOKENS, tqdm(disable=True))
-
-
-def protected(pair: Pair) -> np.ndarray:
-    return np.isin(np.arange(pair.target.config.vocab_size), EOS)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +44,7 @@ def test_the_rule_that_decoded_finds_its_own_rounds_again(pair: Pair, exact: Rou
     assert len(set(rounds.num_drafted)) > 1
     accounts = engine.generate([pair.tokenizer.encode(one) for one in PROMPTS], MAX_NEW_TOKENS)
     assert {account.finish_reason for account in accounts} == {"stop", "length"}
-    again = replay(rounds, rule, protected=protected(pair), eos_token_ids=EOS)
+    again = replay(rounds, rule, protected=PROTECTED, eos_token_ids=EOS)
     settled = np.arange(rounds.why.shape[1]) < rounds.count[:, None]
     assert again.count.tolist() == rounds.count.tolist()
     assert again.why[settled].tolist() == rounds.why[settled].tolist()
@@ -70,23 +58,19 @@ def test_the_rule_that_decoded_finds_its_own_rounds_again(pair: Pair, exact: Rou
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
-def test_a_mismatch_passes_from_its_level_on(name: str, pair: Pair, exact: Rounds) -> None:
-    rounds = exact
+def test_a_mismatch_passes_from_its_level_on(name: str, exact: Rounds) -> None:
     config = DecodingConfig(rule=name, num_speculative_tokens=6, window_size=0)
     strictness = strictness_of(config)
-    values = strictness.values(rounds, 9)
+    values, levels = strictness.values(exact, 9), strictness.levels(exact)
     assert len(values) > (1 if name == "typical" else 3)  # of which 1 is the most
-    laxer_is_smaller = name != "margin"
-    levels = strictness.levels(rounds)
-    rescues = []
+    laxer_is_smaller, rescues = name != "margin", []
     for value in values:
-        one = config.replace(**{strictness.name: value})
-        found = replay(rounds, one.to_rule(), protected=protected(pair), eos_token_ids=EOS)
+        rule = config.replace(**{strictness.name: value}).to_rule()
+        found = replay(exact, rule, protected=PROTECTED, eos_token_ids=EOS)
         passing = levels >= value if laxer_is_smaller else levels <= value
         close = np.abs(levels - value) < 1e-4 * (1 + abs(value))  # where float32 decides
-        kept = (found.why == Why.RESCUED) & ~close
+        assert passing[(found.why == Why.RESCUED) & ~close].all()
         refused = (found.why == Why.REFUSED_GATE) & ~close
-        assert passing[kept].all()
         if name == "typical":  # which asks no more than epsilon of anybody
             refused &= levels < 1
         assert not passing[refused].any()

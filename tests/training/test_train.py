@@ -16,14 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train as embedded_pair
-from launch_types import Captured, Patch
+from launch_types import Captured, Folders, Patch
+from random_pairs import SPECS, batch_engine
 from safetensors import safe_open
-from tiny_pair import CONFIG, VOCAB_SIZE, write_pair
+from tiny_pair import CONFIG, VOCAB_SIZE
 
 import fly_jax
-from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Dtype
-from fly_jax.engine.engine import Engine
 from fly_jax.launch.__main__ import main
 from fly_jax.models.cache import empty_cache
 from fly_jax.models.checkpoints.load import load_llama
@@ -39,6 +38,9 @@ from fly_jax.training.trainer import Recipe, Row, steps_done, train
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 LAYERS = heads.layers_read(CONFIG.num_layers)
 PROMPTS = [[1, 5, 9], [1, 7], [1, 30, 31, 32]]
+# What one of the two heads has and the other one has not.
+OF_DSPARK_ALONE = {f"confidence_head.proj.{one}" for one in ("weight", "bias")}
+OF_DSPARK_ALONE |= {"embed_tokens.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +61,12 @@ def heard() -> list[Expected]:
 
 def test_a_teacher_goes_on_where_it_was(model: Llama, tmp_path: Path) -> None:
     file = tmp_path / "continuations.jsonl"
-    spec = RoundSpec(fly_jax.Exact(), RoundStatic(0))
-    engine = Engine(model, None, spec, num_slots=2, offline=True)
+    engine = batch_engine(model, None, SPECS["autoregressive"], 2)
     whole = continued(engine, PROMPTS, file, max_new_tokens=5, seed=0)
     alone = engine.generate(PROMPTS, 5)
     assert whole == [Document(ids, one.token_ids) for ids, one in zip(PROMPTS, alone, strict=True)]
-    lines = file.read_text().splitlines()
-    file.write_text(lines[0] + "\n" + lines[1][:20])  # as a run leaves it that was killed
+    first, second, _ = file.read_text().splitlines()
+    file.write_text(first + "\n" + second[:20])  # as a run leaves it that was killed
     assert continued(engine, PROMPTS, file, max_new_tokens=5, seed=0) == whole
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == len(PROMPTS)
     engine.submit = None  # type: ignore[assignment, method-assign]
@@ -130,10 +131,8 @@ def test_the_loss_is_that_of_each_slot_by_hand(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_teacher_of_any_type_is_read(
-    folders: tuple[Path, Path], dtype: Dtype, tmp_path: Path
-) -> None:
-    target = fly_jax.load_pair(folders[0], dtype=dtype).target
+def test_a_teacher_of_any_type_is_read(tiny_pair: Folders, dtype: Dtype, tmp_path: Path) -> None:
+    target = fly_jax.load_pair(tiny_pair[0], dtype=dtype).target
     (found,) = expected(target, [Document([1, 5], [4])], tmp_path, length=8, layers=(1,))
     assert found.shares.shape == found.likely.shape
     assert (found.shares > 0).all()
@@ -154,12 +153,12 @@ def test_rows_hold_documents_and_what_is_expected() -> None:
         for batch in batches(heard(), recipe, step):
             yield jax.tree.map(lambda leaf: leaf[0], batch)
 
+    documents = {tuple(one.tokens.tolist()): one.num_prompt for one in heard()}
     rows = list(itertools.islice(rows_from(0), 4))
     jax.tree.map(np.testing.assert_array_equal, rows[3], next(rows_from(3)))
     for row, likely, shares, features in rows:
         assert row.tokens.shape == row.segments.shape == row.positions.shape == (17,)
         assert row.weights.shape == likely.shape[:1] == shares.shape[:1] == (16,)
-        documents = {tuple(one.tokens.tolist()): one.num_prompt for one in heard()}
         for segment in range(1, row.segments[-1]):
             inside = np.flatnonzero(row.segments == segment)
             num_prompt = documents[tuple(row.tokens[inside].tolist())]
@@ -174,27 +173,24 @@ def test_rows_hold_documents_and_what_is_expected() -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("distil")
-    (root / "prompts.txt").write_text("Ada has 3 apples\nBoris\nThe sum\n")
-    return write_pair(root)[0], root / "prompts.txt"
-
-
-def train_on(folders: tuple[Path, Path], directory: Path, kind: str) -> list[str]:
-    return [
-        "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
-        f"--directory={directory}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
-        "--batch_size=3", "--num_steps=30", "--dtype=float32",
-    ]  # fmt: skip
+def folders(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """The teacher's folder, and the file of prompts."""
+    prompts = tmp_path_factory.mktemp("distil") / "prompts.txt"
+    prompts.write_text("Ada has 3 apples\nBoris\nThe sum\n")
+    return tiny_pair[0], prompts
 
 
 @pytest.mark.parametrize("kind", list(heads.KINDS))
 def test_a_head_learns_its_teachers_text(
-    folders: tuple[Path, Path], tmp_path: Path, kind: str, monkeypatch: Patch, capsys: Captured
+    folders: Folders, tmp_path: Path, kind: str, monkeypatch: Patch, capsys: Captured
 ) -> None:
     """What the teacher said to three prompts is learned, and drafted as was foretold of one."""
     monkeypatch.setattr(rows_of_heads, "ROW_LENGTH", 64)
-    arguments = train_on(folders, tmp_path, kind)
+    arguments = [
+        "train", f"--head={kind}", f"--teacher={folders[0]}", f"--prompts_file={folders[1]}",
+        f"--directory={tmp_path}", f"--draft_vocab_size={VOCAB_SIZE // 2}", "--max_new_tokens=24",
+        "--batch_size=3", "--num_steps=30", "--dtype=float32",
+    ]  # fmt: skip
     assert main(arguments) == 0
     error = capsys.readouterr().err
     assert f"{VOCAB_SIZE // 2 - 1} of {VOCAB_SIZE} tokens" in error
@@ -221,14 +217,7 @@ def test_a_head_learns_its_teachers_text(
 
 @pytest.mark.parametrize(
     ("kind", "fixture", "beside"),
-    [
-        ("eagle3", "eagle3/speculators", set()),
-        (
-            "dspark",
-            "block/speculators",
-            {"confidence_head.proj.weight", "confidence_head.proj.bias", "embed_tokens.weight"},
-        ),
-    ],
+    [("eagle3", "eagle3/speculators", set()), ("dspark", "block/speculators", OF_DSPARK_ALONE)],
 )
 def test_a_head_is_written_as_speculators_reads_it(
     model: Llama, tmp_path: Path, kind: str, fixture: str, beside: set[str]
@@ -253,38 +242,29 @@ def test_a_head_is_written_as_speculators_reads_it(
 
 
 def test_an_interrupted_run_says_how_to_go_on(
-    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Captured
+    folders: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(teacher_answers, "continued", Mock(side_effect=KeyboardInterrupt))
     target, prompts = folders
-    arguments = [f"--teacher={target}", f"--prompts_file={prompts}", f"--directory={tmp_path}"]
-    assert main(["train", *arguments]) == 130
-    assert "python -m fly_jax.launch train " + " ".join(arguments) in capsys.readouterr().err
+    given = f"train --teacher={target} --prompts_file={prompts} --directory={tmp_path}"
+    assert main(given.split()) == 130
+    assert f"python -m fly_jax.launch {given}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["--teacher={}"], "--prompts_file"),
-        (
-            ["--teacher={}", "--prompts_file=x", "--head=medusa"],
-            "--head=medusa: value should be one of",
-        ),
-        (
-            ["--teacher={}", "--prompts_file={}", "--head=pard", "--num_layers=3"],
-            "the teacher has 2 layers",
-        ),
-        (["--teacher={}", "--prompts_file=x", "--temperature=-1"], "--temperature is -1"),
-        (["--teacher={}", "--prompts_file=/nowhere"], "/nowhere"),
-        (["--prompts_file=x"], "--teacher"),
-        (["--teacher={}", "--prompts_file=x", "--model=target"], "--model"),
+        ("--teacher={}", "--prompts_file"),
+        ("--teacher={} --prompts_file=x --head=medusa", "--head=medusa: value should be one of"),
+        ("--teacher={} --prompts_file={} --head=pard --num_layers=3", "the teacher has 2 layers"),
+        ("--teacher={} --prompts_file=x --temperature=-1", "--temperature is -1"),
+        ("--teacher={} --prompts_file=/nowhere", "/nowhere"),
+        ("--prompts_file=x", "--teacher"),
+        ("--teacher={} --prompts_file=x --model=target", "--model"),
     ],
 )
-def test_what_is_refused(
-    folders: tuple[Path, Path], arguments: list[str], word: str, capsys: Captured
-) -> None:
-    given = (one.format(folder) for one, folder in zip(arguments, [*folders, "", ""], strict=False))
-    assert main(["train", *given]) == 2
+def test_what_is_refused(folders: Folders, arguments: str, word: str, capsys: Captured) -> None:
+    assert main(["train", *arguments.format(*folders).split()]) == 2
     error = capsys.readouterr().err
     assert word in error
     assert error.count("\n") == 1

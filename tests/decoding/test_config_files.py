@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_types import Patch
 from refusals import assert_refused, sentence
 
 import fly_jax
@@ -15,15 +16,10 @@ from fly_jax.decoding.config import decoding_parameters, from_reference_json, pa
 from fly_jax.launch.flags import DecodingFlags, Flags
 from fly_jax.verification.rules import RULES, Budget, Csd, Exact, Fly, Margin
 
+Values = dict[str, Any]
 CONFIGS = Path(__file__).parents[2] / "configs"
 MARGIN = {"rule": "margin", "window_size": 3, "risk_budget": 2}
-PUBLISHED: dict[str, Any] = json.loads((CONFIGS / "fly_reference.json").read_text())
-
-
-def refusal(path: Path) -> str:
-    text = sentence(load_config, path)
-    assert str(path) in text
-    return text
+PUBLISHED: Values = json.loads((CONFIGS / "fly_reference.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -55,9 +51,7 @@ def refusal(path: Path) -> str:
         ({"rule": "exact", "risk_budget": 8, "protect": ["a+", "\\d"]}, Exact(), ()),
     ],
 )
-def test_rules_samplings_and_lookups(
-    values: dict[str, Any], rule: object, more: tuple[object, ...]
-) -> None:
+def test_rules_samplings_and_lookups(values: Values, rule: object, more: tuple[Any, ...]) -> None:
     """None of what a case does not name."""
     config, expected = DecodingConfig(**values), (rule, *more, None, None)[:3]
     assert (config.to_rule(), config.to_sampling(), config.to_lookup()) == expected
@@ -90,9 +84,10 @@ def test_the_embedded_pair_has_a_k_for_each_rule() -> None:
         ({"rule": "sampled", "truncate": "margin"}, 15, {"sampled": Exact(Margin())}),
     ],
 )
-def test_side_by_side(values: dict[str, Any], k: int, rules: dict[str, object]) -> None:
-    """With published Fly beside another rule, where its window fits."""
-    found = DecodingConfig(**values, num_speculative_tokens=k).side_by_side()
+def test_side_by_side(values: Values, k: int, rules: dict[str, object]) -> None:
+    """With published Fly beside another rule, where its window fits; a K of 15 is not said."""
+    said = values if k == 15 else values | {"num_speculative_tokens": k}
+    found = DecodingConfig(**said).side_by_side()
     sampling = Sampling() if values.get("rule") == "sampled" else None
     assert [(one.rule, one.to_rule(), one.num_speculative_tokens) for one in found] == [
         ("autoregressive", Exact(Margin() if "truncate" in values else None), 0),
@@ -124,7 +119,7 @@ def test_published(path: Path) -> None:
         ({"dual_tok": False, "verbose": True, "target_model_path": "x"}, {"rule": "fly"}),
     ],
 )
-def test_reference_keys(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_reference_keys(changes: Values, expected: Values) -> None:
     found = from_reference_json(PUBLISHED | changes).to_dict()
     assert {name: found[name] for name in expected} == expected
 
@@ -168,8 +163,8 @@ def test_reference_defaults() -> None:
 def test_bad_files(tmp_path: Path, name: str, content: str | None, words: list[str]) -> None:
     if content is not None:
         (tmp_path / name).write_text(content, encoding="latin-1")
-    text = refusal(tmp_path / name)
-    assert all(word in text for word in words), text
+    text = sentence(load_config, tmp_path / name)
+    assert all(word in text for word in (str(tmp_path / name), *words)), text
 
 
 def test_a_config_says_all_that_is_declared() -> None:
@@ -222,15 +217,14 @@ class Lucky(fly_jax.Loose):
         return Margin(gap=self.luck).clauses()
 
 
-def test_a_new_rule_is_its_file_and_its_registration(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_new_rule_is_its_file_and_its_registration(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setitem(RULES, "lucky", Lucky)
     path = tmp_path / "lucky.toml"
     path.write_text('rule = "lucky & fly"\nluck = 0.25\n')
     assert load_config(path).to_rule() == Lucky(0.25) & Fly()
     path.write_text("luck = 2\n")
-    assert "luck is 2; it must be a number of at least 0 and of at most 1" in refusal(path)
+    words = "luck is 2; it must be a number of at least 0 and of at most 1"
+    assert_refused(words, load_config, path)
     flags = Flags("generate", DecodingFlags)
     values = flags.parse(["--rule=lucky", "--luck=0.75"], "")
     assert values is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_types import Patch
 from random_pairs import CAPACITY, ROWS, SPECS, pair_engine, random_target
 
 from fly_jax import Engine, FlyJaxError, Lookup, Request, Verdict, Why
@@ -33,10 +34,9 @@ def verdict_of(why: np.ndarray) -> Verdict:
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(counts, counts, counts, counts, st.sampled_from((1, 4, 9)), st.sampled_from((0, 3, 20)))
-def test_expected_tokens(
-    matched: float, rescued: float, refused: float, cut: float, depth: int, tail: int
-) -> None:
+@given(st.tuples(*[counts] * 4), st.sampled_from((1, 4, 9)), st.sampled_from((0, 3, 20)))
+def test_expected_tokens(row: tuple[float, ...], depth: int, tail: int) -> None:
+    matched, rescued, refused, cut = row
     hoped = 0.25  # of tokens, which never fade
     strict = (matched + hoped * 0.75) / (matched + rescued + refused + cut + hoped)
     loose = (matched + rescued + hoped * 0.85) / (matched + rescued + refused + hoped)
@@ -44,7 +44,7 @@ def test_expected_tokens(
     for position in range(1, depth + 1):
         survives *= loose if position + tail <= depth else strict
         expected += survives
-    found = expected_tokens(stats_of((matched, rescued, refused, cut)), depth, tail)
+    found = expected_tokens(stats_of(row), depth, tail)
     np.testing.assert_allclose(found, [expected], rtol=1e-4)
 
 
@@ -80,9 +80,7 @@ def test_finished_rows_have_no_say() -> None:
 
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("name", ["exact", "fly", "sampled"])
-def test_a_forced_depth_is_that_fixed_k(
-    name: str, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_depth_is_that_fixed_k(name: str, index: int, monkeypatch: Patch) -> None:
     """With sampling too: a draw depends on its position, and not on how many others there are."""
     depths = (2, 3, 5)
     costs = np.array([np.where(np.arange(3) == index, 1, np.inf), [1.0] * 3], np.float32)
@@ -106,9 +104,7 @@ def test_every_depth_is_measured() -> None:
     assert np.all((costs > 0) & np.isfinite(costs))
 
 
-def test_a_lookup_finds_something_where_its_rounds_are_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lookup_finds_something_where_its_rounds_are_measured(monkeypatch: Patch) -> None:
     """Else they would cost no more than one token at a time, and the largest K seem free."""
     measured: list[Round] = []
 

@@ -110,9 +110,7 @@ FEW = "1 of 4 prompts"
     # number of prompts says that some are missing.
     [(10, 1, 3, "breaks off"), (10, 40, 3, "breaks off"), (6, 0, 1, FEW), (4, 0, 1, FEW)],
 )
-def test_a_run_that_was_stopped(
-    path: Path, lines: int, left_out: int, prompts: int, words: str
-) -> None:
+def test_a_stopped_run(path: Path, lines: int, left_out: int, prompts: int, words: str) -> None:
     data = b"".join(path.read_bytes().splitlines(keepends=True)[:lines])
     path.write_bytes(data[: len(data) - left_out])
     audit = read_audit(path)

@@ -13,6 +13,28 @@ from fly_jax.evaluation.judge import HOOK_ALONE, NAMESPACES, judge
 
 _TEST = "\nassert double(4) == 8\n"
 _RIGHT = "def double(x):\n    return 2 * x\n"
+_PASS = {
+    "plain": _RIGHT,
+    "dataclass": "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\n" + _RIGHT,
+    "own files": "open('notes', 'w').write('x'); import os; os.remove('notes')\n" + _RIGHT,
+    "prints a lot": "for _ in range(10**5): print('x' * 1000)\n" + _RIGHT,
+    "has a main": _RIGHT + "if __name__ == '__main__':\n    input()\n",
+}
+_DO_NOT_PASS = {
+    "wrong": "def double(x):\n    return x\n",
+    "no Python": "def double(x)\n",
+    "exits": "import sys; sys.exit(0)\n" + _RIGHT,
+    "exits at once": "import os; os._exit(0)\n" + _RIGHT,
+    "raises": "raise SystemExit\n" + _RIGHT,
+    "memory": "x = 'x' * (3 << 30)\n" + _RIGHT,
+    "forks": "import os\nwhile True:\n    os.fork()\n" + _RIGHT,
+    "starts": "import subprocess; subprocess.run(['true'])\n" + _RIGHT,
+    "library": "import ctypes; ctypes.CDLL(None).fork()\n" + _RIGHT,
+    "network": "import socket; socket.create_connection(('127.0.0.1', 1))\n" + _RIGHT,
+    "kills": "import os; os.kill(os.getppid(), 9)\n" + _RIGHT,
+    "fills the disk": "open('big', 'wb').write(bytes(17 << 20))\n" + _RIGHT,
+    "asks": "input()\n" + _RIGHT,
+}
 
 
 @pytest.fixture(params=[True, False], ids=["namespaces", "hook"])
@@ -24,45 +46,11 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
     return used
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        _RIGHT,
-        "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: 'int'\n" + _RIGHT,
-        "open('notes', 'w').write('x'); import os; os.remove('notes')\n" + _RIGHT,
-        "for _ in range(10**5): print('x' * 1000)\n" + _RIGHT,
-        _RIGHT + "if __name__ == '__main__':\n    input()\n",
-    ],
-    ids=["plain", "dataclass", "own files", "prints a lot", "has a main"],
-)
-def test_right_answers(answer: str, namespaces: bool) -> None:
-    passed, isolation = judge(answer + _TEST, namespaces=namespaces)
-    assert passed
+@pytest.mark.parametrize("name", _PASS | _DO_NOT_PASS)
+def test_only_right_answers_pass(name: str, namespaces: bool) -> None:
+    passed, isolation = judge((_PASS | _DO_NOT_PASS)[name] + _TEST, namespaces=namespaces)
+    assert passed == (name in _PASS)
     assert isolation == (NAMESPACES if namespaces else HOOK_ALONE)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "def double(x):\n    return x\n",
-        "def double(x)\n",
-        "import sys; sys.exit(0)\n" + _RIGHT,
-        "import os; os._exit(0)\n" + _RIGHT,
-        "raise SystemExit\n" + _RIGHT,
-        "x = 'x' * (3 << 30)\n" + _RIGHT,
-        "import os\nwhile True:\n    os.fork()\n" + _RIGHT,
-        "import subprocess; subprocess.run(['true'])\n" + _RIGHT,
-        "import ctypes; ctypes.CDLL(None).fork()\n" + _RIGHT,
-        "import socket; socket.create_connection(('127.0.0.1', 1))\n" + _RIGHT,
-        "import os; os.kill(os.getppid(), 9)\n" + _RIGHT,
-        "open('big', 'wb').write(bytes(17 << 20))\n" + _RIGHT,
-        "input()\n" + _RIGHT,
-    ],
-    ids=["wrong", "no Python", "exits", "exits at once", "raises", "memory", "forks", "starts",
-         "library", "network", "kills", "fills the disk", "asks"],
-)  # fmt: skip
-def test_answers_that_do_not_pass(answer: str, namespaces: bool) -> None:
-    assert not judge(answer + _TEST, namespaces=namespaces).passed
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -33,15 +32,10 @@ _LAYERS = (
 _LINKS = ("models", "sharding", "launch")
 _MAX_LINES = 700
 
-_FILES = sorted(_PACKAGE.rglob("*.py"))
-
-
-def _module(path: Path) -> str:
-    parts = path.relative_to(_ROOT).with_suffix("").parts
-    return ".".join(parts).removesuffix(".__init__")
-
-
-_MODULES = {_module(path): path for path in _FILES}
+_MODULES = {
+    ".".join(path.relative_to(_ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(_PACKAGE.rglob("*.py"))
+}
 
 
 def _layer(module: str) -> str:
@@ -79,16 +73,12 @@ def test_imports_point_one_way(module: str) -> None:
 def test_there_is_no_circle_between_files() -> None:
     """Imports inside functions and for type checkers only count too."""
     left = {module: _imports(path) & set(_MODULES) for module, path in _MODULES.items()}
-    while any(not imported for imported in left.values()):
-        done = {module for module, imported in left.items() if not imported}
+    # Imports are found, and rooms: without them all would pass.
+    assert "fly_jax.models.architectures" in left["fly_jax.models.llama"]
+    assert {_layer(module) for module in left} >= {"errors", "sharding", "models", "decoding"}
+    while done := {module for module, imported in left.items() if not imported}:
         left = {module: left[module] - done for module in left if module not in done}
     assert not left, f"these import one another: {sorted(left)}"
-
-
-def test_the_layers_are_seen() -> None:
-    """Guards the test above against passing because it finds no imports."""
-    assert "fly_jax.models.architectures" in _imports(_PACKAGE / "models" / "llama.py")
-    assert {_layer(module) for module in _MODULES} >= {"errors", "sharding", "models", "decoding"}
 
 
 def test_the_extra_serve_is_asked_for_in_one_room() -> None:
@@ -100,27 +90,26 @@ def test_the_extra_serve_is_asked_for_in_one_room() -> None:
         if _layer(module) == "integrations":
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        named = {name.split(".")[0] for node in ast.walk(tree) for name in _named(node)}
-        asked |= named & extra
-        assert module.startswith(room) or not named & extra, f"{module} imports {named & extra}"
+        found = extra & {name.split(".")[0] for node in ast.walk(tree) for name in _named(node)}
+        asked |= found
         if not module.startswith(room):
+            assert not found, f"{module} imports {found}"
             at_once = {name for node in tree.body for name in _named(node)}
             within = {name for name in at_once if name.startswith(room)}
             assert not within, f"{module} imports {within} when it is imported"
     assert asked == extra
 
 
-@pytest.mark.parametrize("name", _LINKS)
-def test_root_link(name: str) -> None:
-    link = _ROOT / name
-    assert link.is_symlink()
-    assert link.readlink() == Path("fly_jax", name)
-    assert (link / "__init__.py").is_file()
-
-
-def test_configs_link() -> None:
-    assert (_PACKAGE / "configs").readlink() == Path("..", "configs")
-    assert list((_PACKAGE / "configs").glob("*.toml"))
+@pytest.mark.parametrize(
+    ("link", "to", "holds"),
+    [
+        *((name, Path("fly_jax", name), "__init__.py") for name in _LINKS),
+        ("fly_jax/configs", Path("..", "configs"), "*.toml"),
+    ],
+)
+def test_link(link: str, to: Path, holds: str) -> None:
+    assert (_ROOT / link).readlink() == to
+    assert list((_ROOT / link).glob(holds))
 
 
 @pytest.mark.parametrize("folder", ["fly_jax", "tests", "benchmarks", "recipes"])
@@ -133,10 +122,9 @@ def test_files_are_short(folder: str) -> None:
 def test_version_is_in_one_place() -> None:
     setup = (_ROOT / "setup.py").read_text(encoding="utf-8")
     versions = re.findall(r'^ +version="([^"]+)"', setup, re.MULTILINE)
-    for path in _FILES:
+    for path in _MODULES.values():
         assert not re.search(r"__version__\s*=\s*[\"']", path.read_text(encoding="utf-8")), path
-    pyproject = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "project" not in pyproject
+    assert "project" not in tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     changes = (_ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest, *_ = re.findall(r"^## \[([^]]+)\]", changes, re.MULTILINE)
     assert [newest] == versions
@@ -156,15 +144,11 @@ _FOLDERS = ("fly_jax", "configs", "drafters", "tests")
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of the checkout, built from a copy so that nothing is left behind in it."""
     directory = tmp_path_factory.mktemp("wheel")
-    source = directory / "source"
-    source.mkdir()
-    for name in _SOURCES:
-        shutil.copy2(_ROOT / name, source / name)
-    left_out = shutil.ignore_patterns("__pycache__")
+    source, left_out = directory / "source", shutil.ignore_patterns("__pycache__")
     for name in _FOLDERS:
         shutil.copytree(_ROOT / name, source / name, symlinks=True, ignore=left_out)
-    for name in _LINKS:
-        (source / name).symlink_to((_ROOT / name).readlink())
+    for name in (*_SOURCES, *_LINKS):
+        shutil.copy2(_ROOT / name, source / name, follow_symlinks=False)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     command += ["--no-build-isolation", "--wheel-dir", str(directory), str(source)]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
@@ -178,31 +162,19 @@ def test_wheel_has_the_package_and_nothing_else(unpacked: Path) -> None:
     top = {path.name for path in unpacked.iterdir()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"fly_jax"}
     modules = {path.relative_to(unpacked) for path in unpacked.rglob("*.py")}
-    expected = {path.relative_to(_ROOT) for path in (_ROOT / "fly_jax").rglob("*.py")}
-    assert modules == expected
+    assert modules == {path.relative_to(_ROOT) for path in _MODULES.values()}
     assert (unpacked / "fly_jax" / "py.typed").is_file()
 
 
-def test_wheel_has_the_configs(unpacked: Path) -> None:
-    carried = {path.name: path for path in (unpacked / "fly_jax" / "configs").iterdir()}
-    sources = {path.name: path for path in (_ROOT / "configs").iterdir()}
-    assert carried.keys() == sources.keys()
-    assert "fly_llama3_70b.toml" in carried
-    for name, path in carried.items():
-        assert path.read_bytes() == sources[name].read_bytes()
-
-
-def test_wheel_has_the_embedded_pair_and_the_pages(unpacked: Path) -> None:
-    embedded = _ROOT / "fly_jax" / "models" / "embedded"
+def test_wheel_has_the_configs_the_embedded_pair_and_the_pages(unpacked: Path) -> None:
+    configs = [path.relative_to(unpacked) for path in (unpacked / "fly_jax/configs").iterdir()]
+    assert {path.name for path in configs} == {path.name for path in (_ROOT / "configs").iterdir()}
+    embedded = _PACKAGE / "models" / "embedded"
     pair = [path.relative_to(_ROOT) for path in embedded.rglob("*") if path.is_file()]
     assert any(path.suffix == ".safetensors" for path in pair)
     assert sum((unpacked / path).stat().st_size for path in pair) <= 25 * 2**20
-    pages = [
-        Path("fly_jax/serving/http/page.html"),
-        Path("fly_jax/evaluation/colours.css"),
-        *(Path("fly_jax/launch") / name for name in ("page.html", "report.html")),
-    ]
-    for path in (*pair, *pages):
+    pages = "serving/http/page.html evaluation/colours.css launch/page.html launch/report.html"
+    for path in (*pair, *configs, *(Path("fly_jax", one) for one in pages.split())):
         assert (unpacked / path).read_bytes() == (_ROOT / path).read_bytes()
 
 
@@ -211,25 +183,18 @@ def test_metadata(unpacked: Path) -> None:
     metadata = HeaderParser().parsestr((directory / "METADATA").read_text(encoding="utf-8"))
     assert metadata["Name"] == "fly_jax"
     assert metadata["Requires-Python"] == ">=3.11"
-    extras = {"test", "tpu", "cuda", "notebooks", "serve"}
-    assert set(metadata.get_all("Provides-Extra", [])) >= extras
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert extras >= {"test", "tpu", "cuda", "notebooks", "serve"}
     assert list(directory.rglob("LICENSE"))
 
 
 def test_wheel_imports_outside_the_checkout(unpacked: Path, tmp_path: Path) -> None:
-    program = (
-        "import json, pathlib, fly_jax; "
-        "root = pathlib.Path(fly_jax.__file__).parent; "
-        "print(json.dumps([str(root), sorted(path.name for path in (root / 'configs').iterdir())]))"
-    )
+    command = [sys.executable, "-c", "import fly_jax; print(fly_jax.__file__)"]
     environment = {**os.environ, "PYTHONPATH": str(unpacked), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", program]
-    said = subprocess.check_output(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, text=True
-    )
-    root, configs = json.loads(said)
-    assert Path(root) == unpacked / "fly_jax"
-    assert "fly_llama3_70b.toml" in configs
+    given = {"cwd": tmp_path, "env": environment, "stdin": subprocess.DEVNULL, "text": True}
+    root = Path(subprocess.check_output(command, **given).strip()).parent
+    assert root == unpacked / "fly_jax"
+    assert (root / "configs" / "fly_llama3_70b.toml").is_file()
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,14 +45,18 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, model: Llama) -> 
     return tmp_path / "hf"
 
 
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
 def quiet(sentence: str) -> None:
     raise AssertionError(sentence)
 
 
-def unstacked(path: Path, where: Path | None, dtype: str = "float32", int8: bool = False) -> Llama:
-    return load_llama(
-        path, dtype=dtype, int8=int8, unstacked=True, weights_cache=where or "off", say=quiet
-    )
+def unstacked(path: Path, where: Path | None, dtype: str = "float32", **given: Any) -> Llama:
+    given = {"say": quiet, "weights_cache": where or "off"} | given
+    return load_llama(path, dtype=dtype, unstacked=True, **given)
 
 
 def assert_equal(one: Llama, other: Llama) -> None:
@@ -67,96 +72,72 @@ def assert_equal(one: Llama, other: Llama) -> None:
     ("dtype", "int8", "cached_bytes"), [*((*one, 0) for one in TYPES), ("float32", False, 2**30)]
 )
 def test_converted_mapped_and_read_by_groups_are_the_same(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    dtype: str, int8: bool, cached_bytes: int,
-) -> None:  # fmt: skip
+    checkpoint: Path, where: Path, monkeypatch: Patch, dtype: str, int8: bool, cached_bytes: int
+) -> None:
     """Of large models, and of one that is small for a CPU's caches."""
     monkeypatch.setattr(llama, "_CACHED_BYTES", cached_bytes)
-    where = tmp_path / "kept"
-    by_groups = load_llama(checkpoint, dtype=dtype, int8=int8)
-    in_memory = unstacked(checkpoint, None, dtype, int8)
+    types = {"dtype": dtype, "int8": int8}
+    in_memory = unstacked(checkpoint, None, **types)
     assert in_memory.is_unstacked
-    assert_equal(in_memory.stacked(), by_groups)
+    assert_equal(in_memory.stacked(), load_llama(checkpoint, **types))
     for _ in range(2):  # made, and mapped
-        assert_equal(unstacked(checkpoint, where, dtype, int8), in_memory)
-        stacked = load_llama(checkpoint, dtype=dtype, int8=int8, weights_cache=where, say=quiet)
+        assert_equal(unstacked(checkpoint, where, **types), in_memory)
+        stacked = load_llama(checkpoint, **types, weights_cache=where, say=quiet)
         assert_equal(stacked, in_memory.stacked())
     assert [file.suffix for file in where.iterdir()] == [".safetensors"]
 
 
-def test_what_is_mapped_is_not_copied(checkpoint: Path, tmp_path: Path) -> None:
-    where = tmp_path / "kept"
-    unstacked(checkpoint, where)
-    source = open_weights(checkpoint)
+def test_a_file_of_safetensors_is_mapped_and_not_copied(checkpoint: Path, where: Path) -> None:
+    model, source = unstacked(checkpoint, where), open_weights(checkpoint)
     assert load._has_rows(source)
     found = load._Kept(source, np.dtype("float32"), int8=False)
     assert found.map(checkpoint, where, quiet)
     layer = groups(source.config)[-1]
     placed = found.read(layer, None)["gate"]
     assert placed.unsafe_buffer_pointer() == found.tensor(layer, "gate").ctypes.data
-
-
-def test_the_file_is_one_of_safetensors(checkpoint: Path, tmp_path: Path) -> None:
-    where = tmp_path / "kept"
-    model = unstacked(checkpoint, where)
     (file,) = where.iterdir()
-    tensors = load_file(file)
-    np.testing.assert_array_equal(tensors["layer_001.up"], model.stacked().parameters()["up"][1].T)
+    up = load_file(file)["layer_001.up"]
+    np.testing.assert_array_equal(up, model.stacked().parameters()["up"][1].T)
 
 
-def zeroed(data: bytearray) -> bytearray:
-    data[-5000:-900] = bytes(4100)
-    return data
-
-
-def flipped(data: bytearray) -> bytearray:
-    data[-300_000] ^= 1
-    return data
-
-
-DAMAGES: dict[str, Callable[[bytearray], bytes | bytearray]] = {
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut off": lambda data: data[:-1],
     "too long": lambda data: data + b"0",
     "empty": lambda data: b"",
-    "half written": zeroed,
-    "one bit": flipped,
+    "half written": lambda data: data[:-5000] + bytes(4100) + data[-900:],
+    "one bit": lambda data: data[:-300_000] + bytes([data[-300_000] ^ 1]) + data[-299_999:],
     "another header": lambda data: data[:100] + b"!" + data[101:],
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_made_anew(checkpoint: Path, tmp_path: Path, damage: str) -> None:
-    where, said = tmp_path / "kept", list[str]()
-    model = unstacked(checkpoint, where)
+def test_a_damaged_file_is_made_anew(checkpoint: Path, where: Path, damage: str) -> None:
+    model, said = unstacked(checkpoint, where), list[str]()
     (file,) = where.iterdir()
     whole = file.read_bytes()
     file.unlink()  # the model keeps what it has mapped
-    file.write_bytes(DAMAGES[damage](bytearray(whole)))
-    again = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
-    assert_equal(again, model)
+    file.write_bytes(DAMAGES[damage](whole))
+    assert_equal(unstacked(checkpoint, where, say=said.append), model)
     assert said == [f"The converted weights in {file} are damaged; they are made anew."]
     assert file.read_bytes() == whole
     assert_equal(unstacked(checkpoint, where), model)
 
 
-def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, tmp_path: Path) -> None:
-    where = tmp_path / "kept"
+def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, where: Path) -> None:
     unstacked(checkpoint, where)
     weights = checkpoint if checkpoint.is_file() else checkpoint / "model.safetensors"
     at = weights.stat().st_mtime_ns
     os.utime(weights, ns=(at, at + 1))
-    unstacked(checkpoint, where)
-    for dtype, int8 in TYPES:
-        unstacked(checkpoint, where, dtype, int8)
+    for dtype, int8 in (TYPES[0], *TYPES):
+        unstacked(checkpoint, where, dtype, int8=int8)
     assert len(list(where.iterdir())) == 1 + len(TYPES)
 
 
 def test_what_was_not_read_for_longest_goes(
-    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
+    checkpoint: Path, where: Path, monkeypatch: Patch
 ) -> None:
-    where = tmp_path / "kept"
-    unstacked(checkpoint, where)
-    unstacked(checkpoint, where, "bfloat16")
+    for dtype in ("float32", "bfloat16"):
+        unstacked(checkpoint, where, dtype)
     larger, smaller = sorted(where.iterdir(), key=lambda file: -file.stat().st_size)
     os.utime(larger, (1e9, 1e9))
     os.utime(smaller, (2e9, 2e9))
@@ -169,49 +150,41 @@ def test_what_was_not_read_for_longest_goes(
     assert smaller not in where.iterdir()
 
 
-def test_without_room_the_weights_are_in_memory(
-    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
+@pytest.mark.parametrize("is_full", [False, True])
+def test_where_they_have_no_room_the_weights_are_in_memory(
+    checkpoint: Path, where: Path, monkeypatch: Patch, is_full: bool
 ) -> None:
-    where, said = tmp_path / "kept", list[str]()
-    monkeypatch.setattr(load, "_MOST_BYTES", 1000)
-    model = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
-    assert_equal(model, unstacked(checkpoint, None))
-    assert len(said) == 1
-    assert "are not kept: at most" in said[0]
-    assert not list(where.iterdir())
-
-
-def test_a_disk_that_is_full_leaves_nothing(
-    checkpoint: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    where, said = tmp_path / "kept", list[str]()
+    """Whether too few bytes may be kept, or the disk has none."""
+    said: list[str] = []
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        model = load_llama(checkpoint, unstacked=True, weights_cache=where, say=said.append)
+        patch.setattr(*((os, "pwrite", full) if is_full else (load, "_MOST_BYTES", 1000)))
+        model = unstacked(checkpoint, where, say=said.append)
     assert_equal(model, unstacked(checkpoint, None))
-    assert said == [
-        f"The converted weights are not kept in {where} (No space left on device); make room, or "
-        "give --weights_cache another folder, or off."
-    ]
+    (sentence,) = said
+    if is_full:
+        refused = f"The converted weights are not kept in {where} (No space left on device); "
+        assert sentence == refused + "make room, or give --weights_cache another folder, or off."
+    else:
+        assert "are not kept: at most" in sentence
     assert not list(where.iterdir())
 
 
-@pytest.mark.parametrize("where", ["kept", None])
-def test_weights_that_are_not_finite_are_named(tmp_path: Path, model: Llama, where: str) -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_weights_that_are_not_finite_are_named(where: Path, model: Llama, is_kept: bool) -> None:
     tensors = tensors_of(model)
     tensors["blk.1.ffn_up.weight"] = np.full_like(tensors["blk.1.ffn_up.weight"], np.inf)
-    path = write(tmp_path / "model.gguf", tensors)
+    path = write(where.with_name("model.gguf"), tensors)
     with pytest.raises(FlyJaxError, match=r"blk\.1\.ffn_up\.weight in .* holds NaN or infinite"):
-        unstacked(path, tmp_path / "kept" if where else None)
-    assert not list((tmp_path / "kept").glob("*"))
+        unstacked(path, where if is_kept else None)
+    assert not list(where.glob("*"))
 
 
 def test_a_pair_of_one_device_is_kept_where_the_flag_says(
-    tmp_path: Path, monkeypatch: Patch, model: Llama
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("FLY_JAX_WEIGHTS_CACHE", str(tmp_path / "variable"))
     write_pair(tmp_path)
@@ -224,7 +197,7 @@ def test_a_pair_of_one_device_is_kept_where_the_flag_says(
     assert len(list((tmp_path / "flag").iterdir())) == 2
     assert_equal(pair.target, again.target)
     (tmp_path / "file").write_text("")
-    said: list[str] = []
-    load_pair(opened, weights_cache=tmp_path / "file" / "in", say=said.append)
+    said, nowhere = list[str](), tmp_path / "file" / "in"
+    load_pair(opened, weights_cache=nowhere, say=said.append)
     assert len(said) == 2  # one of each model
-    assert said[0].startswith(f"Converted weights cannot be kept in {tmp_path / 'file' / 'in'}")
+    assert said[0].startswith(f"Converted weights cannot be kept in {nowhere}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,15 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import assert_same, layout_on
+from launch_types import Patch
+from refusals import assert_refused, sentence
 from safetensors.numpy import load_file, save_file
 from test_checkpoint import saved, split_with_index, tiny
-from test_loading_errors import sentence
 
 from fly_jax.models.architectures import Group
 from fly_jax.models.checkpoints import converted as written_files
 from fly_jax.models.checkpoints.converted import read_record, stored_files, write_group
 from fly_jax.models.checkpoints.load import load_llama, open_weights
 from fly_jax.models.checkpoints.write import carry_tokenizer, convert
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "output"
 
 
 @pytest.fixture
@@ -48,15 +53,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in ("source", "bfloat16", "int8")}
 
 
-def test_a_tokenizer_alone_is_carried_out_of_a_conversion(tmp_path: Path, source: Path) -> None:
-    converted, folder = tmp_path / "converted", tmp_path / "other"
-    convert(source, converted)
-    saved(folder, tiny(tied=False))
-    carry_tokenizer(converted, open_weights(converted), folder)
-    assert (folder / "tokenizer.model").read_bytes() == b"pieces"
-    open_weights(folder)  # is no conversion
-
-
 @pytest.mark.parametrize("mesh", [None, "2x4", "8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_loads_under_any_mesh(converted: dict[str, Path], dtype: str, mesh: str | None) -> None:
@@ -74,11 +70,10 @@ def test_a_converted_checkpoint_is_quantised_as_it_loads_or_again(
     assert_same(load_llama(converted["bfloat16"], int8=True), load_llama(converted["int8"]))
     convert(converted["bfloat16"], tmp_path / "again", "int8")
     assert_same(load_llama(tmp_path / "again"), load_llama(converted["int8"]))
-    assert "is int8 already" in sentence(lambda: convert(converted["int8"], tmp_path / "third"))
+    assert_refused("is int8 already", convert, converted["int8"], tmp_path / "third")
 
 
-def test_what_is_carried_over(source: Path, tmp_path: Path) -> None:
-    output = tmp_path / "deep" / "output"
+def test_what_is_carried_over(source: Path, output: Path, tmp_path: Path) -> None:
     convert(source, output, "float32")
     assert (output / "tokenizer.model").read_bytes() == b"pieces"
     assert not list(output.glob("*.safetensors*"))
@@ -87,12 +82,15 @@ def test_what_is_carried_over(source: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
     convert(source, output, "float32")  # is finished: nothing is written again
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    other = tmp_path / "other"
+    saved(other, tiny(tied=False))
+    carry_tokenizer(output, open_weights(output), other)  # alone
+    assert (other / "tokenizer.model").read_bytes() == b"pieces"
+    open_weights(other)  # is no conversion
 
 
-def test_goes_on_where_it_stopped(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output, written = tmp_path / "output", []
+def test_goes_on_where_it_stopped(source: Path, output: Path, monkeypatch: Patch) -> None:
+    written: list[str] = []
 
     def interrupted(folder: Path, group: Group, parts: object) -> None:
         written.append(group.name)
@@ -103,11 +101,10 @@ def test_goes_on_where_it_stopped(
     monkeypatch.setattr(written_files, "write_group", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(source, output, "int8")
-    assert "was not finished" in sentence(lambda: open_weights(output))
-    done = len(written) - 1
+    assert "was not finished" in sentence(open_weights, output)
+    assert len(written) == 4 + 1
     convert(source, output, "int8")
     assert len(written) == len(set(written)) + 1
-    assert done == 4
     assert_same(load_llama(output), load_llama(source, int8=True))
 
 
@@ -128,13 +125,11 @@ convert(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "int8")
 """
 
 
-def test_a_killed_conversion_run_again_gives_the_same(source: Path, tmp_path: Path) -> None:
-    output = tmp_path / "output"
+def test_a_killed_conversion_run_again_gives_the_same(source: Path, output: Path) -> None:
+    command = [sys.executable, "-c", SLOW, str(source), str(output)]
     with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(source), str(output)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    ) as process:  # fmt: skip
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         assert process.stdout.readline() == b"here\n"
         process.kill()
     assert process.returncode == -signal.SIGKILL
@@ -147,37 +142,36 @@ def test_a_killed_conversion_run_again_gives_the_same(source: Path, tmp_path: Pa
     assert_same(load_llama(output), load_llama(source, int8=True))
 
 
-def test_another_conversion_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
-    output = tmp_path / "output"
+def test_another_conversion_is_not_mixed_in(source: Path, output: Path) -> None:
     convert(source, output, "int8")
-    assert "holds a conversion to int8" in sentence(lambda: convert(source, output, "bfloat16"))
+    assert_refused("holds a conversion to int8", convert, source, output, "bfloat16")
     (source / "config.json").touch()
-    assert "from other weights" in sentence(lambda: convert(source, output, "int8"))
-    assert "is no conversion" in sentence(lambda: convert(source, tmp_path))
-    assert "is no conversion" in sentence(lambda: convert(source, source / "config.json"))
+    assert_refused("from other weights", convert, source, output, "int8")
+    for other in (source.parent, source / "config.json"):
+        assert_refused("is no conversion", convert, source, other)
 
 
-def test_weights_that_are_not_finite_are_not_converted(source: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_converted(source: Path, output: Path) -> None:
     file = sorted(source.glob("*.safetensors"))[1]
     tensors = load_file(file)
     name = next(name for name in sorted(tensors) if "proj" in name)
     tensors[name][3, 2] = np.nan
     save_file(tensors, file)
-    text = sentence(lambda: convert(source, tmp_path / "output", "int8"))
+    text = sentence(convert, source, output, "int8")
     assert name in text
     assert str(file) in text
 
 
-def test_no_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = shutil.disk_usage(tmp_path)._replace(free=0)
+def test_no_room(source: Path, output: Path, monkeypatch: Patch) -> None:
+    full = shutil.disk_usage(source)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    assert "has room for 0.0" in sentence(lambda: convert(source, tmp_path / "output"))
+    assert_refused(r"has room for 0\.0", convert, source, output)
 
 
 @pytest.fixture
-def folder(converted: dict[str, Path], tmp_path: Path) -> Path:
+def folder(converted: dict[str, Path], output: Path) -> Path:
     """A copy to spoil."""
-    return shutil.copytree(converted["int8"], tmp_path / "damaged")
+    return shutil.copytree(converted["int8"], output)
 
 
 @pytest.mark.parametrize("what", ["missing", "truncated"])
@@ -185,43 +179,40 @@ def test_a_damaged_file_is_named(converted: dict[str, Path], folder: Path, what:
     file = max((folder / "orbax" / "layer_002").rglob("*"), key=lambda path: path.stat().st_size)
     content = file.read_bytes()
     file.unlink() if what == "missing" else file.write_bytes(content[:-1])
-    text = sentence(lambda: open_weights(folder))
-    assert sentence(lambda: convert(converted["source"], folder, "int8")) == text
+    text = sentence(open_weights, folder)
+    assert sentence(convert, converted["source"], folder, "int8") == text
     assert str(file) in text
     assert ("does not exist" if what == "missing" else f"{len(content)}") in text
 
 
 def test_a_checkpoint_that_orbax_cannot_read(folder: Path) -> None:
-    (description,) = (folder / "orbax" / "layer_001").rglob("_METADATA")
+    layer = folder / "orbax" / "layer_001"
+    (description,) = layer.rglob("_METADATA")
     description.write_bytes(b"?" * description.stat().st_size)
-    text = sentence(lambda: load_llama(folder))
-    assert f"{folder / 'orbax' / 'layer_001'} is damaged" in text
+    assert f"{layer} is damaged" in sentence(load_llama, folder)
 
 
 def test_a_scale_that_is_not_finite(folder: Path) -> None:
-    group = Group("layer_001", 1)
-    config = open_weights(folder).config
+    group, layer = Group("layer_001", 1), folder / "orbax" / "layer_001"
     parts = {
         name: jnp.full(spec.shape, jnp.nan if name == "up_scale" else 1, spec.dtype or jnp.float32)
-        for name, spec in group.specs(config, int8=True).items()
+        for name, spec in group.specs(open_weights(folder).config, int8=True).items()
     }
-    shutil.rmtree(folder / "orbax" / "layer_001")
+    shutil.rmtree(layer)
     write_group(folder, group, parts)
     dataclasses.replace(read_record(folder), files=stored_files(folder)).write(folder)
-    text = sentence(lambda: load_llama(folder))
-    assert f"The array up_scale in {folder / 'orbax' / 'layer_001'} holds NaN" in text
+    assert f"The array up_scale in {layer} holds NaN" in sentence(load_llama, folder)
 
 
 def test_a_config_of_another_model(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
-    text = sentence(lambda: open_weights(folder))
+    text = sentence(open_weights, folder)
     assert f"The parameter gate in {folder / 'orbax'} is [3, 20, 48]" in text
     assert "asks for [3, 20, 24]" in text
 
 
-def test_a_damaged_record(folder: Path) -> None:
-    record = folder / "conversion.json"
-    for content in ("", "[]", '{"dtype": 1}'):
-        record.write_text(content)
-        assert f"{record} is damaged" in sentence(lambda: open_weights(folder))
+@pytest.mark.parametrize("content", ["", "[]", '{"dtype": 1}'])
+def test_a_damaged_record(folder: Path, content: str) -> None:
+    (folder / "conversion.json").write_text(content)
+    assert f"{folder / 'conversion.json'} is damaged" in sentence(open_weights, folder)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import GOLDEN, layout_on
+from launch_types import Patch
 from test_golden import KINDS, Golden, cached, stored, uncached
 
 from fly_jax.models import llama, quantise
@@ -24,15 +25,21 @@ from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
 from fly_jax.models.quantise import SELF_DRAFTS, quantised
 
-# Of the golden logits, whose standard deviation is about 1: the models are tiny and their weights
-# random, so that every rounding shows.
-MEAN_ERROR, LARGEST_ERROR, LEAST_AGREEMENT = 0.06, 0.8, 0.92
-LEAST_AGREEMENT_OF_ROUNDED = 0.87  # activations
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def golden(request: pytest.FixtureRequest) -> Golden:
     return stored(request.param, int8=True)
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray, least_agreement: float) -> None:
+    """Golden logits, whose standard deviation is about 1.
+
+    The models are tiny and their weights random, so that every rounding shows.
+    """
+    error = np.abs(found - expected)
+    assert 0 < error.mean() <= 0.06
+    assert error.max() <= 0.8
+    assert (found.argmax(-1) == expected.argmax(-1)).mean() >= least_agreement
 
 
 def widened(model: Llama) -> Llama:
@@ -49,11 +56,7 @@ def widened(model: Llama) -> Llama:
 def test_golden_logits_are_kept(golden: Golden) -> None:
     assert golden.model.int8
     logits = uncached(golden.model, golden.tokens)
-    error = np.abs(logits - golden.logits)
-    assert 0 < error.mean() <= MEAN_ERROR
-    assert error.max() <= LARGEST_ERROR
-    same = logits.argmax(-1) == golden.logits.argmax(-1)
-    assert same.mean() >= LEAST_AGREEMENT
+    assert_near(logits, golden.logits, 0.92)
     exact = uncached(widened(golden.model), golden.tokens)
     assert np.abs(logits - exact).max() <= 1e-4
 
@@ -61,12 +64,7 @@ def test_golden_logits_are_kept(golden: Golden) -> None:
 def test_one_array_per_layer_where_activations_are_rounded_too(golden: Golden) -> None:
     found, _ = cached(golden.model.unstacked(), golden.tokens)
     fed = ~np.isnan(found[..., 0])
-    found, expected = found[fed], golden.logits[fed]
-    error = np.abs(found - expected)
-    assert 0 < error.mean() <= MEAN_ERROR
-    assert error.max() <= LARGEST_ERROR
-    same = found.argmax(-1) == expected.argmax(-1)
-    assert same.mean() >= LEAST_AGREEMENT_OF_ROUNDED
+    assert_near(found[fed], golden.logits[fed], 0.87)
 
 
 # Rows, and how many tokens each pass is fed: more than attention reads at a time, too.
@@ -96,10 +94,9 @@ def fed(kind: str, rows: tuple[int, ...], widths: tuple[int, ...]) -> list[np.nd
         return model.logits(hidden), cache.attending(None)
 
     cache, logits, at = empty_cache(config, len(rows), time + 11, jnp.float32), [], 0
-    for width in itertools.cycle(widths):
-        if at >= time:
-            break
-        some = tokens[:, at : at + width]
+    turns = itertools.cycle(widths)
+    while at < time:
+        some = tokens[:, at : at + next(turns)]
         # All of the cache, but a token that is fed alone, which attends to no more than it must.
         attended = -(-at // 64) * 64 if widths == (1,) else None
         found, cache = step(model.parameters(), some, cache, attended)
@@ -123,11 +120,10 @@ def test_a_token_gets_the_same_bits_whatever_is_fed_beside_it(kind: str, name: s
 
 
 def test_specs_describe_the_parameters(golden: Golden) -> None:
-    specs = parameter_specs(golden.model.config, INT8)
-    kept = golden.model.dtype
-    described = {name: (spec.shape, spec.dtype or kept) for name, spec in specs.items()}
-    found = golden.model.parameters().items()
-    assert {name: (one.shape, one.dtype) for name, one in found} == described
+    specs, found = parameter_specs(golden.model.config, INT8), golden.model.parameters()
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        name: (spec.shape, spec.dtype or golden.model.dtype) for name, spec in specs.items()
+    }
 
 
 def test_405b_in_int8() -> None:
@@ -137,12 +133,10 @@ def test_405b_in_int8() -> None:
     assert {name for name in specs if specs[name].dtype == jnp.int8} == {
         "embedding", "query", "key", "value", "output", "gate", "up", "down", "unembedding"
     }  # fmt: skip
-    assert specs.keys() - plain.keys() == {
-        scale_name(name) for name, spec in plain.items() if spec.inputs
-    }
-    assert specs["query_scale"] == ParameterSpec(
-        (126, 128, 128), ("layers", "q_heads", "head"), (), np.dtype(np.float32)
-    )
+    scales = {scale_name(name) for name, spec in plain.items() if spec.inputs}
+    assert specs.keys() - plain.keys() == scales
+    axes = ("layers", "q_heads", "head")
+    assert specs["query_scale"] == ParameterSpec((126, 128, 128), axes, (), np.dtype(np.float32))
     assert specs["output_scale"].axes == ("layers", "embed")
     assert specs["embedding_scale"].axes == specs["unembedding_scale"].axes == ("vocab",)
     assert specs["down_scale"].shape == (126, 16_384)
@@ -150,8 +144,8 @@ def test_405b_in_int8() -> None:
 
 def test_an_output_has_a_scale_of_its_own() -> None:
     spec = ParameterSpec((3, 2), ("embed", "ffw"), ("embed",))
-    matrix = np.array([[1.5, 200.0], [-2.0, 50.0], [0.5, -254.0]], np.float32)
-    parts = quantised("up", jnp.asarray(matrix), spec, INT8)
+    matrix = jnp.asarray([[1.5, 200.0], [-2.0, 50.0], [0.5, -254.0]])
+    parts = quantised("up", matrix, spec, INT8)
     np.testing.assert_allclose(parts["up_scale"], np.array([2, 254]) / 127.5, rtol=1e-6)
     expected = np.array([[95.625, 100.39], [-127.5, 25.1], [31.875, -127.5]])
     assert parts["up"].dtype == jnp.int8
@@ -165,10 +159,9 @@ def test_layouts_give_the_same_logits(mesh: str, rules: str) -> None:
     golden, layout = stored("llama31", int8=True), layout_on(mesh, rules)
     one, tokens = golden.model, golden.tokens[:2, :9]
     split = load_llama(GOLDEN / "llama31", layout=layout, int8=True)
-    specs = parameter_specs(one.config, INT8)
-    for name, value in split.parameters().items():
+    for name, spec in parameter_specs(one.config, INT8).items():
+        value, wanted = split.parameters()[name], layout.sharding(spec.axes, spec.shape)
         np.testing.assert_array_equal(value, one.parameters()[name])
-        wanted = layout.sharding(specs[name].axes, specs[name].shape)
         assert value.sharding.is_equivalent_to(wanted, value.ndim), name
     np.testing.assert_allclose(uncached(split, tokens), uncached(one, tokens), atol=1e-4)
 
@@ -179,18 +172,14 @@ def test_the_device_keeps_int8() -> None:
         preset("llama-3.2-1b"), num_layers=12, embed_size=256, ffw_size=1024, vocab_size=512,
         num_heads=8, num_kv_heads=2, head_size=32,
     )  # fmt: skip
-    specs = parameter_specs(config, INT8)
     shapes = {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype or jnp.float32)
-        for name, spec in specs.items()
+        for name, spec in parameter_specs(config, INT8).items()
     }
 
     def run(parameters: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-        positions = jnp.zeros((1, 1), jnp.int32)
-        model = Llama(config, parameters)
-        return model.logits(
-            model.uncached_and_inputs(tokens, positions, jnp.ones((1, 1, 1), bool))[0]
-        )
+        model, visible = Llama(config, parameters), jnp.ones((1, 1, 1), bool)
+        return model.logits(model.uncached_and_inputs(tokens, jnp.zeros_like(tokens), visible)[0])
 
     compiled = jax.jit(run).lower(shapes, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
     memory = compiled.memory_analysis()
@@ -199,24 +188,20 @@ def test_the_device_keeps_int8() -> None:
     assert memory.temp_size_in_bytes < num_bytes
 
 
-def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_qwix_that_vllm_for_tpu_asks_for_has_the_same_integers(monkeypatch: Patch) -> None:
     import qwix.pallas
 
-    older = ModuleType("qwix")  # without `quantize`, which `qwix.pallas` has
-    monkeypatch.setitem(sys.modules, "qwix", older)
     monkeypatch.setitem(sys.modules, "qwix.pallas", qwix.pallas)
+    monkeypatch.setitem(sys.modules, "qwix", ModuleType("qwix"))  # without `quantize`
     made = spec_from_file_location("llama_with_older_qwix", llama.__file__)
     with_older = module_from_spec(made)
     made.loader.exec_module(with_older)
     spec = ParameterSpec((128, 6), ("embed", "ffw"), ("embed",))
     matrix, x = (jax.random.normal(jax.random.key(0), shape) for shape in (spec.shape, (1, 5, 128)))
     wanted = {one: quantised("gate", matrix, spec, one) for one in (INT8, SELF_DRAFTS["int4"])}
-    sums = llama.of_integers(x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
+    given = (x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
+    assert np.array_equal(with_older.of_integers(*given), llama.of_integers(*given))
     monkeypatch.setattr(quantise, "quantize", with_older.quantize)
     for matrices, expected in wanted.items():
         found = quantised("gate", matrix, spec, matrices)
         assert all(np.array_equal(found[name], one) for name, one in expected.items())
-    found = with_older.of_integers(x, wanted[INT8]["gate"].T, wanted[INT8]["gate_scale"])
-    assert np.array_equal(found, sums)

@@ -19,27 +19,21 @@ from fly_jax.models.checkpoints.load import load_llama
 from fly_jax.models.checkpoints.write import save_hf
 from fly_jax.models.llama import Llama, in_front, matmul, of_integers, with_turned
 
-# How a matrix is multiplied, and the sizes of its axes as equations for [*in, *out] name them.
-EQUATIONS = {
-    "btd,dhk->bthk": {"d": 12, "h": 3, "k": 4},
-    "bthk,hkd->btd": {"d": 12, "h": 3, "k": 4},
-    "btd,vd->btv": {"d": 12, "v": 20},
-    "btd,df->btf": {"d": 12, "f": 9},
-}
-
-
 # Rows and tokens: each step of their number, what is added to it, and more than a few.
 FEW = ((1, 1), (1, 2), (2, 2), (1, 5), (8, 1), (3, 3), (7, 2), (5, 5), (8, 16), (3, 43), (8, 20))
 
 
-@pytest.mark.parametrize("equation", EQUATIONS)
+# How a matrix [*in, *out] is multiplied.
+@pytest.mark.parametrize(
+    "equation", ["btd,dhk->bthk", "bthk,hkd->btd", "btd,vd->btv", "btd,df->btf"]
+)
 def test_it_is_the_plain_product(equation: str) -> None:
     letters, stored = equation.split("->")[0].split(",")
     outputs_first = sorted(range(len(stored)), key=lambda index: stored[index] in letters)
     draw = np.random.default_rng(31)
 
     def array(letters: str, rows: int = 1, time: int = 1) -> np.ndarray:
-        sizes = EQUATIONS[equation] | {"b": rows, "t": time}
+        sizes = {"d": 12, "h": 3, "k": 4, "v": 20, "f": 9, "b": rows, "t": time}
         return draw.standard_normal([sizes[one] for one in letters], np.float32)
 
     @jax.jit
@@ -131,15 +125,12 @@ def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("as_a_large_model")
 def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:
     """Behind them the compiler would pack the matrix, which is all of a pass's time."""
-    model = Llama.random(load_llama(GOLDEN / "llama3").config, jax.random.key(0)).unstacked()
-    parameters = model.parameters()
-    tokens = jnp.zeros((1, 5), jnp.int32)
-    seen = (jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
+    model = load_llama(GOLDEN / "llama3").unstacked()
+    given = (jnp.zeros((1, 5), jnp.int32), jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
 
     def step(parameters: dict) -> jax.Array:
-        return Llama(model.config, parameters).uncached_and_inputs(tokens, *seen)[0]
+        return Llama(model.config, parameters).uncached_and_inputs(*given)[0]
 
-    text = jax.jit(step).lower(parameters).compile().as_text()
-    width = model.config.ffw_size
+    text, width = jax.jit(step).lower(model.parameters()).compile().as_text(), model.config.ffw_size
     assert re.search(rf"f32\[{width},8\]\S* dot\(", text), "outputs by tokens, in eights"
     assert not re.search(rf"f32\[[58],{width}\]\S* dot\(", text)

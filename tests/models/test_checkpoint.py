@@ -79,13 +79,9 @@ def test_loads_what_was_saved(tmp_path: Path, tied: bool, dtype: jnp.dtype) -> N
 
 
 LAYOUTS = ["1x1 tensor", "2x4 tensor", "8 tensor", "2x2x2 tensor_long", "2x4 replicated"]
-
-
 # What lies on a device of the second layout, which guards against one that splits nothing.
-SPLIT = {
-    "query": (3, 20, 1, 6), "key": (3, 20, 2, 6), "output": (3, 1, 6, 20), "embedding": (7, 20),
-    "down": (3, 6, 20), "unembedding": (20, 7), "mlp_norm": (3, 20),
-}  # fmt: skip
+SPLIT = {"query": (3, 20, 1, 6), "key": (3, 20, 2, 6), "output": (3, 1, 6, 20)}
+SPLIT |= {"embedding": (7, 20), "down": (3, 6, 20), "unembedding": (20, 7), "mlp_norm": (3, 20)}
 
 
 @pytest.mark.parametrize("mesh_and_rules", LAYOUTS)

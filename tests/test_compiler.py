@@ -31,9 +31,8 @@ pytestmark = pytest.mark.usefixtures("compiled_well")
 
 def test_the_known_case() -> None:
     """If this fails on a newer jaxlib, its version belongs into `WITH_FAULT`."""
-    rows = np.zeros((ROWS, 3), np.float32)
+    rows, matrix = np.zeros((ROWS, 3), np.float32), jnp.eye(3)
     rows[:, 0] = np.arange(ROWS)
-    matrix = jnp.eye(3)
     found = jax.jit(jax.vmap(lambda row: jnp.sum((matrix @ row) ** 2)))(rows)
     is_right = bool(np.allclose(found, np.arange(ROWS, dtype=np.float64) ** 2))
     assert is_right == (jaxlib.__version__ not in WITH_FAULT)
@@ -50,20 +49,15 @@ def test_a_loss_and_its_gradients(model: Llama) -> None:
     """Over a long batch they are the means of those over its pieces."""
     shape = (ROWS // 12, 13)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, shape, np.int32)
-    positions = jnp.broadcast_to(jnp.arange(13), shape)
 
     @jax.jit
-    def step(parameters: dict[str, jax.Array], tokens: np.ndarray) -> tuple[jax.Array, object]:
-        def loss(parameters: dict[str, jax.Array]) -> jax.Array:
-            weights = jnp.ones((len(tokens), 12))
-            nothing = jnp.zeros_like(tokens)
-            row = Row(tokens, weights, nothing, positions[: len(tokens)])
-            return next_token_loss(model.config, parameters, row)
+    @jax.value_and_grad
+    def step(parameters: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
+        weights, positions = jnp.ones((len(tokens), 12)), jnp.arange(13)
+        row = Row(tokens, weights, jnp.zeros_like(tokens), jnp.zeros_like(tokens) + positions)
+        return next_token_loss(model.config, parameters, row)
 
-        return jax.value_and_grad(loss)(parameters)
-
-    whole = step(model.parameters(), tokens)
-    pieces = [step(model.parameters(), piece) for piece in np.split(tokens, 2)]
+    whole, *pieces = (step(model.parameters(), one) for one in (tokens, *np.split(tokens, 2)))
     means = jax.tree.map(lambda *parts: np.mean(parts, axis=0), *pieces)
     for one, mean in zip(jax.tree.leaves(whole), jax.tree.leaves(means), strict=True):
         assert np.linalg.norm(one - mean) < 0.01 * np.linalg.norm(mean)  # of bfloat16 products
@@ -77,11 +71,10 @@ def test_matrices_with_a_row_for_each_token() -> None:
     spec = ParameterSpec((48, ROWS), ("embed", "vocab"), inputs=("embed",))
 
     @jax.jit
-    def rounded(stored: jax.Array, scale: jax.Array) -> dict[str, jax.Array]:
-        parts = {"weight": stored, "weight_scale": scale}
+    def rounded(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return quantised("unembedding", Scaled("int").widened(parts, ROWS, 48).T, spec, INT8)
 
-    found = rounded(stored, scale)
+    found = rounded({"weight": stored, "weight_scale": scale})
     wide = stored * scale.astype(np.float64)
     np.testing.assert_allclose(found["unembedding_scale"], np.abs(wide).max(1) / 127, rtol=0.01)
     back = np.asarray(found["unembedding"], np.float64) * np.asarray(found["unembedding_scale"])
@@ -101,8 +94,7 @@ def test_norms_of_products(width: int) -> None:
         scale = jax.lax.rsqrt(jnp.mean(product * product, axis=-1, keepdims=True) + 1e-5)
         return product * scale, jax.nn.logsumexp(product, axis=-1)
 
-    product = rows.astype(np.float64) @ matrix
-    norms, sums = reduced(rows, matrix)
+    product, (norms, sums) = rows.astype(np.float64) @ matrix, reduced(rows, matrix)
     size = np.sqrt((product**2).mean(axis=-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(norms, product / size, atol=1e-3)
     np.testing.assert_allclose(sums, np.log(np.exp(product).sum(axis=-1)), atol=1e-3)

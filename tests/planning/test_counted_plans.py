@@ -63,17 +63,17 @@ def test_the_fastest_that_fits_is_chosen() -> None:
 
 
 def test_where_nothing_fits_the_smallest_is_chosen() -> None:
-    workload, target = Workload(rows=2), chosen("2x2", rows=2).target
-    for name in ("tensor", "tensor_long", "tensor_whole"):
-        other = resident_bytes(lying("2x2", name), LARGE, workload)
-        assert resident_bytes(target, LARGE, workload) <= other
+    lies = [lying("2x2", name) for name in ("tensor", "tensor_long", "tensor_whole")]
+    lies.append(chosen("2x2", rows=2).target)
+    held = [resident_bytes(layout, LARGE, Workload(rows=2)) for layout in lies]
+    assert held[-1] == min(held)
 
 
 @pytest.mark.parametrize(("rows", "rules"), [(1, "tensor_long"), (8, "tensor"), (16, "tensor")])
 def test_unknown_devices_save_memory(rows: int, rules: str) -> None:
     found = chosen("8x8", None, rows=rows)
-    assert found.target_rules == rules
-    assert found.draft_rules == rules, "the draft is larger than the target's share"
+    # The draft is larger than the target's share.
+    assert found.target_rules == found.draft_rules == rules
     assert chosen("2x2", None, rows=rows).draft_rules == "replicated"
 
 
@@ -101,8 +101,8 @@ def test_prompts_are_run_as_the_engine_runs_them(
 ) -> None:
     spec = dataclasses.replace(SPEC, rows=rows, prompt_length=prompt_length)
     layout, sizes = lying("8x8", rules), {"num_slots": rows, "max_length": spec.context}
-    target, draft = (abstract_model(config, layout) for config in (spec.target, spec.draft))
-    engine = Engine(target, draft, spec.rounds, offline=True, **sizes)
+    models = (abstract_model(config, layout) for config in (spec.target, spec.draft))
+    engine = Engine(*models, spec.rounds, offline=True, **sizes)
     given, plan = engine._prefill.plan, spec.chunk_plan(layout)
     groups = plan.groups(spec.prefilled, rows)
     assert groups == given.groups(spec.prefilled, rows)
@@ -136,15 +136,13 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
     assert 1 < at_once.pays_from < least.pays_from < more.pays_from < plan.mean_accepted
     assert at_once.round_seconds - verify == pytest.approx(at_once.best.seconds)
     assert at_once.best.seconds < (least.round_seconds - verify) / 10
-    passes = plan.drafters().passes
-    given = next(one for one in passes if one.fits and one.matrices == "bfloat16")
-    a_round = verify + SPEC.num_speculative_tokens * given.seconds
+    passes = (one for one in plan.drafters().passes if one.fits and one.matrices == "bfloat16")
+    a_round = verify + SPEC.num_speculative_tokens * next(passes).seconds
     assert least.pays_from / least.round_seconds == pytest.approx(plan.mean_accepted / a_round)
     # With fewer draft tokens the draft weighs less, and a smaller one pays later.
     short = planned(rounds=default_round(5), mean_accepted_tokens=4.0).drafters().smaller[0]
     assert short.pays_from / 4.0 > least.pays_from / plan.mean_accepted
-    assert "llama-3.2-1b" in table(plan)
-    assert "pays from" in table(plan)
+    assert all(words in table(plan) for words in ("llama-3.2-1b", "pays from"))
     said = json.loads(json.dumps(plan.to_dict()))["drafters"]
     assert {one["name"] for one in said["smaller"]} == set(names)
     keys = {"rules", "matrices", "seconds", "network_seconds", "num_bytes", "fits"}
@@ -152,17 +150,15 @@ def test_a_smaller_draft_pays_where_its_tokens_a_second_are_the_same(plan: Plan)
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "vocab_size", "proposed"),
+    ("pair", "vocab_size", "proposed"),
     [
-        ("llama-2-70b", "llama-2-7b", 32_000, set()),
+        (("llama-2-70b", "llama-2-7b"), 32_000, set()),
         # Their vocabularies are padded apart; a Qwen 3 has other tokens behind the same size.
-        ("qwen-2.5-72b", "qwen-2.5-1.5b", 151_936, {"qwen-2.5-0.5b"}),
+        (("qwen-2.5-72b", "qwen-2.5-1.5b"), 151_936, {"qwen-2.5-0.5b"}),
     ],
 )
-def test_smaller_models_of_the_same_family_are_proposed(
-    target: str, draft: str, vocab_size: int, proposed: set[str]
-) -> None:
-    plan = planned(target=preset(target), draft=preset(draft), context=2048)
+def test_smaller_models_of_a_family(pair: tuple[str, str], vocab_size: int, proposed: set) -> None:
+    plan = planned(target=preset(pair[0]), draft=preset(pair[1]), context=2048)
     assert plan.spec.target.vocab_size == plan.spec.draft.vocab_size == vocab_size
     assert {name for name in smaller(plan) if not name.startswith("self:")} == proposed
 
@@ -219,9 +215,8 @@ def analysed_flops(model: Llama, tokens: int) -> float:
         cache = empty_cache(CONFIG, WORKLOAD.rows, WORKLOAD.capacity, jnp.float32)
         return model.logits(model.hidden(tokens, cache)[0])
 
-    given = jnp.zeros((WORKLOAD.rows, tokens), jnp.int32)
-    compiled = jax.jit(step).lower(model.parameters(), given).compile()
-    return float(compiled.cost_analysis()["flops"])
+    given = (model.parameters(), jnp.zeros((WORKLOAD.rows, tokens), jnp.int32))
+    return float(jax.jit(step).lower(*given).compile().cost_analysis()["flops"])
 
 
 # A CPU multiplies tokens, which are of two rows here, by fours or eights (`llama.in_front`).
@@ -238,11 +233,8 @@ def test_operations_are_those_of_xla_where_no_loop_hides_them(
 
 
 def test_bytes_are_every_parameter_and_the_cache() -> None:
-    sizes = {"rows": 1, "capacity": 8192}
-    wide, int8 = (
-        pass_work(lying("8"), MIDDLE, Workload(**sizes, matrices=one), 1).num_bytes
-        for one in (None, INT8)
-    )
+    workloads = (Workload(rows=1, capacity=8192, matrices=one) for one in (None, INT8))
+    wide, int8 = (pass_work(lying("8"), MIDDLE, one, 1).num_bytes for one in workloads)
     embedding = 128_256 * 8192 * 2 / 8
     cache = 80 * 8192 * 8 * 128 * 2 * 2 / 8
     held = layouts.parameter_bytes(lying("8"), MIDDLE)
@@ -252,9 +244,8 @@ def test_bytes_are_every_parameter_and_the_cache() -> None:
 
 @pytest.mark.parametrize("rules", ["tensor_whole", "tensor_long"])
 def test_what_a_mesh_splits_is_split(rules: str) -> None:
-    alone, split = (
-        pass_work(layout, LARGE, WORKLOAD, 26).flops for layout in (ONE, lying("8x8", rules))
-    )
+    both = (ONE, lying("8x8", rules))
+    alone, split = (pass_work(layout, LARGE, WORKLOAD, 26).flops for layout in both)
     # Keys and values are projected in every column of y: 1 in 9 of attention's products.
     assert alone / 64 < split < 1.1 * alone / 64
 
@@ -283,7 +274,7 @@ def test_roofline_is_memory_or_arithmetic_and_then_the_network() -> None:
     sums = Exchange("all-reduce", ((1,),), 0, 64, 1000)
     # Two phases of half the way around both axes, a microsecond a hop.
     assert seconds(reads, sums) == pytest.approx(1 + 1000 * 16e-6)
-    wide = dataclasses.replace(sums, kind="all-gather", num_bytes=8 * 10**8, group_size=8)
+    wide = Exchange("all-gather", ((1,),), 8 * 10**8, 8, 1000)
     assert seconds(Work(0, 0), wide) == pytest.approx(1000 * (4e-6 + 7e8 / 100e9))
 
 
@@ -316,8 +307,7 @@ def test_scores_that_do_not_stay_in_the_chip_are_written_and_read() -> None:
     for tokens, times in ((26, 0), (1024, 2)):
         inside = pass_work(*sizes, tokens)
         counted = pass_work(*sizes, tokens, vector_memory=V5E.vector_memory)
-        more = times * a_token * tokens
-        assert counted.num_bytes - inside.num_bytes == pytest.approx(more)
+        assert counted.num_bytes - inside.num_bytes == pytest.approx(times * a_token * tokens)
         assert counted.flops == inside.flops
 
 
@@ -333,11 +323,11 @@ def test_chips_are_known_by_what_jax_calls_them() -> None:
 def test_mean_accepted_is_the_sum_over_prefixes() -> None:
     assert mean_accepted(0.8, 3) == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
     assert (mean_accepted(0.0, 9), mean_accepted(1.0, 9)) == (1, 10)
-    acceptance_from = roofline.acceptance_from
     for mean, k in ((1.0, 4), (12.41, 15), (17.13, 25), (6.0, 5)):
-        assert mean_accepted(acceptance_from(mean, k), k) == pytest.approx(mean, rel=1e-6)
+        found = mean_accepted(roofline.acceptance_from(mean, k), k)
+        assert found == pytest.approx(mean, rel=1e-6)
     for mean in (0.5, 6.5):
-        assert_refused("1 to 6", acceptance_from, mean, 5)
+        assert_refused("1 to 6", roofline.acceptance_from, mean, 5)
 
 
 def test_best_k_is_the_best_of_all_and_a_free_draft_gives_a_block_for_a_pass() -> None:

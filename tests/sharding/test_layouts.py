@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden import layout_on
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from launch_types import Patch
 from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.models.architectures import ParameterSpec, parameter_specs
 from fly_jax.models.cache import CACHE_AXES, cache_shape
 from fly_jax.models.presets import preset
 from fly_jax.sharding.mesh import MeshSpec, create_mesh, describe, parse_mesh, prepare_devices
 from fly_jax.sharding.rules import RULES, Layout
-
-P = PartitionSpec
 
 
 def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
@@ -32,9 +31,7 @@ def pod_layout(mesh: str, rules: str = "tensor") -> Layout:
 
 
 def test_405b_on_64_devices() -> None:
-    config = preset("llama-3.1-405b")
-    pod = pod_layout("8x8")
-    specs = parameter_specs(config)
+    pod, specs = pod_layout("8x8"), parameter_specs(preset("llama-3.1-405b"))
     placed = {name: pod.spec(spec.axes, spec.shape) for name, spec in specs.items()}
     both = ("x", "y")
     assert placed["embedding"] == P(both, None)
@@ -49,23 +46,22 @@ def test_405b_on_64_devices() -> None:
 
 
 def test_cache_by_rows_or_by_positions() -> None:
-    config = preset("llama-3.1-405b")
-    many, one = cache_shape(config, 16, 8192), cache_shape(config, 1, 8192)
-    assert pod_layout("8x8").spec(CACHE_AXES, many) == P(None, "y", "x", None, None)
-    assert pod_layout("8x8").spec(CACHE_AXES, one) == P(None, None, "x", None, None)
-    long = pod_layout("8x8", "tensor_long")
-    assert long.spec(CACHE_AXES, one) == P(None, None, "x", "y", None)
-    data = pod_layout("2x8x8")
-    assert data.spec(CACHE_AXES, many) == P(None, ("data", "y"), "x", None, None)
-    assert data.spec(CACHE_AXES, cache_shape(config, 2, 64)) == P(None, "data", "x", None, None)
+    def placed(rows: int, *layout: str) -> P:
+        shape = cache_shape(preset("llama-3.1-405b"), rows, 8192)
+        return pod_layout(*layout).spec(CACHE_AXES, shape)
+
+    assert placed(16, "8x8") == P(None, "y", "x", None, None)
+    assert placed(1, "8x8") == P(None, None, "x", None, None)
+    assert placed(1, "8x8", "tensor_long") == P(None, None, "x", "y", None)
+    assert placed(16, "2x8x8") == P(None, ("data", "y"), "x", None, None)
+    assert placed(2, "2x8x8") == P(None, "data", "x", None, None)
+    assert placed(16, "2x8x8", "replicated") == P(None, "data", None, None, None)
 
 
 def test_replicated_splits_rows_over_data_alone() -> None:
-    config, draft = preset("llama-3.2-1b"), pod_layout("2x8x8", "replicated")
-    for spec in parameter_specs(config).values():
+    draft = pod_layout("2x8x8", "replicated")
+    for spec in parameter_specs(preset("llama-3.2-1b")).values():
         assert set(draft.spec(spec.axes, spec.shape)) == {None}
-    shape = cache_shape(config, 16, 64)
-    assert draft.spec(CACHE_AXES, shape) == P(None, "data", None, None, None)
     assert draft.spec(("rows", None), (16, 5)) == P("data", None)
 
 
@@ -127,7 +123,6 @@ def test_a_layout_is_static_under_jit() -> None:
     assert isinstance(layout_on("2x4").mesh, Mesh)
 
 
-Patch = pytest.MonkeyPatch
 READABLE = {
     "8x8": (("x", 8), ("y", 8)),
     "1x1": (("x", 1), ("y", 1)),
@@ -200,10 +195,10 @@ def test_accelerators_that_fit(monkeypatch: Patch) -> None:
 def test_several_processes_need_a_mesh_of_all_their_devices(monkeypatch: Patch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     _machine(monkeypatch, 8)
+    needs = "needs .* and the 2 processes have 8 "
     for text in ("1x1", "2x2", "4x4"):
-        with pytest.raises(FlyJaxError, match=f"mesh {text} needs .* and the 2 processes have 8 "):
-            create_mesh(parse_mesh(text))
+        assert_refused(f"mesh {text} {needs}", create_mesh, parse_mesh(text))
     for text in ("1x1", "3x3"):
-        with pytest.raises(FlyJaxError, match=f"mesh {text} does not divide over 2 processes"):
-            prepare_devices(parse_mesh(text), 2)
+        undivided = f"mesh {text} does not divide over 2 processes"
+        assert_refused(undivided, prepare_devices, parse_mesh(text), 2)
     assert len(create_mesh(parse_mesh("2x4"))) == 8

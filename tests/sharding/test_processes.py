@@ -5,31 +5,27 @@ from __future__ import annotations
 import jax
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
+from launch_types import Patch
 from refusals import assert_refused
 
 from fly_jax.errors import FlyJaxError
 from fly_jax.sharding.processes import ProcessInfo, broadcast, detect_process, gather, joint_errors
 
-SLURM = {
-    "SLURM_JOB_ID": "4096",
-    "SLURM_STEP_NODELIST": "gpu[03-04]",
-    "SLURM_NTASKS": "16",
-    "SLURM_PROCID": "9",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_NODES": "2",
-}
+SLURM = {"JOB_ID": "4096", "STEP_NODELIST": "gpu[03-04]", "STEP_NUM_NODES": "2", "NTASKS": "16"}
+SLURM |= {"PROCID": "9", "LOCALID": "1"}
 
 
 @pytest.fixture(autouse=True)
-def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*SLURM, "OMPI_MCA_orte_hnp_uri", "PRTE_LAUNCHED", "KUBERNETES_SERVICE_HOST"]:
+def _no_cluster(monkeypatch: Patch) -> None:
+    others = ("OMPI_MCA_orte_hnp_uri", "PRTE_LAUNCHED", "KUBERNETES_SERVICE_HOST")
+    for name in (*others, *(f"SLURM_{one}" for one in SLURM)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", False)
 
 
-def in_slurm(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+def in_slurm(monkeypatch: Patch, **changes: str) -> None:
     for name, value in (SLURM | changes).items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(f"SLURM_{name}", value)
 
 
 def test_alone() -> None:
@@ -41,9 +37,9 @@ def test_alone() -> None:
         raise FlyJaxError("It is broken; mend it.")
 
 
-def test_what_is_typed() -> None:
-    assert detect_process("host-a:8476", 4, 3) == ProcessInfo("host-a:8476", 4, 3)
-    assert detect_process("[::1]:8476", 2, 0) == ProcessInfo("[::1]:8476", 2, 0)
+@pytest.mark.parametrize("given", [("host-a:8476", 4, 3), ("[::1]:8476", 2, 0)])
+def test_what_is_typed(given: tuple[str, int, int]) -> None:
+    assert detect_process(*given) == ProcessInfo(*given)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,7 @@ def test_what_does_not_fit(given: tuple[str | None, int | None, int | None], wor
     assert_refused(words, detect_process, *given)
 
 
-def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm(monkeypatch: Patch) -> None:
     in_slurm(monkeypatch)
     process = detect_process()
     host, _, port = process.coordinator_address.partition(":")
@@ -72,11 +68,15 @@ def test_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process == ProcessInfo(process.coordinator_address, 16, 9, (1,))
     assert detect_process("other:8476") == ProcessInfo("other:8476", 16, 9, (1,))
     assert detect_process(num_processes=1) is None
-    in_slurm(monkeypatch, SLURM_NTASKS="1", SLURM_PROCID="0")
+    in_slurm(monkeypatch, NTASKS="1", PROCID="0")
     assert detect_process() is None  # a task alone, which keeps all its devices
+    # Silence where nothing is typed means alone; what is typed needs the rest of the answer.
+    in_slurm(monkeypatch, NTASKS="many")
+    assert detect_process() is None
+    assert_refused("--num_processes=1 for this process alone", detect_process, "host-a:8476")
 
 
-def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gke(monkeypatch: Patch) -> None:
     """16 pods of one slice; `localhost` stands for the first, which must have an address."""
     hosts = ["localhost", *(f"fly-jax-slice-0-{index}.fly-jax" for index in range(1, 16))]
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
@@ -91,10 +91,3 @@ def test_gke(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (process.num_processes, process.process_id, process.local_device_ids) == (16, 7, None)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "somewhere-that-has-no-address")
     assert detect_process() is None
-
-
-def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence where nothing is typed means alone; what is typed needs the rest of the answer."""
-    in_slurm(monkeypatch, SLURM_NTASKS="many")
-    assert detect_process() is None
-    assert_refused("--num_processes=1 for this process alone", detect_process, "host-a:8476")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,10 +21,12 @@ def layout_on(mesh: str | None, rules: str = "tensor") -> Layout | None:
 
 
 def assert_same(found: Llama, expected: Llama, dtype: jnp.dtype | None = None) -> None:
-    """Every parameter is the same, in the type of the expected one or another."""
+    """Every array of every parameter is the same, in the type of the expected one or another."""
     assert found.config == expected.config
     assert found.parameters().keys() == expected.parameters().keys()
     for name, values in expected.parameters().items():
-        values = values if dtype is None else values.astype(dtype)
-        assert found.parameters()[name].dtype == values.dtype, name
-        np.testing.assert_array_equal(found.parameters()[name], values, err_msg=name)
+        arrays = (jax.tree.leaves(one) for one in (found.parameters()[name], values))
+        for one, other in zip(*arrays, strict=True):
+            other = other if dtype is None else other.astype(dtype)
+            assert (one.shape, one.dtype) == (other.shape, other.dtype), name
+            np.testing.assert_array_equal(one, other, err_msg=name)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from gguf_files import CONFIG, tensors_of, write
+from golden import assert_same
 from launch_types import Patch
 from safetensors.numpy import load_file
 from tiny_pair import write_pair
@@ -59,15 +60,6 @@ def unstacked(path: Path, where: Path | None, dtype: str = "float32", **given: A
     return load_llama(path, dtype=dtype, unstacked=True, **given)
 
 
-def assert_equal(one: Llama, other: Llama) -> None:
-    mine, theirs = one.parameters(), other.parameters()
-    assert mine.keys() == theirs.keys()
-    for name in mine:
-        for a, b in zip(*map(jax.tree.leaves, (mine[name], theirs[name])), strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype), name
-            np.testing.assert_array_equal(a, b, name)
-
-
 @pytest.mark.parametrize(
     ("dtype", "int8", "cached_bytes"), [*((*one, 0) for one in TYPES), ("float32", False, 2**30)]
 )
@@ -79,11 +71,11 @@ def test_converted_mapped_and_read_by_groups_are_the_same(
     types = {"dtype": dtype, "int8": int8}
     in_memory = unstacked(checkpoint, None, **types)
     assert in_memory.is_unstacked
-    assert_equal(in_memory.stacked(), load_llama(checkpoint, **types))
+    assert_same(in_memory.stacked(), load_llama(checkpoint, **types))
     for _ in range(2):  # made, and mapped
-        assert_equal(unstacked(checkpoint, where, **types), in_memory)
+        assert_same(unstacked(checkpoint, where, **types), in_memory)
         stacked = load_llama(checkpoint, **types, weights_cache=where, say=quiet)
-        assert_equal(stacked, in_memory.stacked())
+        assert_same(stacked, in_memory.stacked())
     assert [file.suffix for file in where.iterdir()] == [".safetensors"]
 
 
@@ -117,10 +109,10 @@ def test_a_damaged_file_is_made_anew(checkpoint: Path, where: Path, damage: str)
     whole = file.read_bytes()
     file.unlink()  # the model keeps what it has mapped
     file.write_bytes(DAMAGES[damage](whole))
-    assert_equal(unstacked(checkpoint, where, say=said.append), model)
+    assert_same(unstacked(checkpoint, where, say=said.append), model)
     assert said == [f"The converted weights in {file} are damaged; they are made anew."]
     assert file.read_bytes() == whole
-    assert_equal(unstacked(checkpoint, where), model)
+    assert_same(unstacked(checkpoint, where), model)
 
 
 def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, where: Path) -> None:
@@ -133,9 +125,7 @@ def test_a_checkpoint_that_changed_is_another_one(checkpoint: Path, where: Path)
     assert len(list(where.iterdir())) == 1 + len(TYPES)
 
 
-def test_what_was_not_read_for_longest_goes(
-    checkpoint: Path, where: Path, monkeypatch: Patch
-) -> None:
+def test_what_was_not_read_longest_goes(checkpoint: Path, where: Path, monkeypatch: Patch) -> None:
     for dtype in ("float32", "bfloat16"):
         unstacked(checkpoint, where, dtype)
     larger, smaller = sorted(where.iterdir(), key=lambda file: -file.stat().st_size)
@@ -163,7 +153,7 @@ def test_where_they_have_no_room_the_weights_are_in_memory(
     with monkeypatch.context() as patch:
         patch.setattr(*((os, "pwrite", full) if is_full else (load, "_MOST_BYTES", 1000)))
         model = unstacked(checkpoint, where, say=said.append)
-    assert_equal(model, unstacked(checkpoint, None))
+    assert_same(model, unstacked(checkpoint, None))
     (sentence,) = said
     if is_full:
         refused = f"The converted weights are not kept in {where} (No space left on device); "
@@ -183,9 +173,7 @@ def test_weights_that_are_not_finite_are_named(where: Path, model: Llama, is_kep
     assert not list(where.glob("*"))
 
 
-def test_a_pair_of_one_device_is_kept_where_the_flag_says(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
+def test_a_pair_is_kept_where_the_flag_says(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FLY_JAX_WEIGHTS_CACHE", str(tmp_path / "variable"))
     write_pair(tmp_path)
     opened = open_pair(tmp_path / "target", tmp_path / "draft")
@@ -195,7 +183,7 @@ def test_a_pair_of_one_device_is_kept_where_the_flag_says(
     assert len(list((tmp_path / "variable").iterdir())) == 2
     again = load_pair(opened, weights_cache=tmp_path / "flag", say=quiet)
     assert len(list((tmp_path / "flag").iterdir())) == 2
-    assert_equal(pair.target, again.target)
+    assert_same(pair.target, again.target)
     (tmp_path / "file").write_text("")
     said, nowhere = list[str](), tmp_path / "file" / "in"
     load_pair(opened, weights_cache=nowhere, say=said.append)

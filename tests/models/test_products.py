@@ -12,6 +12,7 @@ import pytest
 from golden import GOLDEN, assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_types import Patch
 from test_golden import TOLERANCE, stored, uncached
 
 from fly_jax.models import llama
@@ -84,19 +85,12 @@ def test_integers_are_summed_exactly(rows: int, time: int, has_heads: bool) -> N
     np.testing.assert_allclose(found[..., :24], expected, rtol=1e-6)
 
 
-@pytest.fixture
-def as_a_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices lie as those that are read from memory."""
-    monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
-
-
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("is_large", [False, True])
-def test_matrices_lie_turned_where_no_cache_holds_them_and_give_the_same(
-    name: str, is_large: bool, request: pytest.FixtureRequest
-) -> None:
+def test_matrices_of_large_models_lie_turned(name: str, is_large: bool, monkeypatch: Patch) -> None:
+    """Where no cache holds them; and they give the same."""
     if is_large:
-        request.getfixturevalue("as_a_large_model")
+        monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
     golden = stored(name)
     apart, config = golden.model.unstacked(), golden.model.config
     sizes = (config.embed_size, config.ffw_size)
@@ -115,9 +109,9 @@ def test_it_is_saved_as_it_was(tmp_path: Path) -> None:
     assert_same(load_llama(tmp_path), load_llama(GOLDEN / "llama3"))
 
 
-@pytest.mark.usefixtures("as_a_large_model")
-def test_a_few_tokens_stand_behind_the_matrix_in_the_compiled_program() -> None:
+def test_a_few_tokens_stand_behind_the_matrix_once_compiled(monkeypatch: Patch) -> None:
     """Behind them the compiler would pack the matrix, which is all of a pass's time."""
+    monkeypatch.setattr(llama, "_CACHED_BYTES", 0)
     model = load_llama(GOLDEN / "llama3").unstacked()
     given = (jnp.zeros((1, 5), jnp.int32), jnp.arange(5)[None], jnp.tri(5, dtype=bool)[None])
 

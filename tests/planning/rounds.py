@@ -28,13 +28,10 @@ BY_LIBTPU = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One kind of round.
+    """One kind of round: its description, and the number of draft models.
 
-    Attributes:
-      spec: its description.
-      num_drafts: draft models.
-      served: rules that requests may ask for, each one its own, beside that of the spec; None
-        where all are decoded as the spec says.
+    `served` are rules that requests may ask for, each one its own, beside that of the spec; None
+    where all are decoded as the spec says.
     """
 
     spec: RoundSpec

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from launch_types import Patch
 from refusals import assert_refused
 
 from fly_jax.engine.engine import Engine
@@ -96,9 +97,7 @@ def smaller(plan: Plan) -> dict[str, SmallerDraft]:
 
 @pytest.mark.parametrize("rules", ["tensor", "tensor_long"])
 @pytest.mark.parametrize(("rows", "prompt_length"), [(1, None), (6, 200), (9, 8000), (40, 30)])
-def test_prompts_are_run_as_the_engine_runs_them(
-    rules: str, rows: int, prompt_length: int | None
-) -> None:
+def test_prompts_are_run_as_by_the_engine(rules: str, rows: int, prompt_length: int | None) -> None:
     spec = dataclasses.replace(SPEC, rows=rows, prompt_length=prompt_length)
     layout, sizes = lying("8x8", rules), {"num_slots": rows, "max_length": spec.context}
     models = (abstract_model(config, layout) for config in (spec.target, spec.draft))
@@ -221,9 +220,7 @@ def analysed_flops(model: Llama, tokens: int) -> float:
 
 # A CPU multiplies tokens, which are of two rows here, by fours or eights (`llama.in_front`).
 @pytest.mark.parametrize(("tokens", "multiplied"), [(1, 4), (4, 8), (9, 24), (12, 24)])
-def test_operations_are_those_of_xla_where_no_loop_hides_them(
-    tokens: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_those_of_xla(tokens: int, multiplied: int, monkeypatch: Patch) -> None:
     monkeypatch.setattr(llama, "_CACHED_BYTES", 0)  # as of a model that is none too small for it
     model = Llama.random(CONFIG, jax.random.key(0))
     counted = pass_work(ONE, CONFIG, WORKLOAD, tokens).flops * multiplied / (2 * tokens)

@@ -57,10 +57,8 @@ def last_model(what: str, above: Sequence[LlamaConfig]) -> LlamaConfig:
         own: Eagle3 | Block = Eagle3(**size, layers=(0, 1, 1), has_embedding=True)
     else:
         sizes = {"embed_size": above[-1].embed_size}
-        own = Block(
-            **size, layers=(0, 1), block_size=6, mask_token=5, anchor_predicts=True,
-            markov_rank=24, has_confidence=True,
-        )  # fmt: skip
+        also = {"block_size": 6, "mask_token": 5, "anchor_predicts": True, "has_confidence": True}
+        own = Block(**size, **also, layers=(0, 1), markov_rank=24)
     return dataclasses.replace(TINY[2], **sizes, draft_vocab_size=200, head=own)
 
 
@@ -81,9 +79,7 @@ PLACES = (None, "tensor_whole")  # one device, and 8
         ("head below", "block", None),
     ],
 )
-def test_no_round_copies_a_cache_or_a_stack_of_matrices(
-    name: str, last: str, rules: str | None
-) -> None:
+def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | None) -> None:
     kind = KINDS[name]
     head = last_model(last, above := TINY[: kind.num_drafts])
     models, layout = placed([*above, head], rules)
@@ -104,8 +100,7 @@ def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> Non
     engine = engine_of(KINDS["served"], models, rows=slots, context=500)
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])
-    sharding = None if layout is None else layout.sharding((), ())
-    at = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    at = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout and layout.sharding((), ()))
 
     def text(traced: Any) -> str:
         return compiled_text(traced, models[0])

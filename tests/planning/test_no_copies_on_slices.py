@@ -33,8 +33,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
     (chip, mesh), kind, context = where.split(), KINDS[name], 8192
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
     layout = Layout(devices, RULES["tensor_whole"])
-    configs = [preset(one) for one in (target, *draft.split())]
-    models = [abstract_model(config, layout) for config in configs]
+    models = [abstract_model(preset(one), layout) for one in (target, *draft.split())]
     if devices.size == 1:
         lies = SingleDeviceSharding(devices.devices.flat[0])
         models = [
@@ -64,9 +63,7 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
         ("autoregressive", SMALL, "", "v5e 8x8"),
     ],
 )
-def test_no_round_copies_a_cache_or_a_stack_of_matrices_and_a_layer_sums_twice(
-    name: str, target: str, draft: str, where: str
-) -> None:
+def test_no_copies_and_two_sums_a_layer(name: str, target: str, draft: str, where: str) -> None:
     found, sent = compiled(name, target, draft, where)
     assert not repeated(found)
     if name in ("exact", "fly", "autoregressive"):  # whose target has one pass in the program
@@ -75,9 +72,7 @@ def test_no_round_copies_a_cache_or_a_stack_of_matrices_and_a_layer_sums_twice(
 
 
 def test_sampling_costs_a_pass_four_exchanges_at_most() -> None:
-    greedy, sampled = (
-        sum(one.count for one in compiled(name, LARGE, SMALL, "v5e 8x8")[1])
-        for name in ("exact", "sampled")
-    )
+    sent = [compiled(name, LARGE, SMALL, "v5e 8x8")[1] for name in ("exact", "sampled")]
+    greedy, sampled = (sum(one.count for one in some) for some in sent)
     # 5 passes of the draft, and the target's, whose rejection of draft tokens takes one more.
     assert sampled - greedy <= 4 * (5 + 1) + 1

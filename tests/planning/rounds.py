@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
@@ -26,19 +25,6 @@ BY_LIBTPU = pytest.mark.skipif(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """One kind of round: its description, and the number of draft models.
-
-    `served` are rules that requests may ask for, each one its own, beside that of the spec; None
-    where all are decoded as the spec says.
-    """
-
-    spec: RoundSpec
-    num_drafts: int = 1
-    served: tuple[Rule, ...] | None = None
-
-
 def _rounds(rule: Rule, k: int = 5, sampling: Sampling | None = None, **given: Any) -> RoundSpec:
     return RoundSpec(rule, RoundStatic(k, eos_token_ids=(1,), **given), sampling)
 
@@ -47,31 +33,33 @@ _FLY = Fly(window_size=2)
 _WHOLE = Budget(_FLY | Margin() | Csd(), 20.0)  # all that a rule may ask for
 _LEVEL = _rounds(_FLY, level_speculative_tokens=(3,))
 KINDS = {
-    "autoregressive": Kind(_rounds(Exact(), 0), num_drafts=0),
-    "exact": Kind(_rounds(Exact())),
-    "fly": Kind(_rounds(_FLY)),
-    "rules": Kind(_rounds(_WHOLE, reports_mismatches=True, audits=True)),
-    "sampled": Kind(_rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9))),
-    "lookup": Kind(_rounds(_FLY, lookup=Lookup())),
-    "levels": Kind(_LEVEL.with_static(lookup=Lookup()), num_drafts=2),
-    "head below": Kind(_LEVEL, num_drafts=2),
-    "auto": Kind(_rounds(_FLY, depths=(2, 5))),
-    "defer": Kind(_rounds(_FLY, deferred_window=2)),
-    # Each row has a rule of its own, and some are drawn.
-    "served": Kind(_rounds(_FLY), served=(Margin(), Budget(_FLY, 20.0))),
+    "autoregressive": _rounds(Exact(), 0),
+    "exact": _rounds(Exact()),
+    "fly": _rounds(_FLY),
+    "rules": _rounds(_WHOLE, reports_mismatches=True, audits=True),
+    "sampled": _rounds(Exact(), sampling=Sampling(0.7, top_k=40, top_p=0.9)),
+    "lookup": _rounds(_FLY, lookup=Lookup()),
+    "levels": _LEVEL.with_static(lookup=Lookup()),
+    "head below": _LEVEL,
+    "auto": _rounds(_FLY, depths=(2, 5)),
+    "defer": _rounds(_FLY, deferred_window=2),
+    "served": _rounds(_FLY),
 }
+# Each row has a rule of its own, and some are drawn.
+SERVED = {"served": {"rules": (Margin(), Budget(_FLY, 20.0)), "offline": False}}
 
 
-def engine_of(kind: Kind, models: Sequence[Llama], *, rows: int, context: int) -> Engine:
-    """An engine of abstract models for so many rows of so many tokens."""
-    memory = CorrectionMemory("tests") if kind.spec.static.reports_mismatches else None
-    given = {"rules": kind.served or (), "memory": memory, "offline": kind.served is None}
-    return Engine(models[0], models[1:], kind.spec, num_slots=rows, max_length=context, **given)
+def engine_of(name: str, models: Sequence[Llama], rows: int, context: int, **more: Any) -> Engine:
+    """An engine of abstract models for so many rows of so many tokens, with more in its rounds."""
+    spec = KINDS[name].with_static(**more)
+    memory = CorrectionMemory("tests") if spec.static.reports_mismatches else None
+    given = {"memory": memory, "offline": True, "num_slots": rows, "max_length": context}
+    return Engine(models[0], models[1:], spec, **given | SERVED.get(name, {}))
 
 
-def round_hlo(kind: Kind, models: Sequence[Llama], **sizes: int) -> tuple[str, int]:
+def round_hlo(name: str, models: Sequence[Llama], **given: Any) -> tuple[str, int]:
     """The optimised program of a dispatch, and the capacity of its caches; see `engine_of`."""
-    engine = engine_of(kind, models, **sizes)
+    engine = engine_of(name, models, **given)
     state = abstract_state(engine.trace_slots(), [model.layout for model in models])
     return compiled_text(engine.trace_rounds(state), models[0]), state.target.capacity
 

@@ -80,12 +80,12 @@ PLACES = (None, "tensor_whole")  # one device, and 8
     ],
 )
 def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | None) -> None:
-    kind = KINDS[name]
-    head = last_model(last, above := TINY[: kind.num_drafts])
+    static = KINDS[name].static
+    above = TINY[: (static.num_speculative_tokens > 0) + len(static.level_speculative_tokens)]
+    head = last_model(last, above)
     models, layout = placed([*above, head], rules)
-    if last == "block":
-        kind = dataclasses.replace(kind, spec=kind.spec.with_static(draft_confidence=0.5))
-    hlo, capacity = round_hlo(kind, models, rows=ROWS, context=100)
+    more = {"draft_confidence": 0.5} if last == "block" else {}
+    hlo, capacity = round_hlo(name, models, rows=ROWS, context=100, **more)
     assert not repeated(copied(hlo, models, ROWS, capacity))
     if last == "eagle":  # nor its features
         kept = (1, ROWS, head.num_kv_heads, capacity, head.embed_size // 2 // head.num_kv_heads)
@@ -97,7 +97,7 @@ def test_no_round_copies_a_cache_or_a_stack(name: str, last: str, rules: str | N
 def test_rows_come_and_go_without_a_copy_of_the_others(rules: str | None) -> None:
     """In an engine's slots; "tensor" splits the rows, of which a device then has two."""
     slots, (models, layout) = 8, placed(TINY[:2], rules)
-    engine = engine_of(KINDS["served"], models, rows=slots, context=500)
+    engine = engine_of("served", models, slots, context=500)
     shared, plan = engine._programs, engine._prefill.plan
     many = abstract_state(engine.trace_slots(), [layout, layout])
     at = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout and layout.sharding((), ()))

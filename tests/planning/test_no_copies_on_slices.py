@@ -5,13 +5,12 @@ The TPU compiler says so of slices that are not there.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import pytest
 from jax.sharding import SingleDeviceSharding
-from rounds import BY_LIBTPU, KINDS, copied, repeated, round_hlo
+from rounds import BY_LIBTPU, copied, repeated, round_hlo
 
 from fly_jax.models.llama import Llama
 from fly_jax.models.presets import preset
@@ -30,7 +29,7 @@ LARGE, MIDDLE, SMALL = (f"llama-3.1-{size}" for size in ("405b", "70b", "8b"))
 @functools.cache
 def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy], list[Exchange]]:
     """Copies and exchanges of a kind of round of presets in bfloat16, with one row."""
-    (chip, mesh), kind, context = where.split(), KINDS[name], 8192
+    (chip, mesh), given = where.split(), {"context": 8192}
     devices = slice_mesh(CHIPS[chip], parse_mesh(mesh))
     layout = Layout(devices, RULES["tensor_whole"])
     models = [abstract_model(preset(one), layout) for one in (target, *draft.split())]
@@ -41,9 +40,8 @@ def compiled(name: str, target: str, draft: str, where: str) -> tuple[list[Copy]
             for one in models
         ]
         # The compiler takes longest here: with the fewest widths that a lookup chooses from.
-        fewest = kind.spec.with_static(num_speculative_tokens=2)
-        kind, context = dataclasses.replace(kind, spec=fewest), 4096
-    hlo, capacity = round_hlo(kind, models, rows=1, context=context)
+        given = {"context": 4096, "num_speculative_tokens": 2}
+    hlo, capacity = round_hlo(name, models, rows=1, **given)
     return copied(hlo, models, 1, capacity), exchanges(hlo, devices.size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import math
 import random
@@ -39,30 +40,35 @@ def many(item: str, before: str, after: str) -> bytes:
 
 def unknown(before: str = "", after: str = "") -> bytes:
     """A body with 200,000 keys that mean nothing."""
-    return (
-        before + "{" + ",".join(f'"{one:x}":0' for one in range(200_000)) + "}" + after
-    ).encode()
+    fields = ",".join(f'"{one:x}":0' for one in range(200_000))
+    return (before + "{" + fields + "}" + after).encode()
 
 
+FLY = '{"prompt":"a","fly":'
+MESSAGES, PROMPT = '{"messages":[', '{"prompt":['
 MANY_THINGS = [
-    Attack(*one)
-    for one in (
-        (CHAT, many("{}", '{"messages":[', "]}"), "messages.0.role: Field required"),
-        (CHAT, many("{}", '{"messages":[{"role":"a","content":[', "]}]}"), "type: Field required"),
-        (CHAT, many('{"role":"a","content":""}', '{"messages":[', "]}"), "at most 2048 items"),
-        (TEXT, many("0.5", '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
-        (TEXT, many('""', '{"prompt":[', "]}"), "prompt.0: Input should be a valid integer"),
-        (TEXT, many("[]", '{"prompt":[', "]}"), "at most 1024 items"),
-        (TEXT, many("0", '{"prompt":"a","fly":{"protect":[', "]}}"), "fly.protect.0: Input should"),
-        (TEXT, unknown(), "there are 200000 fields; send at most"),
-        (TEXT, unknown('{"prompt":"a","fly":', "}"), "fly: there are 200000 fields; send at most"),
-        (TEXT, unknown('{"prompt":"a","logit_bias":', "}"), "logit_bias is"),
-    )
-]  # fmt: skip
+    Attack(CHAT, many("{}", MESSAGES, "]}"), "messages.0.role: Field required"),
+    Attack(CHAT, many("{}", MESSAGES + '{"role":"a","content":[', "]}]}"), "type: Field required"),
+    Attack(CHAT, many('{"role":"a","content":""}', MESSAGES, "]}"), "at most 2048 items"),
+    Attack(TEXT, many("0.5", PROMPT, "]}"), "prompt.0: Input should be a valid integer"),
+    Attack(TEXT, many('""', PROMPT, "]}"), "prompt.0: Input should be a valid integer"),
+    Attack(TEXT, many("[]", PROMPT, "]}"), "at most 1024 items"),
+    Attack(TEXT, many("0", FLY + '{"protect":[', "]}}"), "fly.protect.0: Input should"),
+    Attack(TEXT, unknown(), "there are 200000 fields; send at most"),
+    Attack(TEXT, unknown(FLY, "}"), "fly: there are 200000 fields; send at most"),
+    Attack(TEXT, unknown('{"prompt":"a","logit_bias":', "}"), "logit_bias is"),
+]
 
 
 def _asking(**fields: Any) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1} | fields).encode()
+
+
+def with_number(name: str, number: float) -> Attack:
+    """A request of which a number, be it of its rule, is this."""
+    if name in RULE_NUMBERS:
+        return Attack(TEXT, _asking(fly={"rule": "fly | margin", name: number}))
+    return Attack(TEXT, _asking(**{"temperature": 0.5, name: number}))
 
 
 RULES = [  # of 139 to 256 characters, which multiplied out have up to 2^40 alternatives
@@ -70,20 +76,12 @@ RULES = [  # of 139 to 256 characters, which multiplied out have up to 2^40 alte
     for rule in ("&".join(["(fly|fly)"] * 14), "&".join(["(fly|margin)"] * 19), "(" * 256,
                  "&".join(["(a|b)"] * 42), "fly|" * 63, "!" * 256)
 ]  # fmt: skip
-LARGE_NUMBERS = [
-    Attack(TEXT, _asking(fly={"rule": "fly | margin", name: number}))
-    for name in RULE_NUMBERS
-    for number in NUMBERS
-] + [
-    Attack(TEXT, _asking(**{"temperature": 0.5, name: number}))
-    for name in REQUEST_NUMBERS
-    for number in NUMBERS
-]
+NAMES = (*RULE_NUMBERS, *REQUEST_NUMBERS)
+LARGE_NUMBERS = [with_number(*one) for one in itertools.product(NAMES, NUMBERS)]
 
 FOREIGN = [
     Attack(path, _asking(), "--allowed_hosts", JSON | {"Host": name})
-    for name in FOREIGN_HOSTS
-    for path in (TEXT, CHAT, "/health")
+    for name, path in itertools.product(FOREIGN_HOSTS, (TEXT, CHAT, "/health"))
 ]
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -91,18 +89,22 @@ BODY = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
     b"Content-Type: application/json\r\n\r\n"
 )
+CHUNKED = b"Transfer-Encoding: chunked"
 HALVES: dict[str, tuple[bytes, ...]] = {
     "nothing": (b"",),
     "header": (HEALTH,),
     "drops": (HEALTH, *[b"X-A: b\r\n"] * 30),
     "body": (BODY + b'{"prompt"',),
     "drops_of_body": (BODY, *[b" "] * 30),
-    "chunks": (
-        BODY.replace(b"Content-Length: 99", b"Transfer-Encoding: chunked"),
-        *[b"1\r\n \r\n"] * 30,
-    ),
+    "chunks": (BODY.replace(b"Content-Length: 99", CHUNKED), *[b"1\r\n \r\n"] * 30),
     "second_request": (HEALTH + b"\r\n" + HEALTH,),
 }
+
+
+def connected(url: str, most: float = 10.0) -> socket.socket:
+    """A connection to a server, which waits for at most so many seconds."""
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), most)
 
 
 def sent(url: str, *pieces: bytes, wait: float = 0.0, most: float = 10.0) -> tuple[bytes, float]:
@@ -110,9 +112,8 @@ def sent(url: str, *pieces: bytes, wait: float = 0.0, most: float = 10.0) -> tup
 
     The pieces are sent with a wait before each; at most so many seconds are waited for.
     """
-    host, port = url.removeprefix("http://").split(":")
     begun, found = time.perf_counter(), b""
-    with socket.create_connection((host, int(port)), timeout=most) as connection:
+    with connected(url, most) as connection:
         with contextlib.suppress(OSError):  # it may be closed by then
             for piece in pieces:
                 time.sleep(wait)
@@ -127,10 +128,9 @@ def fault(status: int, content: bytes) -> str | None:
     """What is wrong with a reply, which is a success or a refusal in one sentence."""
     if 200 <= status < 300 and b'"server_error"' not in content:
         return None
-    try:
+    message = ""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         message = json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = ""
     is_sentence = message.endswith((".", "…")) and len(message.splitlines()) == 1
     return None if 400 <= status < 500 and is_sentence else f"HTTP {status}: {content[:500]!r}"
 
@@ -144,24 +144,24 @@ def altered(content: bytes, chance: random.Random) -> bytes:
         # Mostly near the beginning, where what describes the rest is.
         size = len(content)
         at = chance.randrange(min(size, 4096) if chance.random() < 0.7 else size) if size else 0
-        kind = chance.randrange(6)
-        if kind == 0:
-            content = content[:at]
-        elif kind == 1:
-            content = content[:at] + bytes([chance.randrange(256)]) + content[at + 1 :]
+        kind, put, end = chance.randrange(6), b"", size  # what is put in place of content[at:end]
+        if kind == 1:
+            put, end = bytes([chance.randrange(256)]), at + 1
         elif kind == 2:
-            content = content[:at] + chance.randbytes(8) + content[at + 8 :]
+            put, end = chance.randbytes(8), at + 8
         elif kind == 3:
             end = min(at + chance.randrange(1, 64), size)
-            content = content[:end] + content[at:end] * chance.randint(1, 50) + content[end:]
+            put = content[at:end] * (1 + chance.randint(1, 50))
         elif kind == 4:
             value = chance.choice((2**31, 2**32 - 1, 2**63, 2**64 - 1, 400_000))
-            content = content[:at] + value.to_bytes(8, "little") + content[at + 8 :]
-        else:
+            put, end = value.to_bytes(8, "little"), at + 8
+        elif kind == 5:
+            end = at
             digits = [i for i, byte in enumerate(content[:20_000]) if chr(byte).isdigit()]
             if digits:
                 at = chance.choice(digits)
-                content = content[:at] + chance.choice(_DIGITS) + content[at + 1 :]
+                put, end = chance.choice(_DIGITS), at + 1
+        content = content[:at] + put + content[end:]
     return content
 
 

@@ -6,33 +6,29 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import socket
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
+import pytest
 from random_pairs import random_target
 from tiny_pair import TEMPLATE, write_pair
 
+from fly_jax import AsyncEngine, Engine, Exact, Generation, RequestState, Settled, generate
 from fly_jax.decoding.config import DecodingConfig, RoundSpec, RoundStatic
 from fly_jax.decoding.pair import Pair, load_pair
-from fly_jax.engine.batch import generate
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Generation, RequestState, Settled
-from fly_jax.serving.async_engine import AsyncEngine
 from fly_jax.serving.http.limits import ServerLimits
 from fly_jax.serving.http.request_builder import RequestBuilder
 from fly_jax.serving.http.run import address, bound, serve
 from fly_jax.serving.http.service import Service
-from fly_jax.verification.rules import Exact
 
-KEY, NAME, SLOTS, QUEUE = "a secret", "tiny", 4, 2
+KEY, OTHER, NAME, SLOTS, QUEUE = "a secret", "another secret", "tiny", 4, 2
 LENGTH = 58  # fits into the shortest cache, so that few programs are compiled
 GIVEN = {
     "rule": "margin", "margin_gap": 1.5, "num_speculative_tokens": 4, "window_size": 2,
@@ -69,32 +65,28 @@ class Stuck(Engine):
         return []
 
 
-def stuck_service(tokenizer: Any = None, **limits: Any) -> Service:
+def stuck_service(tokenizer: Any = None) -> Service:
     """A service over such an engine, which without a tokenizer takes token ids only."""
-    target, static = random_target(2), RoundStatic(0, audits=True)
-    engine = Stuck(target, None, RoundSpec(Exact(), static), num_slots=1, max_length=60)
-    tokenizer = tokenizer or types.SimpleNamespace(chat_template=None)
-    pair: Any = types.SimpleNamespace(target=target, tokenizer=tokenizer)
+    target, spec = random_target(2), RoundSpec(Exact(), RoundStatic(0, audits=True))
+    engine = Stuck(target, None, spec, num_slots=1, max_length=60)
+    tokenizer = tokenizer or SimpleNamespace(chat_template=None)
+    pair: Any = SimpleNamespace(target=target, tokenizer=tokenizer)
     builder = RequestBuilder.of(DecodingConfig().without_draft())
-    return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits(**limits))
+    return Service("stuck", AsyncEngine(engine), pair, builder, ServerLimits())
 
 
 @contextlib.contextmanager
 def serving(service: Service) -> Iterator[str]:
     """Serves what needs no warm-up, in a thread; its address."""
-    listening = bound("127.0.0.1", 0)
-    loop, stop, ended = started(service, listening)
+    url, loop, stop, ended = started(service)
     until(lambda: service.state == "ready")
-    yield address(listening)
+    yield url
     loop.call_soon_threadsafe(stop.set)
     ended.result(30)
-    listening.close()
 
 
 @dataclasses.dataclass
 class Live:
-    """A server that runs in a thread."""
-
     service: Service
     engine: Gated
     pair: Pair
@@ -114,7 +106,8 @@ class Live:
 
     def post(self, body: object, path: str = "/v1/completions", **given: Any) -> httpx.Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=data, headers=HEADERS, **{"timeout": 60} | given)
+        given = {"headers": HEADERS, "timeout": 60} | given
+        return httpx.post(self.url + path, content=data, **given)
 
     def alone(self, prompt: str | list[int], limit: int, **given: Any) -> tuple[Generation, str]:
         """What the library gives for a prompt, with its text."""
@@ -125,8 +118,8 @@ class Live:
     def streaming(self, **given: Any) -> Iterator[Iterator[str]]:
         """The events of a stream, which can be left at any time."""
         body = {"prompt": PROMPT, "max_tokens": 80, "stream": True} | given
-        url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as reply:
+        given: Any = {"json": body, "headers": HEADERS, "timeout": 60}
+        with httpx.stream("POST", f"{self.url}/v1/completions", **given) as reply:
             assert reply.status_code == 200
             yield (line[6:] for line in reply.iter_lines() if line)
 
@@ -163,47 +156,49 @@ def until(holds: Callable[[], bool]) -> None:
     raise AssertionError("it has not come to that in half a minute")
 
 
-def started(service: Service, listening: socket.socket) -> tuple[Any, asyncio.Event, Future[None]]:
-    """Serves in a thread: its loop, what stops it, and its end."""
-    begun: Future[tuple[Any, asyncio.Event]] = Future()
-    ended: Future[None] = Future()
+def started(service: Service) -> tuple[str, Any, asyncio.Event, Future[None]]:
+    """Serves in a thread: its address, its loop, what stops it, and its end."""
+    begun, ended = Future[tuple[str, Any, asyncio.Event]](), Future[None]()
 
     async def run() -> None:
-        stop = asyncio.Event()
-        begun.set_result((asyncio.get_running_loop(), stop))
-        nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        await serve(service, listening, grace_period=5, stop=stop, say=nothing, on_progress=nothing)
+        stop, nothing = asyncio.Event(), Mock()
+        with bound("127.0.0.1", 0) as listening:
+            begun.set_result((address(listening), asyncio.get_running_loop(), stop))
+            given: Any = {"grace_period": 5, "say": nothing, "on_progress": nothing}
+            await serve(service, listening, stop=stop, **given)
 
     def thread() -> None:
         try:
-            asyncio.run(run())
+            ended.set_result(asyncio.run(run()))
         except BaseException as error:
             ended.set_exception(error)
-        else:
-            ended.set_result(None)
 
     threading.Thread(target=thread, daemon=True).start()
     return *begun.result(), ended
 
 
-@contextlib.contextmanager
-def live_server(folder: Path, *, keys: tuple[str, ...] = (KEY,), **given: Any) -> Iterator[Live]:
-    """Writes the pair into a folder and serves it; the rest is for the engine."""
-    target, draft = write_pair(folder)
+@pytest.fixture
+def live(server: Live) -> Iterator[Live]:
+    """The server of the file; no test leaves anything behind in it."""
+    yield server
+    server.wait_until_free()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    target, draft = write_pair(tmp_path_factory.mktemp("pair"))
     (target / "chat_template.jinja").write_text(TEMPLATE)
     pair = load_pair(target, draft, dtype="float32")
     builder = RequestBuilder.of(pair.config(**GIVEN))
     engine = Gated.of(
-        pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH,
-        rules=builder.kinds, prefill_chunk=32, audits=True, max_logprobs=4, **given,
+        pair, builder.for_engine, num_slots=SLOTS, max_length=LENGTH, rules=builder.kinds,
+        prefill_chunk=32, audits=True, max_logprobs=4, shared_block=32,
     )  # fmt: skip
     assert isinstance(engine, Gated)
     engine.gate = threading.Event()
-    limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_keys=keys)
+    limits = ServerLimits(max_queue=QUEUE, max_body=20_000, api_keys=(KEY, OTHER))
     service = Service(NAME, AsyncEngine(engine), pair, builder, limits)
-    listening = bound("127.0.0.1", 0)
-    url = address(listening)
-    loop, stop, ended = started(service, listening)
+    url, loop, stop, ended = started(service)
 
     def answers(status: int) -> bool:
         if ended.done():

@@ -5,14 +5,14 @@ Independent of the package: float64, one row and one position at a time, no arra
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass
-class Evidence:
+class Evidence(NamedTuple):
     """The oracle's numbers for one row and position."""
 
     argmax: int
@@ -35,10 +35,7 @@ def random_logits(seed: int, shape: tuple[int, ...]) -> np.ndarray:
 def greedy_evidence(logits: np.ndarray, draft: int | None, measure: str, top_k: int) -> Evidence:
     """Evidence at one position; `draft` is None where nothing was drafted."""
     logits = logits.astype(np.float64)
-    argmax = 0
-    for token in range(len(logits)):
-        if logits[token] > logits[argmax]:
-            argmax = token
+    argmax = max(range(len(logits)), key=logits.__getitem__)  # the first of several
     total = sum(math.exp(value - logits[argmax]) for value in logits)
     log_sum_exp = float(logits[argmax]) + math.log(total)
     probs = sorted((math.exp(value - log_sum_exp) for value in logits), reverse=True)
@@ -47,14 +44,8 @@ def greedy_evidence(logits: np.ndarray, draft: int | None, measure: str, top_k: 
     entropy = -sum(p * math.log(p) for p in probs if p > 0)
     if measure == "normalized":
         entropy /= math.log(len(logits))
-    return Evidence(
-        argmax=argmax,
-        argmax_logit=float(logits[argmax]),
-        draft_logit=-math.inf if draft is None else float(logits[draft]),
-        log_sum_exp=log_sum_exp,
-        entropy=entropy,
-        accepted=draft == argmax,
-    )
+    given = -math.inf if draft is None else float(logits[draft])
+    return Evidence(argmax, float(logits[argmax]), given, log_sum_exp, entropy, draft == argmax)
 
 
 def processed_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
@@ -68,20 +59,18 @@ def processed_probs(logits: np.ndarray, temperature: float, top_k: int, top_p: f
     largest = max(scaled)
     mass = [math.exp(value - largest) for value in scaled]
     if top_k:
-        for token in range(len(mass)):
-            if sum(other > scaled[token] for other in scaled) >= top_k:
+        for token, value in enumerate(scaled):
+            if sum(other > value for other in scaled) >= top_k:
                 mass[token] = 0.0
     if top_p < 1:
         before = [value / sum(mass) for value in mass]
-        for token in range(len(mass)):
-            likelier = sum(p for p in before if p > before[token])
-            if likelier >= top_p:
+        for token, prob in enumerate(before):
+            if sum(other for other in before if other > prob) >= top_p:
                 mass[token] = 0.0
     return np.array([value / sum(mass) for value in mass])
 
 
-@dataclasses.dataclass
-class Row:
+class Row(NamedTuple):
     """What a rule decides about one row."""
 
     num_accepted: int
@@ -90,12 +79,11 @@ class Row:
     num_rescued: int
 
 
-@dataclasses.dataclass
-class Alternative:
+class Alternative(NamedTuple):
     """Conditions that each name their refusal, and windows as (size, kind)."""
 
     conditions: list[tuple[str, list[bool]]]
-    windows: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    windows: Sequence[tuple[int, str]] = ()
 
 
 # From the one that is checked first to the one that is checked last.
@@ -119,12 +107,11 @@ def loosened_row(
                 return name
         if budget <= 0 or spent + regret[at] > budget:
             return "REFUSED_BUDGET"
-        fits = True
         for size, kind in alternative.windows:
             last = size - 1 if kind == "reference" else size
             if not all(accepted[at + 1 : min(at + last + 1, num_drafted)]):
                 return "REFUSED_WINDOW"
-            fits = fits and at + 1 + size <= num_drafted
+        fits = all(at + 1 + size <= num_drafted for size, _ in alternative.windows)
         return None if fits else "REFUSED_BOUNDARY"
 
     why = ["DROPPED"] * len(accepted)
@@ -133,16 +120,13 @@ def loosened_row(
             why[at] = "MATCHED"
             continue
         refusals = [refusal(alternative, at) for alternative in alternatives]
-        if never[at]:
-            why[at] = "REFUSED"
-        elif None in refusals:
-            why[at] = "RESCUED"
-            spent += regret[at]
-            num_rescued += 1
-            continue
-        else:
-            why[at] = max((name for name in refusals if name), key=CHECKS.index)
-        return Row(at, "CORRECTED", why, num_rescued), spent
+        if never[at] or None not in refusals:
+            latest = max((name for name in refusals if name), key=CHECKS.index, default="REFUSED")
+            why[at] = "REFUSED" if never[at] else latest
+            return Row(at, "CORRECTED", why, num_rescued), spent
+        why[at] = "RESCUED"
+        spent += regret[at]
+        num_rescued += 1
     return Row(num_drafted, "BONUS", why, num_rescued), spent
 
 

@@ -40,10 +40,8 @@ def _names_shapes(one: Any) -> bool:
     function = getattr(one, "fget", None) or getattr(one, "__func__", one)
     if not isinstance(function, types.FunctionType):
         return False
-    return any(
-        _of_any_array(_meant(hint, function)) is not Any
-        for hint in function.__annotations__.values()
-    )
+    meant = (_meant(hint, function) for hint in function.__annotations__.values())
+    return any(_of_any_array(hint) is not Any for hint in meant)
 
 
 def _meant(hint: Any, function: types.FunctionType) -> Any:

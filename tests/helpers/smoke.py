@@ -20,7 +20,6 @@ import openai
 import pytest
 
 _PROMPTS = ("Ada has 3", "One, two,", "import os", "She said")
-_EXACT = {"fly": {"rule": "exact"}}
 
 
 class Smoke:
@@ -30,31 +29,22 @@ class Smoke:
         self._url = url
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
         (self._model,) = self._client.models.list().data
-        self._fly: dict[str, Any] = (self._model.model_extra or {})["fly"]
+        self._fly: Any = (self._model.model_extra or {})["fly"]
+        self._usual = {"model": self._model.id, "max_tokens": 12, "temperature": 0}
+        self._usual |= {"extra_body": {"fly": {"rule": "exact"}}}
 
     def run(self, on_progress: Callable[[str], None] = print) -> None:
-        """All of them.
-
-        Args:
-          on_progress: gets the name of each that holds.
-        """
+        """All of them; `on_progress` gets the name of each that holds."""
         for name in (name for name in vars(Smoke) if not name.startswith("_") and name != "run"):
             if getattr(self, name)() is not False:
                 on_progress(name)
 
     def _completion(self, prompt: str = _PROMPTS[0], **given: Any) -> Any:
-        return self._client.completions.create(
-            model=self._model.id,
-            **{"prompt": prompt, "max_tokens": 12, "temperature": 0, "extra_body": _EXACT} | given,
-        )
+        return self._client.completions.create(**self._usual | {"prompt": prompt} | given)
 
     def _chat(self, **given: Any) -> Any:
-        messages: Any = [{"role": "user", "content": "Hi"}]
-        return self._client.chat.completions.create(
-            model=self._model.id,
-            messages=messages,
-            **{"max_tokens": 12, "temperature": 0, "extra_body": _EXACT} | given,
-        )
+        messages = [{"role": "user", "content": "Hi"}]
+        return self._client.chat.completions.create(**self._usual | given, messages=messages)
 
     def a_stream_is_the_reply(self) -> None:
         reply = self._completion()
@@ -94,8 +84,7 @@ class Smoke:
 
     def every_rule_answers_and_is_audited(self) -> None:
         for rule in self._fly["rules"]:
-            asked = {"fly": {"rule": rule, "audit": True}}
-            reply = self._completion(extra_body=asked)
+            reply = self._completion(extra_body={"fly": {"rule": rule, "audit": True}})
             figures = reply.model_extra["metrics"]["speculative_decoding"]
             audit = reply.choices[0].model_extra["fly"]["audit"]
             assert len(audit["rescues"]) == figures["num_rescued_tokens"]
@@ -111,9 +100,8 @@ class Smoke:
         return True
 
     def who_leaves_frees_the_slot(self) -> None:
-        with self._completion(
-            max_tokens=40, stream=True, extra_body={"ignore_eos": True}
-        ) as stream:
+        given = {"max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}}
+        with self._completion(**given) as stream:
             next(iter(stream))
         for _ in range(300):
             text = httpx.get(f"{self._url}/metrics").text

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable
+from unittest.mock import Mock
 
 import pytest
-from random_pairs import CONFIG, random_target
+from engine_kinds import KINDS, finished, requests
+from random_pairs import SPECS, pair_engine
 
-from fly_jax.decoding.config import RoundSpec, RoundStatic
-from fly_jax.engine.engine import Engine
-from fly_jax.engine.request import Request, RequestState
-from fly_jax.errors import FlyJaxError
+from fly_jax import Engine, FlyJaxError, Margin, Request, RequestState
 from fly_jax.serving.async_engine import AsyncEngine, TokenStream
-from fly_jax.verification.rules import Exact, Margin
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     # Without ends of text: every request has as many tokens as it asks for.
-    spec = RoundSpec(Exact(), RoundStatic(0, rounds_per_dispatch=2))
-    return Engine(random_target(2), None, spec, num_slots=3, max_length=96, prefill_chunk=32)
-
-
-def requests(number: int) -> list[Request]:
-    chance = random.Random(3)
-    return [
-        Request([chance.randrange(CONFIG.vocab_size) for _ in range(chance.randint(1, 40))],
-                chance.randint(1, 30))
-        for _ in range(number)
-    ]  # fmt: skip
-
-
-def expected(engine: Engine, given: list[Request]) -> list[list[int]]:
-    states = [engine.submit(one) for one in given]
-    while not engine.is_idle:
-        engine.step()
-    return [one.generation.token_ids for one in states]
+    spec = SPECS["autoregressive"].with_static(eos_token_ids=(), rounds_per_dispatch=2)
+    return pair_engine(2, spec, rows=3, prefill_chunk=32, offline=False)
 
 
 async def tokens(running: AsyncEngine, request: Request) -> list[int]:
@@ -50,6 +31,12 @@ async def tokens_of(stream: TokenStream) -> list[int]:
     async for settled in stream:
         found += settled.token_ids
     return found
+
+
+async def refused(words: str, asked: Awaitable[object]) -> FlyJaxError:
+    with pytest.raises(FlyJaxError, match=words) as caught:
+        await asked
+    return caught.value
 
 
 def within(test: Callable[[AsyncEngine], Awaitable[None]]) -> Callable[[Engine], None]:
@@ -68,20 +55,9 @@ def within(test: Callable[[AsyncEngine], Awaitable[None]]) -> Callable[[Engine],
     return run
 
 
-def test_all_get_their_tokens(engine: Engine) -> None:
-    given = requests(40)
-    wanted = expected(engine, given)
-
-    @within
-    async def run(running: AsyncEngine) -> None:
-        assert await asyncio.gather(*(tokens(running, one) for one in given)) == wanted
-
-    run(engine)
-
-
-def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
-    given = requests(12)
-    wanted = expected(engine, given)
+def test_all_get_their_tokens_and_whoever_leaves_frees_the_slot(engine: Engine) -> None:
+    given = requests(KINDS["autoregressive"], 40)
+    wanted = [one.generation.token_ids for one in finished(engine, given)]
 
     async def leave(running: AsyncEngine, request: Request, how: int) -> RequestState:
         stream = await running.submit(request)
@@ -118,21 +94,21 @@ def test_whoever_leaves_frees_the_slot(engine: Engine) -> None:
 
 @within
 async def test_draining_waits_and_refuses(running: AsyncEngine) -> None:
-    going = asyncio.create_task(tokens(running, Request([1], 40)))
+    """And who stops waiting for the end stops nobody."""
+    going = asyncio.create_task(tokens(running, Request([1], 80)))
     await asyncio.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(running.drain(), 0.001)
     await running.drain()
     assert running.engine.is_idle
-    with pytest.raises(FlyJaxError, match="takes no more"):
-        await running.submit(Request([1]))
-    assert len(await going) == 40
+    await refused("takes no more", running.submit(Request([1])))
+    assert len(await going) == 80
 
 
 @within
 async def test_what_is_refused_is_refused_at_once(running: AsyncEngine) -> None:
-    with pytest.raises(FlyJaxError, match="is empty"):
-        await running.submit(Request([]))
-    with pytest.raises(FlyJaxError, match="of a kind"):
-        await running.submit(Request([1], rule=Margin()))
+    await refused("is empty", running.submit(Request([])))
+    await refused("of a kind", running.submit(Request([1], rule=Margin())))
     assert len(await tokens(running, Request([1], 3))) == 3
 
 
@@ -142,21 +118,11 @@ def test_leaving_cancels_what_is_going(engine: Engine) -> None:
             streams = [await running.submit(Request([index], 90)) for index in range(5)]
         for stream in streams:
             assert stream.state.is_finished
-            with pytest.raises(FlyJaxError, match="does not run"):
-                await tokens_of(stream)
+            await refused("does not run", tokens_of(stream))
             await stream.aclose()
 
     asyncio.run(run())
     assert engine.slots.num_free == 3
-
-
-@within
-async def test_who_stops_waiting_for_the_end_stops_nobody(running: AsyncEngine) -> None:
-    going = asyncio.create_task(tokens(running, Request([1], 80)))
-    await asyncio.sleep(0.01)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(running.drain(), 0.001)
-    assert len(await going) == 80
 
 
 @within
@@ -169,22 +135,18 @@ async def test_a_submit_that_is_cancelled_leaves_nothing_behind(running: AsyncEn
         with contextlib.suppress(asyncio.CancelledError):
             await (await task).aclose()
     await running.drain()
-    with pytest.raises(FlyJaxError, match="in use already"):
-        await running.__aenter__()
+    await refused("in use already", running.__aenter__())
 
 
 def test_it_can_be_entered_again_and_refuses_meanwhile(engine: Engine) -> None:
     async def run() -> None:
         running = AsyncEngine(engine)
-        with pytest.raises(FlyJaxError, match="does not run"):
-            await running.drain()
+        await refused("does not run", running.drain())
         for _ in range(2):
-            with pytest.raises(FlyJaxError, match="does not run"):
-                await running.submit(Request([1]))
+            await refused("does not run", running.submit(Request([1])))
             async with running:
                 assert len(await tokens(running, Request([1], 5))) == 5
-        with pytest.raises(FlyJaxError, match="does not run"):
-            await running.submit(Request([1]))
+        await refused("does not run", running.submit(Request([1])))
 
     asyncio.run(run())
 
@@ -196,26 +158,21 @@ async def test_who_reads_too_slowly_is_stopped(running: AsyncEngine) -> None:
     assert len(await tokens_of(going)) == 90
     await running.drain()
     assert stream.state.generation.finish_reason == "cancelled"
-    with pytest.raises(FlyJaxError, match="not read as they came"):
-        await tokens_of(stream)
+    await refused("not read as they came", tokens_of(stream))
     assert 0 < len(stream.state.generation.token_ids) < 90
 
 
 def test_a_failure_reaches_everyone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("the chip is gone")
+    fail = Mock(side_effect=RuntimeError("the chip is gone"))
 
     async def run() -> None:
         async with AsyncEngine(engine) as running:
             streams = [await running.submit(Request([index], 90)) for index in (1, 2)]
             monkeypatch.setattr(engine, "step", fail)
             for one in streams:
-                with pytest.raises(FlyJaxError, match=r"has failed.*the chip is gone"):
-                    await tokens_of(one)
-            with pytest.raises(FlyJaxError, match="the chip is gone"):
-                await running.submit(Request([3]))
-            with pytest.raises(FlyJaxError, match="the chip is gone") as caught:
-                await running.ended()
-            assert isinstance(caught.value.__cause__, RuntimeError)
+                await refused(r"has failed.*the chip is gone", tokens_of(one))
+            await refused("the chip is gone", running.submit(Request([3])))
+            error = await refused("the chip is gone", running.ended())
+            assert isinstance(error.__cause__, RuntimeError)
 
     asyncio.run(run())

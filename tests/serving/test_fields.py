@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,13 +11,7 @@ from pydantic import ValidationError
 
 from fly_jax.decoding.config import default_config
 from fly_jax.errors import FlyJaxError
-from fly_jax.serving.http.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    of_validation,
-)
+from fly_jax.serving.http.protocol import ApiError, ChatRequest, CompletionRequest, of_validation
 from fly_jax.serving.http.request_builder import RequestBuilder
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -44,7 +39,7 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
 
 
 @pytest.mark.parametrize(
-    ("kinds", "fields", "words"),
+    ("kinds", "given", "words"),
     [
         (BOTH, {"max_tokens": 0}, "max_tokens"),
         (BOTH, {"stop": ""}, "stop"),
@@ -68,62 +63,44 @@ BOTH, TEXT, CHAT = (CompletionRequest, ChatRequest), (CompletionRequest,), (Chat
         (CHAT, {"top_logprobs": 2}, "give logprobs=true"),
         (CHAT, {"max_tokens": 1, "max_completion_tokens": 1}, "one of them"),
         (CHAT, {"messages": [{"role": "a", "content": "b", "tool_calls": [1]}]}, "tool_calls"),
-    ],
-)
-def test_what_would_change_the_answer_is_refused(
-    kinds: tuple[type[GenerationRequest], ...], fields: dict[str, Any], words: str
-) -> None:
-    for kind in kinds:
-        with pytest.raises(ValidationError) as caught:
-            kind.model_validate({"prompt": "a", "messages": HELLO} | fields)
-        assert words in str(caught.value)
-
-
-def test_vllms_names_of_flys_numbers_are_ours() -> None:
-    given = {
-        "rejection_sample_method": "fly", "fly_window_size": 2, "window_size": 2,
-        "fly_entropy_threshold": 0.5, "fly_entropy_top_k": 5,
-    }  # fmt: skip
-    fly = CompletionRequest.model_validate({"prompt": "a", "fly": given}).fly
-    assert fly.model_dump(exclude_unset=True) == {
-        "rule": "fly", "window_size": 2, "entropy_threshold": 0.5, "entropy_top_k": 5,
-    }  # fmt: skip
-
-
-def test_how_many_alternatives_are_asked_for() -> None:
-    asked = CompletionRequest.model_validate({"prompt": "a"})
-    assert asked.num_logprobs is None
-    assert CompletionRequest.model_validate({"prompt": "a", "logprobs": 0}).num_logprobs == 0
-    for given, number in (
-        ({}, None),
-        ({"logprobs": False, "top_logprobs": 0}, None),
-        ({"logprobs": True}, 0),
-        ({"logprobs": True, "top_logprobs": 3}, 3),
-    ):
-        assert ChatRequest.model_validate({"messages": HELLO} | given).num_logprobs == number
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"stop": [""]}, "stop.0: String should have at least 1 character."),
-        ({"stop": ["a", 3]}, "stop: Input should be a valid string."),
-        ({"prompt": 3, **dict.fromkeys(map(str, range(80)), 0)},
-         "The body: there are 81 fields; send at most 80."),
-        ({"stop": ["a"] * 17}, "stop: List should have at most 16 items after validation, not 17."),
-        ({"prompt": 3}, "prompt: Input should be a valid string."),
-        ({"fly": {"rule": 3}}, "fly.rule: Input should be a valid string."),
-        ({"fly": {"window_size": 3, "fly_window_size": 4}},
+        (TEXT, {"stop": [""]}, "stop.0: String should have at least 1 character."),
+        (TEXT, {"stop": ["a", 3]}, "stop: Input should be a valid string."),
+        (TEXT, {"prompt": 3, **dict.fromkeys(map(str, range(80)), 0)},
+         "The body: there are 82 fields; send at most 80."),
+        (TEXT, {"stop": ["a"] * 17},
+         "stop: List should have at most 16 items after validation, not 17."),
+        (TEXT, {"prompt": 3}, "prompt: Input should be a valid string."),
+        (TEXT, {"fly": {"rule": 3}}, "fly.rule: Input should be a valid string."),
+        (TEXT, {"fly": {"window_size": 3, "fly_window_size": 4}},
          "fly: window_size is 3 and 4, once by vLLM's name; give it once."),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_field_and_no_type_of_pydantic(
-    fields: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ValidationError) as caught:
-        CompletionRequest.model_validate({"prompt": "a"} | fields)
-    within = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
-    assert str(of_validation(within)) == sentence
+def test_what_changes_the_answer_is_refused(kinds: tuple[Any, ...], given: Any, words: str) -> None:
+    """The sentence that ends with a full stop here names the field and no type of pydantic."""
+    for kind in kinds:
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate({"prompt": "a", "messages": HELLO} | given)
+        within = [error | {"loc": ("body", *error["loc"])} for error in caught.value.errors()]
+        sentence = str(of_validation(within))
+        assert sentence == words if words.endswith(".") else words in sentence
+
+
+def test_vllms_names_of_flys_numbers_are_ours() -> None:
+    numbers = {"window_size": 2, "entropy_threshold": 0.5, "entropy_top_k": 5}
+    theirs = {f"fly_{name}": number for name, number in numbers.items()}
+    given = theirs | {"rejection_sample_method": "fly", "window_size": 2}
+    fly = CompletionRequest.model_validate({"prompt": "a", "fly": given}).fly
+    assert fly.model_dump(exclude_unset=True) == {"rule": "fly", **numbers}
+
+
+def test_how_many_alternatives_are_asked_for() -> None:
+    assert CompletionRequest(prompt="a").num_logprobs is None
+    assert CompletionRequest(prompt="a", logprobs=0).num_logprobs == 0
+    chat = partial(ChatRequest, messages=HELLO)
+    assert chat().num_logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs is None
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).num_logprobs == 3
 
 
 def test_rules_that_do_not_fit_the_servers_k_are_not_offered() -> None:

@@ -9,24 +9,25 @@ import json
 import os
 import signal
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
 import pytest
 import uvicorn
+from launch_types import Patch
 from live_server import Stuck, serving, started, stuck_service, until
 
-from fly_jax.engine.request import Request
+from fly_jax import Budget, Exact, Fly, Lossy, Margin, Request, Rule, Sampling
 from fly_jax.serving.http.protocol import ApiError, CompletionRequest
 from fly_jax.serving.http.replies import TextStyle
 from fly_jax.serving.http.run import Connection, ServerFailed, address, bound, run, serve
 from fly_jax.serving.http.service import Service
 from fly_jax.serving.lockstep import decoded, encoded
-from fly_jax.verification.rules import RULES, Budget, Exact, Fly, Lossy, Margin, Rule
-from fly_jax.verification.sampling import Sampling
+from fly_jax.verification.rules import RULES
 
 
 @pytest.fixture
@@ -34,21 +35,11 @@ def service() -> Service:
     return stuck_service()
 
 
-def fail(*_: object, **__: object) -> None:
-    raise RuntimeError("the chip is gone")
-
-
-@pytest.mark.parametrize("fails", ["warm_up", "step", "app"])
-def test_a_failure_ends_the_server(
-    service: Service, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
-    if fails == "app":
-        monkeypatch.setattr(uvicorn.Server, "startup", fail)
-    else:
-        monkeypatch.setattr(Stuck, fails, fail)
-    listening = bound("127.0.0.1", 0)
-    url = address(listening)
-    _, _, ended = started(service, listening)
+@pytest.mark.parametrize("fails", ["warm_up", "step", "startup"])
+def test_a_failure_ends_the_server(service: Service, monkeypatch: Patch, fails: str) -> None:
+    fail = Mock(side_effect=RuntimeError("the chip is gone"))
+    monkeypatch.setattr(uvicorn.Server if fails == "startup" else Stuck, fails, fail)
+    url, _, _, ended = started(service)
     if fails == "step":
         until(lambda: service.state == "ready")
         reply = httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2]}, timeout=60)
@@ -56,10 +47,9 @@ def test_a_failure_ends_the_server(
         assert "the chip is gone" in reply.json()["error"]["message"]
     with pytest.raises(ServerFailed, match="the chip is gone"):
         ended.result(30)
-    listening.close()
 
 
-def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: Patch) -> None:
     """Else a reply of two, and a token after another, waits 40 ms for the client's TCP."""
     found, take = list[int](), Connection.connection_made
 
@@ -75,8 +65,8 @@ def test_small_pieces_are_sent_at_once(service: Service, monkeypatch: pytest.Mon
 
 
 def test_a_second_signal_ends_it_at_once(service: Service) -> None:
-    listening = bound("127.0.0.1", 0)
-    url, said, seen, frozen = address(listening), list[str](), list[str](), list[int]()
+    listening, say, seen, frozen = bound("127.0.0.1", 0), Mock(), list[str](), list[int]()
+    url = address(listening)
 
     def client() -> None:
         until(lambda: service.state == "ready")
@@ -89,18 +79,16 @@ def test_a_second_signal_ends_it_at_once(service: Service) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             seen.extend(line[6:] for line in reply.iter_lines() if line)
 
-    asking = threading.Thread(target=client)
-    asking.start()
-    settings: dict[str, Any] = {"grace_period": 3600, "on_progress": lambda *_: None}
-    run(partial(serve, service, listening, say=said.append, **settings), service.cancel)
-    asking.join()
+    with listening, ThreadPoolExecutor(1) as pool:
+        pool.submit(client)
+        settings: dict[str, Any] = {"grace_period": 3600, "say": say, "on_progress": Mock()}
+        run(partial(serve, service, listening, **settings), service.cancel)
     error, end = seen
     assert "stopped before it was done" in json.loads(error)["error"]["message"]
     assert end == "[DONE]"
-    assert any("1 under way may go on for 3600 s" in line for line in said)
+    assert "1 under way may go on for 3600 s" in str(say.mock_calls)
     assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
-    listening.close()
 
 
 def test_an_engine_that_has_stopped_takes_nothing(service: Service) -> None:
@@ -112,20 +100,15 @@ def test_an_engine_that_has_stopped_takes_nothing(service: Service) -> None:
     assert service.num_open == 0
 
 
-RULES_ASKED_FOR: list[Rule] = [
-    Exact(),
-    *(kind() for kind in RULES.values()),
-    (Fly(window_size=2) | Margin(gap=1.5)) & Lossy(),
-    Budget(Fly(entropy="normalized") & Margin(), total=3.0),
-    Margin(gap=np.float32(0.25)),
-]
+JOINED = ((Fly(window_size=2) | Margin(gap=1.5)) & Lossy(), Fly(entropy="normalized") & Margin())
+ASKED_FOR = [Exact(), Budget(JOINED[1], total=3.0), JOINED[0], Margin(gap=np.float32(0.25))]
+ASKED_FOR += [kind() for kind in RULES.values()]
 
 
-@pytest.mark.parametrize("rule", RULES_ASKED_FOR, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ASKED_FOR, ids=lambda rule: type(rule).__name__)
 def test_a_request_arrives_as_it_was_sent(rule: Rule) -> None:
-    sent = Request(
-        [1, 2, 3], 20, rule, Sampling(0.7, top_k=5), 4, ("\n", "é"), protected_token_ids=(5, 6)
-    )
+    drawn, others = Sampling(0.7, top_k=5), {"protected_token_ids": (5, 6)}
+    sent = Request([1, 2, 3], 20, rule, drawn, 4, ("\n", "é"), **others)
     arrived = decoded(json.loads(json.dumps(encoded(sent))))
     assert isinstance(arrived, Request)
     assert arrived == dataclasses.replace(sent, stop=["\n", "é"], protected_token_ids=[5, 6])

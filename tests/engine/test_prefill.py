@@ -64,12 +64,7 @@ def test_shared_beginnings() -> None:
     assert shared_beginnings([[5, 6]]) == [0]
 
 
-def engine_of(name: str, rows: int) -> Engine:
-    """One that runs so many prompts together, in passes of 2048 tokens or of 64."""
-    kind = Kind(AUTO) if name == "auto" else KINDS[name]
-    if rows == 16:
-        return engine_for(kind, rules=(), memory=None, num_slots=16, offline=True)
-    return engine_for(kind, num_slots=4, max_length=500, prefill_chunk=64)
+FOURS = {"num_slots": 4, "max_length": 500, "prefill_chunk": 64}
 
 
 def asked(name: str, prompts: Sequence[list[int]]) -> list[Request]:
@@ -90,10 +85,9 @@ def check_alone(engine: Engine, found: Sequence[RequestState]) -> None:
 
 
 @pytest.mark.parametrize("name", ["levels", "defer", "lookup alone", "auto"])
-def test_sixteen_prompts_that_wait_are_run_in_one_pass(
-    name: str, passes: list[tuple[int, int]]
-) -> None:
-    engine = engine_of(name, 16)
+def test_sixteen_prompts_are_run_in_one_pass(name: str, passes: list[tuple[int, int]]) -> None:
+    kind = Kind(AUTO) if name == "auto" else KINDS[name]
+    engine = engine_for(kind, num_slots=16, offline=True)
     given = engine.requests(PROMPTS, LIMIT)
     if name == "auto":
         engine.warm_up_for(given)  # from what it takes K is chosen
@@ -113,7 +107,7 @@ def test_sixteen_prompts_that_wait_are_run_in_one_pass(
 @pytest.mark.parametrize("name", ["rules and sampling", "mesh"])
 def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[int, int]]) -> None:
     """In chunks, since others wait, and in caches shorter than those of the slots."""
-    engine, given = engine_of(name, 4), asked(name, PROMPTS[:7])
+    engine, given = engine_for(KINDS[name], **FOURS), asked(name, PROMPTS[:7])
     assert engine._prefill.plan.positions(4) == 256 < engine._capacity
     found = finished(engine, given[:4])
     assert passes == [(4, 16)] * 4
@@ -134,7 +128,7 @@ def test_prompts_between_rounds_are_run_by_fours(name: str, passes: list[tuple[i
 
 def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[int, int]]) -> None:
     name = "rules and sampling"
-    engine = engine_of(name, 4)
+    engine = engine_for(KINDS[name], **FOURS)
 
     def begun(prompts: Sequence[list[int]]) -> list[RequestState]:
         first = Request([1, 2], 60, ignores_eos=True)
@@ -165,7 +159,7 @@ def test_who_is_cancelled_leaves_the_others_of_a_group_alone(passes: list[tuple[
 
 
 def test_the_listener_hears_every_round_before_its_tokens() -> None:
-    engine = engine_of("rules and sampling", 4)
+    engine = engine_for(KINDS["rules and sampling"], **FOURS)
     heard, told = collections.Counter[RequestState](), collections.Counter[RequestState]()
 
     def listener(output: RoundOutput, occupants: Sequence[RequestState | None]) -> None:

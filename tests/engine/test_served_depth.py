@@ -74,8 +74,10 @@ def test_lossless_requests_do_not_notice() -> None:
             assert f'\nfly_jax:spec_decode_num_rounds_total{{depth="{depth}"}} {number}\n' in text
 
 
-def test_a_loosened_request_keeps_its_k() -> None:
+def test_a_loosened_or_drawn_request_keeps_its_k_without_leave() -> None:
     """Also where it goes on with a text of which the draft model has not seen the end."""
+    for request in (Request([1], rule=FLY), Request([1], sampling=Sampling(0.5))):
+        assert not RequestState(request, request.rule or Exact()).is_settled
     one = engine(costs := Schedule(itertools.repeat(0)))
     (before,) = finished(one, [Request(range(30), LIMIT)])
     assert set(costs.taken) == {0}
@@ -104,11 +106,6 @@ def test_drafting_stops_where_it_does_not_pay_and_begins_again(rule: Fly | None)
         finished(one, [Request([1, 2, 3], LIMIT, rule)] * number)
         undrafted = costs.taken.count(0) / len(costs.taken)
         assert undrafted > 0.5 if number == 8 else undrafted == 0
-
-
-def test_without_leave_neither_loosened_nor_drawn_requests_are_drafted_less_for() -> None:
-    for request in (Request([1], rule=FLY), Request([1], sampling=Sampling(0.5))):
-        assert not RequestState(request, request.rule or Exact()).is_settled
 
 
 def rounds(*depths: int, given: float = 1.0) -> list[Round]:

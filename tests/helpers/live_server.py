@@ -105,7 +105,7 @@ class Live:
         return self.client().chat.completions.create(model=NAME, messages=messages, **given)
 
     def post(self, body: object, path: str = "/v1/completions", **given: Any) -> httpx.Response:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         given = {"headers": HEADERS, "timeout": 60} | given
         return httpx.post(self.url + path, content=data, **given)
 

@@ -105,13 +105,6 @@ async def test_draining_waits_and_refuses(running: AsyncEngine) -> None:
     assert len(await going) == 80
 
 
-@within
-async def test_what_is_refused_is_refused_at_once(running: AsyncEngine) -> None:
-    await refused("is empty", running.submit(Request([])))
-    await refused("of a kind", running.submit(Request([1], rule=Margin())))
-    assert len(await tokens(running, Request([1], 3))) == 3
-
-
 def test_leaving_cancels_what_is_going(engine: Engine) -> None:
     async def run() -> None:
         async with AsyncEngine(engine) as running:
@@ -145,6 +138,8 @@ def test_it_can_be_entered_again_and_refuses_meanwhile(engine: Engine) -> None:
         for _ in range(2):
             await refused("does not run", running.submit(Request([1])))
             async with running:
+                await refused("is empty", running.submit(Request([])))
+                await refused("of a kind", running.submit(Request([1], rule=Margin())))
                 assert len(await tokens(running, Request([1], 5))) == 5
         await refused("does not run", running.submit(Request([1])))
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import Entropy, Needs, evidence
@@ -36,36 +36,26 @@ compiled = jax.jit(evidence, static_argnames=("needs", "layout"))
 def test_greedy_evidence_is_the_oracles(seed: int, num_draft: int, entropy: Entropy) -> None:
     rng = np.random.default_rng(seed)
     logits = oracle.random_logits(seed, (ROWS, num_draft + 1, VOCAB))
-    draft = np.where(
-        rng.random((ROWS, num_draft)) < 0.5,
-        logits[:, :-1].argmax(-1),
-        rng.integers(VOCAB, size=(ROWS, num_draft)),
-    )
+    draft, is_own = rng.integers(VOCAB, size=(ROWS, num_draft)), rng.random((ROWS, num_draft)) < 0.5
+    draft = np.where(is_own, logits[:, :-1].argmax(-1), draft)
     num_drafted = rng.integers(num_draft + 1, size=ROWS)
     needs = Needs(entropy, full_entropy=True)
     seen = compiled(logits, draft, needs=needs, num_drafted=num_drafted)
     seen = jax.tree.map(np.asarray, seen)
-    for row in range(ROWS):
-        for position in range(num_draft + 1):
-            token = int(draft[row, position]) if position < num_drafted[row] else None
-            expected = oracle.greedy_evidence(
-                logits[row, position], token, entropy.measure, entropy.top_k
-            )
-            at = (row, position)
-            assert int(seen.argmax[at]) == int(seen.replacement[at]) == expected.argmax
-            assert bool(seen.accepted[at]) == expected.accepted
-            assert float(seen.argmax_logit[at]) == expected.argmax_logit
-            assert float(seen.draft_logit[at]) == expected.draft_logit
-            # Where the largest logit and the rest cancel, float32's spacing at the logits counts.
-            assert float(seen.log_sum_exp[at]) == pytest.approx(
-                expected.log_sum_exp, rel=1e-5, abs=1e-6
-            )
-            assert float(seen.entropy[at]) == pytest.approx(expected.entropy, rel=1e-4, abs=1e-6)
-            full = oracle.greedy_evidence(logits[row, position], token, "full", 0).entropy
-            assert float(seen.full_entropy[at]) == pytest.approx(full, rel=1e-4, abs=1e-6)
-            assert float(seen.draft_log_prob[at]) == pytest.approx(
-                expected.draft_logit - expected.log_sum_exp, rel=1e-4, abs=1e-5
-            )
+    for at in np.ndindex(ROWS, num_draft + 1):
+        one = jax.tree.map(lambda leaf, at=at: leaf[at].item(), seen)
+        token = int(draft[at]) if at[1] < num_drafted[at[0]] else None
+        expected = oracle.greedy_evidence(logits[at], token, entropy.measure, entropy.top_k)
+        assert one.argmax == one.replacement == expected.argmax
+        exact = "accepted", "argmax_logit", "draft_logit"
+        assert [getattr(one, name) for name in exact] == [getattr(expected, name) for name in exact]
+        # Where the largest logit and the rest cancel, float32's spacing at the logits counts.
+        assert one.log_sum_exp == pytest.approx(expected.log_sum_exp, rel=1e-5, abs=1e-6)
+        assert one.entropy == pytest.approx(expected.entropy, rel=1e-4, abs=1e-6)
+        full = oracle.greedy_evidence(logits[at], token, "full", 0).entropy
+        assert one.full_entropy == pytest.approx(full, rel=1e-4, abs=1e-6)
+        log_prob = expected.draft_logit - expected.log_sum_exp
+        assert one.draft_log_prob == pytest.approx(log_prob, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,15 +82,15 @@ def test_the_way_of_tpus_finds_the_same_largest_values() -> None:
 
 def test_what_was_not_asked_for_is_not_there() -> None:
     seen = evidence(jnp.ones((2, 3, 5)), jnp.zeros((2, 2), jnp.int32))
-    asked = (seen.entropy, seen.full_entropy, seen.scaled_uniform, seen.top)
-    assert asked == (None,) * 4
+    assert (seen.entropy, seen.full_entropy, seen.scaled_uniform, seen.top) == (None,) * 4
 
 
 def test_numbers_are_float32_for_bfloat16_logits() -> None:
     logits = jnp.asarray(oracle.random_logits(1, (2, 4, 300)), jnp.bfloat16)
-    draft = jnp.zeros((2, 3), jnp.int32)
-    low = evidence(logits, draft, needs=Needs(Entropy("full")))
-    high = evidence(logits.astype(jnp.float32), draft, needs=Needs(Entropy("full")))
+    low, high = (
+        evidence(logits.astype(dtype), jnp.zeros((2, 3), jnp.int32), needs=Needs(Entropy("full")))
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
     for one, other in zip(jax.tree.leaves(low), jax.tree.leaves(high), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
@@ -114,16 +104,10 @@ def test_ids_outside_the_vocabulary_are_impossible() -> None:
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(FlyJaxError, match=r"\(2, 4, vocabulary\)"):
-        evidence(jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), jnp.int32))
-    with pytest.raises(FlyJaxError, match="vocabulary"):
-        evidence(
-            jnp.zeros((2, 4, 5)),
-            jnp.zeros((2, 3), jnp.int32),
-            sampling=Sampling(),
-            draft_logits=jnp.zeros((2, 3, 6)),
-            key=jax.random.key(0),
-        )
+    drafts, other = jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3, 6))
+    assert_refused(r"\(2, 4, vocabulary\)", evidence, jnp.zeros((2, 3, 5)), drafts)
+    drawn = {"sampling": Sampling(), "draft_logits": other, "key": jax.random.key(0)}
+    assert_refused("vocabulary", evidence, jnp.zeros((2, 4, 5)), drafts, **drawn)
 
 
 # Mesh axes of the rows and of the vocabulary, on a mesh of 2 by 4.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from jax import monitoring
 from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.parameters import parameters_of
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.data import STATIC, data_tree
@@ -29,7 +29,6 @@ from fly_jax.verification.rules import (
     Lossy,
     Margin,
     Rule,
-    RuleState,
     Typical,
     Verdict,
     Why,
@@ -68,8 +67,7 @@ def block_of(seed: int, rows: int = ROWS) -> Block:
     memory = CorrectionMemory("v", min_count=1, num_keys=VOCAB**2)
     pairs = [(d, t) for d in range(VOCAB) for t in range(VOCAB)]
     memory.add([pair for pair in pairs if rng.random() < 0.5], 2)
-    full = rng.random(rows) < 0.5
-    num_drafted = np.where(full, DRAFT, rng.integers(DRAFT + 1, size=rows))
+    num_drafted = np.where(rng.random(rows) < 0.5, DRAFT, rng.integers(DRAFT + 1, size=rows))
     given = {
         "logits": logits.astype(np.float32),
         "draft_tokens": draft_logits.argmax(-1).astype(np.int32),
@@ -117,47 +115,38 @@ NUMBERS = 9 + 3  # of the rule and of its sampling
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["scalars", "rows"])
 def test_no_number_is_compiled_in(by_row: bool) -> None:
-    block, traces = block_of(0), 0
+    block, traces = block_of(0), []
+    given = block.rows | {"memory": block.memory, "state": EVERYTHING.initial_state(ROWS)}
 
     @jax.jit
-    def decide(rule: Rule, sampling: Sampling, key: jax.Array, state: RuleState) -> Verdict:
-        nonlocal traces
-        traces += 1
-        given = {**block.rows, "memory": block.memory, "state": state}
-        return verify(rule, **given, sampling=sampling, key=key)
+    def decide(rule: Rule, sampling: Sampling, given: dict[str, Any]) -> Verdict:
+        traces.append(rule)
+        return verify(rule, **given, sampling=sampling, key=jax.random.key(0))
 
     leaves, structure = jax.tree.flatten((EVERYTHING, Sampling(0.9, 10, 0.95)))
     assert len(leaves) == NUMBERS
     if by_row:
         types = [np.float32 if type(leaf) is float else np.int32 for leaf in leaves]
         leaves = [np.full(ROWS, *pair) for pair in zip(leaves, types, strict=True)]
-    state, key = EVERYTHING.initial_state(ROWS), jax.random.key(0)
-    before = decide(*jax.tree.unflatten(structure, leaves), key, state)
+    before = decide(*jax.tree.unflatten(structure, leaves), given)
     for at, leaf in enumerate(leaves):
-        step = 1 if np.asarray(leaf).dtype.kind == "i" else 0.4
-        changed = (
-            (leaf + step * (np.arange(ROWS) == 2)).astype(leaf.dtype) if by_row else leaf + step
-        )
-        after = decide(
-            *jax.tree.unflatten(structure, [*leaves[:at], changed, *leaves[at + 1 :]]), key, state
-        )
+        changed = leaf + (1 if np.asarray(leaf).dtype.kind == "i" else 0.4)
+        if by_row:
+            changed = np.where(np.arange(ROWS) == 2, changed, leaf).astype(leaf.dtype)
+        numbers = [*leaves[:at], changed, *leaves[at + 1 :]]
+        after = decide(*jax.tree.unflatten(structure, numbers), given)
         if by_row:  # what is changed for one row is changed for no other
             for row in set(range(ROWS)) - {2}:
                 assert_same(row_of(after, row), row_of(before, row))
-    assert traces == 1
+    assert len(traces) == 1
 
 
 def test_whole_numbers_for_numbers_are_no_other_program() -> None:
-    traces = 0
-
-    @jax.jit
-    def add(sampling: Sampling, rule: Rule) -> None:
-        nonlocal traces
-        traces += 1
-
+    traces: list[None] = []
+    add = jax.jit(lambda *_: traces.append(None))
     add(Sampling(0.5, top_p=0.5), Margin(gap=0.5))
     add(Sampling(1, top_p=1), Margin(gap=2))
-    assert traces == 1
+    assert len(traces) == 1
 
 
 def test_nothing_runs_on_the_device_to_make_a_rule() -> None:
@@ -206,38 +195,31 @@ def test_each_row_gets_what_it_would_get_alone(seed: int, is_sampled: bool) -> N
     block, keys = block_of(seed), jax.random.split(jax.random.key(seed), ROWS)
     rules = [POOL[index] for index in rng.choice(len(POOL), ROWS)]
     samplings = [SAMPLINGS[index] for index in rng.choice(len(SAMPLINGS), ROWS)]
-    together = verdict_on(
-        block, per_row(rules, like=POOL), sampling_per_row(samplings) if is_sampled else None, keys
-    )
+    sampling = sampling_per_row(samplings) if is_sampled else None
+    together = verdict_on(block, per_row(rules, like=POOL), sampling, keys)
     for row, rule in enumerate(rules):
-        sampling = samplings[row] if is_sampled else None
         mixed = row_of(together, row)
         if rule.budget is None:
             mixed = dataclasses.replace(mixed, regret=None)
+        sampling = samplings[row] if is_sampled else None
         assert_same(mixed, alone(block, rule, sampling, keys[row : row + 1], row))
 
 
 def test_a_mixed_batch_is_one_program_whoever_is_in_it() -> None:
-    def batch(*rules: Rule) -> Any:
-        return jax.tree.structure(per_row(rules, like=POOL)), [
-            (leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(per_row(rules, like=POOL))
-        ]
+    def batch(*rules: Rule, like: list[Rule] = POOL) -> Any:
+        leaves, structure = jax.tree.flatten(per_row(rules, like=like))
+        return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     one = batch(Exact(), Fly(window_size=3), Margin(gap=0.1))
     assert one == batch(Budget(Margin(gap=2.0), 5.0), Exact(), Exact())
-    assert jax.tree.structure(per_row([Fly(), Margin()])) == jax.tree.structure(
-        per_row([Margin(gap=1.0), Fly(0.1)])
-    )
+    assert batch(Fly(), Margin(), like=[]) == batch(Margin(gap=1.0), Fly(0.1), like=[])
 
 
 def test_the_pool_rescues_and_refuses_in_every_way() -> None:
     """What is compared above is no handful of trivial verdicts."""
-    rule = per_row(POOL)
-    found = set()
-    for seed in range(30):
-        verdict = verdict_on(block_of(seed, len(POOL)), rule)
-        found |= {Why(int(why)).name for why in np.unique(verdict.why)}
-    assert found == {why.name for why in Why} - {"CORRECTED", "BONUS"}
+    blocks = [block_of(seed, len(POOL)) for seed in range(30)]
+    found = np.stack([verdict_on(block, per_row(POOL)).why for block in blocks])
+    assert {*map(Why, found.ravel().tolist())} == {*Why} - {Why.CORRECTED, Why.BONUS}
 
 
 def test_rows_that_cannot_be_united_are_refused() -> None:
@@ -260,15 +242,15 @@ def test_a_row_of_temperature_0_is_decoded_greedily() -> None:
 
 
 def test_a_rows_draws_are_its_own() -> None:
-    block, keys = block_of(7), jax.random.split(jax.random.key(3), ROWS)
-    sampling = Sampling(1.5)
+    block, key, sampling = block_of(7), jax.random.key(3), Sampling(1.5)
+    keys = jax.random.split(key, ROWS)
     together = verdict_on(block, Exact(), sampling, keys)
-    for rows in ([3, 0, 5, 1, 2, 4], [2, 5]):
-        part = verdict_on(block, Exact(), sampling, keys[np.array(rows)], rows)
-        assert_same(part, jax.tree.map(lambda leaf, rows=rows: leaf[np.array(rows)], together))
+    for rows in (np.array([3, 0, 5, 1, 2, 4]), np.array([2, 5])):
+        part = verdict_on(block, Exact(), sampling, keys[rows], rows)
+        assert_same(part, jax.tree.map(lambda leaf, rows=rows: leaf[rows], together))
     # Of one key each row makes its own, and knows no other row.
-    together = verdict_on(block, Exact(), sampling, jax.random.key(3))
-    first = verdict_on(block, Exact(), sampling, jax.random.key(3), [0, 1])
+    together = verdict_on(block, Exact(), sampling, key)
+    first = verdict_on(block, Exact(), sampling, key, [0, 1])
     assert_same(first, jax.tree.map(lambda leaf: leaf[:2], together))
     assert_refused("one for each", verdict_on, block, Exact(), sampling, keys[:2])
 
@@ -296,6 +278,16 @@ def flattened(block: Block, with_bonus: bool) -> dict[str, np.ndarray]:
     return flat
 
 
+def emitted(verdict: Verdict, drafts: np.ndarray, places: np.ndarray) -> list[int]:
+    """What each row emits, in so many places, and -1 elsewhere."""
+    kept, following = verdict.num_accepted.tolist(), verdict.next_token.tolist()
+    rows = [
+        [*drafts[row, : kept[row]].tolist(), following[row], *[-1] * DRAFT][: places[row]]
+        for row in range(ROWS)
+    ]
+    return [*itertools.chain(*rows), *[-1] * (TOKENS - places.sum())]
+
+
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None:
@@ -309,12 +301,7 @@ def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None
     shared |= {"num_drafted": num_drafted, "max_drafted": DRAFT}
     flat = decide_flat(rule, **flattened(block, with_bonus=True), **shared)
     assert_same(flat.verdict, rows)
-    expected = []
-    for row in range(ROWS):
-        kept = int(rows.num_accepted[row])
-        tail = [-1] * (int(num_drafted[row]) - kept)
-        expected += [*drafts[row, :kept].tolist(), int(rows.next_token[row]), *tail]
-    assert flat.tokens.tolist() == [*expected, *[-1] * (TOKENS - len(expected))]
+    assert flat.tokens.tolist() == emitted(rows, drafts, num_drafted + 1)
 
     # As tpu-inference has it: the engine has drawn the bonus tokens, which come last.
     bonus = np.arange(50, 50 + ROWS, dtype=np.int32)
@@ -325,24 +312,19 @@ def test_the_flat_layout_decides_as_rows_do(seed: int, is_sampled: bool) -> None
         inputs["draft_probs"] = np.asarray(jax.nn.softmax(inputs.pop("draft_logits")))
     flat = decide_flat(rule, **inputs, bonus_tokens=bonus, **shared)
     is_whole = np.asarray(rows.num_accepted) == num_drafted
-    following = np.where(is_whole, bonus, rows.next_token)
-    assert_same(flat.verdict, dataclasses.replace(rows, next_token=following))
-    expected = []
-    for row in range(ROWS):
-        kept = int(rows.num_accepted[row])
-        tokens = [*drafts[row, :kept].tolist(), int(following[row]), *[-1] * DRAFT]
-        expected += tokens[: num_drafted[row]]
-    expected += [-1] * (TOKENS - len(expected))
-    assert flat.tokens.tolist() == [*expected, *np.where(is_whole, bonus, -1)]
+    rows = dataclasses.replace(rows, next_token=np.where(is_whole, bonus, rows.next_token))
+    assert_same(flat.verdict, rows)
+    bonuses = np.where(is_whole, bonus, -1).tolist()
+    assert flat.tokens.tolist() == emitted(rows, drafts, num_drafted) + bonuses
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_is_missing_is_said() -> None:
     logits, drafts = block_of(0).rows["logits"], block_of(0).rows["draft_tokens"]
-    assert_refused("key", decide, Exact(), logits, drafts, sampling=Sampling())
     given = {"num_drafted": np.array([DRAFT]), "max_drafted": DRAFT}
-    with pytest.raises(FlyJaxError, match="key"):
-        decide_flat(Exact(), logits[0], np.append(drafts[0], 0), sampling=Sampling(), **given)
+    flat, sampled = (Exact(), logits[0], np.append(drafts[0], 0)), {"sampling": Sampling()}
+    assert_refused("key", decide, Exact(), logits, drafts, **sampled)
+    assert_refused("key", decide_flat, *flat, **given, **sampled)
     assert_refused("one row of logits", decide_flat, Exact(), logits[0], drafts[0], **given)
 
 
@@ -375,14 +357,12 @@ def test_rebuilding_a_rule_checks_nothing() -> None:
 
 
 def test_every_rule_is_registered_with_its_parameters() -> None:
-    names = [one.name for rule in RULES.values() for one in parameters_of(rule)]
-    assert names == [
+    declared = [one for rule in RULES.values() for one in parameters_of(rule)]
+    assert [one.name for one in declared] == [
         "entropy_threshold", "window_size", "entropy", "entropy_top_k", "window",
         "csd_consistency", "csd_memory", "lossy_threshold", "lenience", "typical_epsilon",
         "typical_delta", "margin_gap",
     ]  # fmt: skip
-    helps = [one.help for rule in RULES.values() for one in parameters_of(rule)]
-    assert all(text and not text.endswith(".") for text in helps)
-    assert jax.tree.leaves(Exact()) == []
-    assert jax.tree.leaves(Fly()) == [0.3, 6]
-    assert jax.tree.leaves(Csd()) == [0.01]
+    assert all(one.help and not one.help.endswith(".") for one in declared)
+    leaves = [jax.tree.leaves(rule) for rule in (Exact(), Fly(), Csd())]
+    assert leaves == [[], [0.3, 6], [0.01]]

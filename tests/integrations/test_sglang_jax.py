@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.integrations import sglang_jax
 from fly_jax.verification.rules import Budget, Fly, Margin, Rule
 from fly_jax.verification.verify import verify
@@ -25,12 +25,8 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     """Draft tokens [rows, width], the verified one first, and logits [rows, width, vocab]."""
     chance = np.random.default_rng(3)
     logits = chance.normal(0, 1.5, (ROWS, WIDTH, VOCAB)).astype(np.float32)
-    following = np.where(
-        chance.random((ROWS, WIDTH)) < 0.8,
-        logits.argmax(-1),
-        chance.integers(0, VOCAB, (ROWS, WIDTH)),
-    )
-    drafts = np.concatenate([np.zeros((ROWS, 1)), following[:, :-1]], axis=1)
+    is_own, drafts = chance.random((ROWS, WIDTH)) < 0.8, chance.integers(0, VOCAB, (ROWS, WIDTH))
+    drafts[:, 1:] = np.where(is_own, logits.argmax(-1), drafts)[:, :-1]
     return drafts.astype(np.int32), logits
 
 
@@ -51,8 +47,7 @@ def test_a_comparison_with_the_predictions_keeps_what_the_rule_keeps() -> None:
 
 
 def test_a_budget_is_refused() -> None:
-    with pytest.raises(FlyJaxError, match="nowhere to keep"):
-        predicted(Budget(Margin(), 1.0), *batch())
+    assert_refused("nowhere to keep", predicted, Budget(Margin(), 1.0), *batch())
 
 
 @pytest.mark.skipif(
@@ -68,13 +63,9 @@ def test_its_own_verification_keeps_what_the_rule_keeps(is_sharded: bool) -> Non
     verdict = verify(RULE, logits, drafts[:, 1:])
     inputs = jnp.asarray(drafts.reshape(-1)), jnp.asarray(logits.reshape(-1, VOCAB))
     if is_sharded:  # as the engine has them
-        axes = (AxisType.Explicit, AxisType.Explicit)
-        mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=axes)
+        mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
         specs = PartitionSpec("data"), PartitionSpec("data", "tensor")
-        inputs = tuple(
-            jax.device_put(one, NamedSharding(mesh, spec))
-            for one, spec in zip(inputs, specs, strict=True)
-        )
+        inputs = jax.device_put(inputs, tuple(NamedSharding(mesh, spec) for spec in specs))
     decide = jax.jit(dflash_worker.dflash_greedy_verify, static_argnames="draft_token_num")
     with jax.set_mesh(mesh) if is_sharded else contextlib.nullcontext():
         lengths, _, following, kept = decide(*inputs, draft_token_num=WIDTH)

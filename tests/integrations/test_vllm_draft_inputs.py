@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,19 @@ ROWS, TOKENS, LIMIT = 4, 10, 40
 
 def taken(requests: list[tuple[int, list[int], int, int]]) -> object:
     """Requests as (position of the first token, tokens, rejected at the end, next token)."""
-    counts = [len(tokens) for _, tokens, _, _ in requests]
-    flat = [token for _, tokens, _, _ in requests for token in tokens]
-    positions = [first + i for first, tokens, _, _ in requests for i in range(len(tokens))]
-    pad, missing = TOKENS - len(flat), ROWS - len(requests)
+    firsts, texts, rejected, following = zip(*requests, strict=True) if requests else [()] * 4
+    counts = [*map(len, texts)]
+    positions = [first + i for first, n in zip(firsts, counts, strict=True) for i in range(n)]
+    pad, missing = TOKENS - len(positions), ROWS - len(requests)
     # What the engine leaves in places that are padding is not zero.
     return draft_inputs.context_of(
         TargetStep(
-            tokens=np.array(flat + [99] * pad),
+            tokens=np.array([*chain(*texts), *[99] * pad]),
             positions=np.array(positions + [5] * pad),
             starts=np.array([0, *np.cumsum(counts), *[1] * missing]),
-            lengths=np.array([f + len(t) for f, t, _, _ in requests] + [7] * missing),
-            next_token=np.array([token for *_, token in requests] + [98] * missing),
-            num_rejected=np.array([n for _, _, n, _ in requests] + [3] * missing),
+            lengths=np.array([*np.add(firsts, counts), *[7] * missing], int),
+            next_token=np.array([*following, *[98] * missing]),
+            num_rejected=np.array([*rejected, *[3] * missing]),
             num_requests=np.array([len(requests)]),
         ),
         max_length=LIMIT,
@@ -125,20 +126,17 @@ def test_the_tokens_are_the_models_own_in_fewer_passes() -> None:
     sizes = {"lookup": LOOKUP, "num_speculative_tokens": K, "max_length": LIMIT}
     feed = jax.jit(functools.partial(draft_inputs.feed, **sizes))
     extended = jax.jit(functools.partial(draft_inputs.extended, num_speculative_tokens=K))
-    finished = []
+    passes = np.zeros(len(TEXTS))
     while np.any(progress.num_drafted < K):
+        passes += progress.num_drafted[: len(TEXTS)] < K
         fed = feed(progress)
         progress = extended(progress, fed, model.choices(fed))
-        finished.append(np.asarray(progress.num_drafted[: len(TEXTS)] == K))
-    assert (
-        draft_inputs.drafted(progress, num_speculative_tokens=K)[: len(TEXTS)].tolist() == expected
-    )
-    passes = len(finished) - np.sum(finished, axis=0) + 1
+    drafted = draft_inputs.drafted(progress, num_speculative_tokens=K)
+    assert drafted[: len(TEXTS)].tolist() == expected
     assert passes[0] == 2  # nine tokens: one is there, and five and three at a time
     assert passes[1] > passes[0]
     # No further than without a lookup: a request has no pages for more.
-    furthest = [min(len(text) + K - 2, LIMIT - 1) for text in TEXTS]
-    assert model.furthest == furthest
+    assert model.furthest == [min(len(text) + K - 2, LIMIT - 1) for text in TEXTS]
 
 
 def test_a_token_goes_to_its_requests_text() -> None:

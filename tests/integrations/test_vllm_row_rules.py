@@ -33,32 +33,29 @@ def batch(seed: int) -> tuple[np.ndarray, ...]:
     counts = chance.integers(0, LONGEST + 1, ROWS)
     counts[chance.integers(ROWS)] = 0
     logits = chance.normal(0, 1.5, (TOKENS, VOCAB)).astype(np.float32)
-    drafts = np.where(
-        chance.random(TOKENS) < 0.75, logits.argmax(-1), chance.integers(0, VOCAB, TOKENS)
-    )
+    drafts, is_own = chance.integers(0, VOCAB, TOKENS), chance.random(TOKENS) < 0.75
+    drafts[is_own] = logits.argmax(-1)[is_own]
     bonus = chance.integers(0, VOCAB, ROWS)
     return counts.astype(np.int32), drafts.astype(np.int32), logits, bonus.astype(np.int32)
 
 
 def greedy_row(logits: np.ndarray, drafts: np.ndarray, bonus: int, *, loose: bool) -> list[int]:
     """What a request emits, in as many places as it has draft tokens, and then its last place."""
-    pairs = zip(logits, drafts, strict=True)
-    seen = [oracle.greedy_evidence(row, int(token), "top_k", 3) for row, token in pairs]
+    pairs = [*zip(logits, drafts.tolist(), strict=True)]
+    seen = [oracle.greedy_evidence(*pair, "top_k", 3) for pair in pairs]
     accepted, entropies = [one.accepted for one in seen], [one.entropy for one in seen]
     found = oracle.lossless_row(accepted, len(drafts))
     if loose:
         least = math.log(np.finfo(np.float32).tiny)
         never = [
             NEVER in (one.argmax, token) or one.draft_logit - one.log_sum_exp < least
-            for one, token in zip(seen, drafts, strict=True)
+            for one, (_, token) in zip(seen, pairs, strict=True)
         ]
-        numbers = {"threshold": THRESHOLD, "window_size": WINDOW, "reference": False}
-        found = oracle.fly_row(accepted, entropies, never, len(drafts), **numbers)
-    tokens = [int(token) for token in drafts[: found.num_accepted]]
+        found = oracle.fly_row(accepted, entropies, never, len(drafts), THRESHOLD, WINDOW)
+    tokens = drafts[: found.num_accepted].tolist()
     if found.num_accepted == len(drafts):
         return [*tokens, bonus]
-    correction = seen[found.num_accepted].argmax
-    return [*tokens, correction, *[-1] * (len(drafts) - len(tokens))]
+    return [*tokens, seen[found.num_accepted].argmax, *[-1] * (len(drafts) - len(tokens))]
 
 
 def greedy_rows(inputs: tuple[np.ndarray, ...], loose: Sequence[bool]) -> list[list[int]]:
@@ -66,10 +63,8 @@ def greedy_rows(inputs: tuple[np.ndarray, ...], loose: Sequence[bool]) -> list[l
     counts, drafts, logits, bonus = inputs
     ends = np.cumsum(counts)
     own = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
-    return [
-        greedy_row(logits[own[row]], drafts[own[row]], int(bonus[row]), loose=loose[row])
-        for row in range(ROWS)
-    ]
+    requests = zip(own, bonus.tolist(), loose, strict=True)
+    return [greedy_row(logits[at], drafts[at], last, loose=one) for at, last, one in requests]
 
 
 def rows_of(tokens: np.ndarray, counts: np.ndarray) -> list[list[int]]:
@@ -87,23 +82,24 @@ def sampled(temperature: np.ndarray, top_k: int) -> Sampling:
     return sampling_of(temperature.astype(np.float32), *cuts)
 
 
+def assert_fits(tokens: np.ndarray, expected: np.ndarray) -> None:
+    counts, live = np.bincount(tokens, minlength=len(expected)), expected > 0
+    assert counts[~live].sum() == 0
+    assert scipy.stats.chisquare(counts[live], expected[live] * len(tokens)).pvalue > 1e-3
+
+
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["greedy", "mixed"])
 def test_greedy_requests_are_the_oracles(is_mixed: bool) -> None:
-    protected = np.arange(VOCAB) == NEVER
-    rescued = 0
+    rescued, loose = 0, [row % 3 != 0 for row in range(ROWS)]
+    fly = Fly(THRESHOLD, WINDOW)
+    rule = per_row([fly if one else Exact() for one in loose], like=[fly])
+    # Every second request samples, or none.
+    sampling = sampled(np.where(np.arange(ROWS) % 2, 0.8, -1.0), 4) if is_mixed else None
+    greedy = slice(None, None, 2 if is_mixed else 1)
+    given = {"max_drafted": LONGEST, "sampling": sampling, "protected": np.arange(VOCAB) == NEVER}
     for seed in range(12):
         counts, drafts, logits, bonus = inputs = batch(seed)
-        loose = [row % 3 != 0 for row in range(ROWS)]
-        fly = Fly(THRESHOLD, WINDOW)
-        rule = per_row([fly if one else Exact() for one in loose], like=[fly])
-        sampling = None
-        if is_mixed:  # every second request samples
-            sampling = sampled(np.where(np.arange(ROWS) % 2, 0.8, -1.0), 4)
-        found = kept(
-            rule, logits, drafts, counts, bonus, max_drafted=LONGEST, sampling=sampling,
-            key=jax.random.key(seed), protected=protected,
-        )  # fmt: skip
-        greedy = slice(None, None, 2 if is_mixed else 1)
+        found = kept(rule, logits, drafts, counts, bonus, **given, key=jax.random.key(seed))
         tokens = rows_of(np.asarray(found.tokens), counts)
         assert tokens[greedy] == greedy_rows(inputs, loose)[greedy]
         rescued += int(np.sum(found.verdict.num_rescued))
@@ -116,16 +112,12 @@ def test_sampled_requests_have_the_targets_distribution_and_loosened_ones_keep_t
     # Half of the requests are exact; the others keep whatever is at most e times less probable.
     rule = per_row([Exact(), Margin(gap=1.0)] * (number // 2))
     drawn = {"sampling": sampled(np.full(number, 1.3), 5), "key": jax.random.key(7)}
-    inputs = np.full(number, draft, np.int32), np.ones(number, np.int32)
-    logits_of_all, bonus = np.broadcast_to(logits, (number, 6)), np.zeros(number, np.int32)
-    found = kept(rule, logits_of_all, *inputs, bonus, max_drafted=1, **drawn)
+    drafts, counts, bonus = (np.full(number, one, np.int32) for one in (draft, 1, 0))
+    logits_of_all = np.broadcast_to(logits, (number, 6))
+    found = kept(rule, logits_of_all, drafts, counts, bonus, max_drafted=1, **drawn)
     first = np.asarray(found.tokens[:number])
     assert (first[1::2] == draft).all()
-    expected = oracle.processed_probs(logits, 1.3, 5, 0.9)
-    counts = np.bincount(first[::2], minlength=6)
-    assert counts[expected == 0].sum() == 0
-    live = expected > 0
-    assert scipy.stats.chisquare(counts[live], expected[live] * (number // 2)).pvalue > 1e-3
+    assert_fits(first[::2], oracle.processed_probs(logits, 1.3, 5, 0.9))
 
 
 def test_a_budget_is_what_earlier_steps_have_left() -> None:

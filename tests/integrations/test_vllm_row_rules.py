@@ -24,10 +24,12 @@ VOCAB, LONGEST, ROWS, TOKENS = 11, 6, 8, 40
 WINDOW, THRESHOLD = 1, 0.6
 NEVER = 3
 
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
 kept = jax.jit(verify_flat, static_argnames="max_drafted")
 
 
-def batch(seed: int) -> tuple[np.ndarray, ...]:
+def batch(seed: int) -> Batch:
     """Counts, drafts, logits and bonus tokens of ragged requests; some draft nothing."""
     chance = np.random.default_rng(seed)
     counts = chance.integers(0, LONGEST + 1, ROWS)
@@ -58,7 +60,7 @@ def greedy_row(logits: np.ndarray, drafts: np.ndarray, bonus: int, *, loose: boo
     return [*tokens, seen[found.num_accepted].argmax, *[-1] * (len(drafts) - len(tokens))]
 
 
-def greedy_rows(inputs: tuple[np.ndarray, ...], loose: Sequence[bool]) -> list[list[int]]:
+def greedy_rows(inputs: Batch, loose: Sequence[bool]) -> list[list[int]]:
     """What the requests of a batch emit, of which some are decoded with the loosened rule."""
     counts, drafts, logits, bonus = inputs
     ends = np.cumsum(counts)

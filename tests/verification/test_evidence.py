@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -128,10 +127,7 @@ CASES = {
 }
 
 
-def layout_of(name: str) -> Layout:
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    rows, vocab = LAYOUTS[name]
-    return Layout(mesh, ShardingRules(rows=rows, vocab=vocab))
+MESH = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
 
 def sharded_inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -163,34 +159,28 @@ def sizes_exchanged(hlo: str) -> list[int]:
 def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
     name: str, case: str, more: bool
 ) -> None:
-    entropy, sampling = CASES[case]
-    layout = layout_of(name)
+    (entropy, sampling), (rows, vocab) = CASES[case], LAYOUTS[name]
+    layout = Layout(MESH, ShardingRules(rows=rows, vocab=vocab))
     logits, draft, draft_logits, num_drafted = sharded_inputs()
-    place = functools.partial(
-        jax.device_put, device=layout.sharding(("rows", None, "vocab"), logits.shape)
-    )
+    sharding = layout.sharding(("rows", None, "vocab"), logits.shape)
+    placed, placed_draft = jax.device_put((logits, draft_logits), sharding)
     keywords = {"num_drafted": num_drafted, "key": jax.random.key(4), "sampling": sampling}
     num_top = 5 if more else 0
-    statics = {"needs": Needs(entropy, full_entropy=more, top=num_top)}
-    expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, **statics)
-    lowered = compiled.lower(
-        place(logits), draft, draft_logits=place(draft_logits), layout=layout, **keywords, **statics
-    )
-    program = lowered.compile()
-    got = program(place(logits), draft, draft_logits=place(draft_logits), **keywords)
+    needs = Needs(entropy, full_entropy=more, top=num_top)
+    expected = compiled(logits, draft, draft_logits=draft_logits, **keywords, needs=needs)
+    keywords["draft_logits"] = placed_draft
+    program = compiled.lower(placed, draft, **keywords, needs=needs, layout=layout).compile()
+    got = program(placed, draft, **keywords)
 
     assert jax.tree.structure(got) == jax.tree.structure(expected)
     assert (expected.top is not None) == more
-    for (path, one), other in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True
-    ):
-        if one.dtype == jnp.float32:
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=str(path))
-        else:
-            np.testing.assert_array_equal(one, other, err_msg=str(path))
+    leaves = jax.tree.leaves_with_path(got)
+    for (path, one), other in zip(leaves, jax.tree.leaves(expected), strict=True):
+        off = 1e-5 if one.dtype == jnp.float32 else 0.0
+        np.testing.assert_allclose(one, other, rtol=off, atol=off, err_msg=str(path))
 
     sizes = sizes_exchanged(program.as_text())
-    shards = math.prod(layout.mesh.shape[axis] for axis in layout.rules.vocab)
+    shards = math.prod(MESH.shape[axis] for axis in vocab)
     if shards > 1:
         assert sizes, "a sharded vocabulary must be merged somehow"
     assert (expected.scaled_uniform is not None) == (sampling is not None)
@@ -207,24 +197,20 @@ def test_sharded_evidence_is_the_same_and_moves_no_vocabulary(
 
 
 def test_the_check_sees_a_gathered_vocabulary() -> None:
-    layout = layout_of("vocabulary over x and y")
-    split = NamedSharding(layout.mesh, PartitionSpec(None, None, ("x", "y")))
-    whole = NamedSharding(layout.mesh, PartitionSpec())
+    split = NamedSharding(MESH, PartitionSpec(None, None, ("x", "y")))
+    whole = NamedSharding(MESH, PartitionSpec())
     gather = jax.jit(lambda x: x + 1, in_shardings=split, out_shardings=whole)
     text = gather.lower(jnp.zeros((4, 6, WIDE))).compile().as_text()
     assert max(sizes_exchanged(text)) == 4 * 6 * WIDE
 
 
 def test_draft_sampling_moves_no_vocabulary() -> None:
-    layout = layout_of("vocabulary over x and y")
-    split = NamedSharding(layout.mesh, PartitionSpec(None, ("x", "y")))
     logits = oracle.random_logits(3, (4, WIDE))
+    split = jax.device_put(logits, NamedSharding(MESH, PartitionSpec(None, ("x", "y"))))
     sampling, keys = Sampling(0.7, top_k=50, top_p=0.83), jax.random.split(jax.random.key(9), 4)
     draw = jax.jit(sample, static_argnums=1)
-    program = draw.lower(jax.device_put(logits, split), sampling, keys).compile()
-    np.testing.assert_array_equal(
-        program(jax.device_put(logits, split), keys), draw(logits, sampling, keys)
-    )
+    program = draw.lower(split, sampling, keys).compile()
+    np.testing.assert_array_equal(program(split, keys), draw(logits, sampling, keys))
     sizes = sizes_exchanged(program.as_text())
     assert sizes
     assert max(sizes) <= 4 * 8

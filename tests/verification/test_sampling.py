@@ -14,8 +14,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
+from refusals import assert_refused
 
-from fly_jax.errors import FlyJaxError
 from fly_jax.planning.hlo import exchanges
 from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.evidence import evidence
@@ -85,8 +85,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
 
 
 def test_a_key_is_needed() -> None:
-    with pytest.raises(FlyJaxError, match="key"):
-        sample(jnp.zeros(3), Sampling())
+    assert_refused("key", sample, jnp.zeros(3), Sampling())
 
 
 TARGET = np.array([1.5, 0.3, -0.4, 1.1, -2.0, 0.9], np.float32)
@@ -102,9 +101,10 @@ def assert_fits(tokens: np.ndarray, probs: np.ndarray) -> None:
     expected = probs / probs.sum() * len(tokens)
     # The test needs some expected draws in every cell: rare tokens share one.
     is_rare = expected < 10
-    counts = np.append(counts[~is_rare], counts[is_rare].sum())
-    expected = np.append(expected[~is_rare], expected[is_rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
+    counts, expected = (
+        np.append(of[~is_rare], [of[is_rare].sum()] * bool(expected[is_rare].any()))
+        for of in (counts, expected)
+    )
     if len(counts) > 1:
         assert scipy.stats.chisquare(counts, expected).pvalue > 1e-3
 
@@ -213,12 +213,9 @@ placed_draws = jax.jit(sample_at, static_argnames="layout")
 @jax.jit
 def sharded(logits: jax.Array, sampling: Sampling) -> jax.Array:
     split = PartitionSpec(None, ("x", "y"))
-    return jax.shard_map(
-        lambda shard, sampling: processed_log_probs(shard, sampling, ("x", "y")),
-        mesh=MESH,
-        in_specs=(split, PartitionSpec()),
-        out_specs=split,
-    )(logits, sampling)
+    on_shard = functools.partial(processed_log_probs, axis_names=("x", "y"))
+    specs = {"in_specs": (split, PartitionSpec()), "out_specs": split}
+    return jax.shard_map(on_shard, mesh=MESH, **specs)(logits, sampling)
 
 
 def many_kinds_of_logits(seed: int) -> np.ndarray:
@@ -242,9 +239,8 @@ def test_processed_distributions_are_the_oracles_and_those_of_shards_too(
     temperature = rng.choice([0.3, 1.0, 2.5], ROWS).astype(np.float32)
     top_k = rng.choice([0, 1, 2, 7, 40, WIDE, WIDE + 5, 10**6], ROWS).astype(np.int32)
     # No sum of equal masses is p itself, which rounding could count on either side.
-    top_p = np.where(
-        rng.random(ROWS) < 0.3, rng.choice([1.0, 1e-30, 1e-6], ROWS), rng.random(ROWS) * 0.99
-    ).astype(np.float32)
+    is_extreme, extreme = rng.random(ROWS) < 0.3, rng.choice([1.0, 1e-30, 1e-6], ROWS)
+    top_p = np.where(is_extreme, extreme, rng.random(ROWS) * 0.99).astype(np.float32)
     cuts = None if steps == "top-p" else top_k, None if steps == "top-k" else top_p
     sampling = Sampling(temperature, *cuts)
     assert_oracles(np.exp(sharded(logits, sampling)), logits, sampling)

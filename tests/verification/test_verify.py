@@ -1,21 +1,28 @@
-"""One call, whatever the rows ask for: numbers are data, and a row is decided as if alone."""
+"""One call, whatever the rows ask for: numbers are data, and a row is decided as if alone.
+
+And the support that a rule truncates to is what `accept` would keep, token by token.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import monitoring
+from jax.sharding import AxisType
 from refusals import assert_refused
 
 from fly_jax.parameters import parameters_of
+from fly_jax.sharding.rules import Layout, ShardingRules
 from fly_jax.verification.correction_memory import CorrectionMemory
 from fly_jax.verification.data import STATIC, data_tree
 from fly_jax.verification.evidence import evidence
@@ -26,6 +33,7 @@ from fly_jax.verification.rules import (
     Exact,
     Fly,
     Lenience,
+    Loose,
     Lossy,
     Margin,
     Rule,
@@ -36,7 +44,7 @@ from fly_jax.verification.rules import (
     per_row,
 )
 from fly_jax.verification.sampling import Sampling, sample, sample_at, sampling_per_row
-from fly_jax.verification.verify import verify, verify_flat
+from fly_jax.verification.verify import truncated, verify, verify_flat
 
 ROWS, DRAFT, VOCAB = 6, 7, 12
 TOKENS = ROWS * (DRAFT + 1) + 3
@@ -44,6 +52,7 @@ TOKENS = ROWS * (DRAFT + 1) + 3
 decide = jax.jit(verify, static_argnames="layout")
 gather = jax.jit(evidence, static_argnames=("needs", "layout"))
 judge = jax.jit(accept)
+cut = jax.jit(truncated, static_argnames="layout")
 decide_flat = jax.jit(verify_flat, static_argnames=("max_drafted", "layout"))
 
 
@@ -56,8 +65,8 @@ class Block(NamedTuple):
         return {name: values[rows] for name, values in self.rows.items()}
 
     def shared(self, rule: Rule, num_rows: int = ROWS) -> dict[str, Any]:
-        state = rule.initial_state(num_rows)
-        return {"protected": self.protected, "memory": self.memory, "state": state}
+        given = {"protected": self.protected, "memory": self.memory}
+        return given | {"state": rule.initial_state(num_rows)}
 
 
 def block_of(seed: int, rows: int = ROWS) -> Block:
@@ -228,8 +237,7 @@ def test_rows_that_cannot_be_united_are_refused() -> None:
 
 
 def test_a_row_of_temperature_0_is_decoded_greedily() -> None:
-    block = block_of(4)
-    temperature = np.array([0, 1, 0, 2, 0.5, 0], np.float32)
+    block, temperature = block_of(4), np.array([0, 1, 0, 2, 0.5, 0], np.float32)
     rule = per_row([Exact(), Fly(), Fly(window_size=1), Fly(), Fly(), Lenience(0.4)], like=POOL)
     mixed = verdict_on(block, rule, Sampling(temperature, 5, 0.9), jax.random.key(1))
     greedy = verdict_on(block, rule)
@@ -237,8 +245,7 @@ def test_a_row_of_temperature_0_is_decoded_greedily() -> None:
         assert_same(row_of(mixed, row), row_of(greedy, row))
     logits = block.rows["logits"][:, 0]
     tokens = sample(logits, Sampling(temperature), jax.random.split(jax.random.key(0), ROWS))
-    is_greedy = temperature == 0
-    np.testing.assert_array_equal(tokens[is_greedy], logits.argmax(-1)[is_greedy])
+    assert (tokens == logits.argmax(-1))[temperature == 0].all()
 
 
 def test_a_rows_draws_are_its_own() -> None:
@@ -366,3 +373,74 @@ def test_every_rule_is_registered_with_its_parameters() -> None:
     assert all(one.help and not one.help.endswith(".") for one in declared)
     leaves = [jax.tree.leaves(rule) for rule in (Exact(), Fly(), Csd())]
     assert leaves == [[], [0.3, 6], [0.01]]
+
+
+# Of what is cut to a support.
+MANY, PLACES, WORDS = SHAPE = 8, 3, 16
+SUPPORTS: dict[str, Loose] = {
+    "fly": Fly(0.3, 0),
+    "fly, full entropy": Fly(0.3, 0, "normalized"),
+    "margin": Margin(1.0),
+    "lossy": Lossy(0.1),
+    "lenience": Lenience(0.2),
+    "typical": Typical(0.2, 0.5),
+    "both": Fly(0.3, 0) & Margin(2.0),
+    "either": Lossy(0.2) | Margin(0.5),
+}
+PROTECTED = np.arange(WORDS) % 5 == 3
+
+
+@functools.partial(jax.jit, static_argnames="rule_name")
+def kept(rule_name: str, logits: jax.Array) -> jax.Array:
+    """Whether `accept` keeps each token of the vocabulary, drafted alone: [positions, vocab]."""
+    rule, number = SUPPORTS[rule_name], len(logits) * WORDS
+    drafts = jnp.tile(jnp.arange(WORDS), len(logits))[:, None]
+    every = jnp.broadcast_to(logits.repeat(WORDS, axis=0)[:, None], (number, 2, WORDS))
+    seen = evidence(every, drafts, needs=rule.needs)
+    verdict = accept(rule, seen, drafts, protected=PROTECTED)
+    return (verdict.num_accepted == 1).reshape(-1, WORDS)
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+def test_the_support_is_what_the_rule_keeps(name: str) -> None:
+    logits = oracle.random_logits(7, SHAPE)
+    flat = logits.reshape(-1, WORDS)
+    found = np.asarray(cut(SUPPORTS[name], logits, protected=PROTECTED)).reshape(flat.shape)
+    expected = np.asarray(kept(name, flat))
+    assert 1 < expected.sum(axis=1).mean() < WORDS
+    np.testing.assert_array_equal(found, np.where(expected, flat, -np.inf))
+    assert np.isfinite(found[np.arange(len(flat)), flat.argmax(axis=1)]).all()
+
+
+def test_windows_cut_nothing_and_each_row_has_its_protected_tokens() -> None:
+    logits = oracle.random_logits(8, SHAPE)
+    protected = np.stack([PROTECTED, *[np.zeros(WORDS, bool)] * (MANY - 1)])
+    alone, deferred = (cut(rule, logits, protected=protected) for rule in (Fly(0.3, 0), Fly()))
+    np.testing.assert_array_equal(alone, deferred)
+    np.testing.assert_array_equal(deferred[:1], cut(Fly(), logits[:1], protected=PROTECTED))
+
+
+def test_a_mesh_cuts_alike() -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    layout = Layout(mesh, ShardingRules(rows=("x",), vocab=("y",)))
+    logits = oracle.random_logits(9, SHAPE)
+    placed = jax.device_put(logits, layout.sharding(("rows", None, "vocab"), logits.shape))
+    rule = SUPPORTS["either"] | Fly(0.3, 0)
+    found = cut(rule, placed, protected=PROTECTED, layout=layout)
+    np.testing.assert_array_equal(found, cut(rule, logits, protected=PROTECTED))
+
+
+def test_exact_decoding_of_a_support_is_that_of_cut_logits() -> None:
+    logits, rule = oracle.random_logits(10, SHAPE), SUPPORTS["both"]
+    drafts = np.asarray(logits)[:, :-1].argsort(axis=2)[:, :, -2].astype(np.int32)
+    given = {"sampling": Sampling(1.0), "key": jax.random.split(jax.random.key(3), MANY)}
+    expected = verify(Exact(), cut(rule, logits, protected=PROTECTED), drafts, **given)
+    found = verify(Exact(rule), logits, drafts, protected=PROTECTED, **given)
+    assert not np.array_equal(found.why, verify(Exact(), logits, drafts, **given).why)
+    padded = np.pad(drafts, ((0, 0), (0, 1))).ravel()
+    counts, flat = np.full(MANY, PLACES - 1), logits.reshape(-1, WORDS)
+    sizes = {"max_drafted": PLACES - 1, "protected": PROTECTED}
+    in_flat = verify_flat(Exact(rule), flat, padded, counts, **sizes, **given).verdict
+    for one in (found, in_flat):
+        np.testing.assert_array_equal(one.why, expected.why)
+        np.testing.assert_array_equal(one.next_token, expected.next_token)

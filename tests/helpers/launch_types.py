@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 Decoded = Callable[..., list[dict[str, Any]]]
 Refused = Callable[..., str]
+Ran = Callable[..., Any]
 Talk = Callable[..., tuple[list[str], str]]
 Folders = tuple[Path, Path]
 Captured = pytest.CaptureFixture[str]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from launch_types import Captured, Decoded, Folders, Patch, Refused
+from launch_types import Captured, Decoded, Folders, Patch, Ran, Refused
 from tiny_pair import TEMPLATE, write_pair
 
 from fly_jax.decoding import pair as pair_module
@@ -27,15 +27,13 @@ def tokenizer(tiny_pair: Folders) -> Tokenizer:
 @pytest.fixture(scope="session")
 def models(tiny_pair: Folders) -> list[str]:
     """The flags that name the tiny pair."""
-    target, draft = tiny_pair
-    return [f"--target={target}", f"--draft={draft}", "--dtype=float32"]
+    return [f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=float32"]
 
 
 @pytest.fixture(scope="session")
 def chatty(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags that name the tiny pair, with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "target"
-    shutil.copytree(tiny_pair[0], folder)
+    folder = shutil.copytree(tiny_pair[0], tmp_path_factory.mktemp("chat") / "target")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return [f"--target={folder}", f"--draft={tiny_pair[1]}"]
 
@@ -51,15 +49,21 @@ def no_weights(monkeypatch: Patch) -> None:
 
 
 @pytest.fixture
-def decoded(capsys: Captured) -> Decoded:
-    """Runs generate, and gives the objects that it prints."""
+def ran(capsys: Captured) -> Ran:
+    """Runs a command line that must end with this status; gives its `out` and its `err`."""
 
-    def run(*arguments: str) -> list[dict[str, Any]]:
+    def run(*arguments: str, status: int = 0) -> Any:
         capsys.readouterr()
-        assert main([*arguments, "--json"]) == 0
-        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert main(arguments) == status
+        return capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def decoded(ran: Ran) -> Decoded:
+    """Runs generate, and gives the objects that it prints."""
+    return lambda *given: [json.loads(line) for line in ran(*given, "--json").out.splitlines()]
 
 
 @pytest.fixture
@@ -74,13 +78,11 @@ def refused(capsys: Captured) -> Refused:
 
     def run(*arguments: str, words: Sequence[str] = ()) -> str:
         assert main(arguments) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.endswith(".\n")
-        assert captured.err.count("\n") == 1
-        assert "Traceback" not in captured.err
+        out, sentence = capsys.readouterr()
+        assert (out, sentence.count("\n"), sentence[-2:]) == ("", 1, ".\n")
+        assert "Traceback" not in sentence
         for word in words:
-            assert word in captured.err
-        return captured.err
+            assert word in sentence
+        return sentence
 
     return run

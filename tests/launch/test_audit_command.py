@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_types import Captured, Decoded, Refused
+from launch_types import Decoded, Ran, Refused
 
 from fly_jax.evaluation.audit_file import Audit, Continuation, Mismatch, Run
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.page import page
 from fly_jax.models.tokenizer import Tokenizer
 
-PROMPTS = ["Ada has 3 apples", "<script>Boris", "Vera's"]
-SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
-GIVEN = [f"--prompt={prompt}" for prompt in PROMPTS]
+GIVEN = ["--prompt=Ada has 3 apples", "--prompt=<script>Boris", "--prompt=Vera's"]
+GIVEN += ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
 # It rescues whatever it can pay for.
 RULE = ["--rule=margin", "--margin_gap=100", "--risk_budget=6"]
 
@@ -28,11 +27,7 @@ RULE = ["--rule=margin", "--margin_gap=100", "--risk_budget=6"]
 @pytest.fixture(scope="module")
 def audit(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("audit") / "audit.jsonl"
-    answers = path.with_name("answers.txt")
-    flags = [*models, *GIVEN, *SIZES, *RULE, f"--audit={path}", "--batch_size=2"]
-    with pytest.MonkeyPatch.context() as patch, answers.open("w") as out:
-        patch.setattr("sys.stdout", out)
-        assert main(flags) == 0
+    assert main([*models, *GIVEN, *RULE, f"--audit={path}", "--batch_size=2"]) == 0
     return path
 
 
@@ -41,22 +36,21 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_what_was_generated(audit: Path, tokenizer: Tokenizer, of_pair: Decoded) -> None:
-    given = [*GIVEN, *SIZES]
-    fast, exact = of_pair(*given, *RULE), of_pair(*given, "--rule=exact")
+    fast, exact = of_pair(*GIVEN, *RULE), of_pair(*GIVEN, "--rule=exact")
     first, *events = lines(audit)
     run = {"event": "run", "rule": "margin", "version": 1, "entropy_measure": "top_3"}
-    assert first == first | run
-    assert first["settings"]["risk_budget"] == 6
+    assert (first, first["settings"]["risk_budget"]) == (first | run, 6)
     for index, (one, other) in enumerate(zip(fast, exact, strict=True)):
         *mismatches, whole = [event for event in events if event["prompt"] == index]
-        for name in ("token_ids", "why", "text", "finish_reason", "num_rounds"):
-            assert whole[name] == one[name]
-        texts = {"event": "prompt", "prompt_text": one["prompt"], "exact_text": other["text"]}
-        assert whole == whole | texts
+        same = ("token_ids", "why", "text", "finish_reason", "num_rounds")
+        expected = {name: one[name] for name in same} | {"event": "prompt"}
+        expected |= {"prompt_text": one["prompt"], "exact_text": other["text"]}
+        assert whole == whole | expected
         assert "".join(whole["token_texts"]).removesuffix("</s>") == one["text"]
         kept = [event for event in mismatches if event["event"] == "rescue"]
-        rescued = [at for at, why in enumerate(one["why"]) if why == "r"]
-        assert [event["position"] for event in kept] == rescued
+        assert [event["position"] for event in kept] == [
+            at for at, why in enumerate(one["why"]) if why == "r"
+        ]
         assert len(mismatches) - len(kept) == one["why"].count("c")
         left = 6.0
         for event in mismatches:
@@ -66,61 +60,44 @@ def test_what_was_generated(audit: Path, tokenizer: Tokenizer, of_pair: Decoded)
             assert event["budget_left"] == pytest.approx(max(left, 0), abs=1e-4)
             assert event["draft_text"] == tokenizer.token_text(event["draft_id"])
             stands = event["draft_id" if event["event"] == "rescue" else "choice_id"]
-            assert one["token_ids"][event["position"]] == stands
+            assert (one["token_ids"][event["position"]], event["window"]) == (stands, None)
             text = one["prompt"] + "".join(whole["token_texts"][: event["position"]])
             assert text.endswith(event["context"])
-            assert event["window"] is None
-            assert (event["refused_by"] is None) == (event["event"] == "rescue")
+            assert event["refused_by"] == (None if event["event"] == "rescue" else "budget")
         assert one["regret"] == pytest.approx(6 - left, abs=1e-3)
-    refusals = [event for event in events if event["event"] == "refusal"]
-    assert {event["refused_by"] for event in refusals} == {"budget"}
+    assert "refusal" in {event["event"] for event in events}
 
 
-def test_deferred_windows(tmp_path: Path, of_pair: Decoded, capsys: Captured) -> None:
+def test_deferred_windows(tmp_path: Path, of_pair: Decoded, ran: Ran) -> None:
     path = tmp_path / "audit.jsonl"
-    flags = [
-        "--rule=fly",
-        "--boundary=defer",
-        "--entropy_threshold=0.01",
-        "--noaudit_exact",
-        f"--audit={path}",
-    ]
-    found = of_pair(*GIVEN, *SIZES, *flags)
+    flags = ["--rule=fly", "--boundary=defer", "--entropy_threshold=0.01", "--noaudit_exact"]
+    found = of_pair(*GIVEN, *flags, f"--audit={path}")
     events = [event for event in lines(path) if event["event"] == "rescue"]
     assert len(events) == sum(one["num_rescued_tokens"] for one in found)
     assert {"held"} <= {event["window"] for event in events} <= {"held", "completed"}
     assert {event["entropy_measure"] for event in events} == {"top_3"}
-    assert main(["audit", str(path), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["compared"] == 0
-    assert sum(summary["windows"].values()) == len(events)
+    summary = json.loads(ran("audit", str(path), "--json").out)
+    assert (summary["compared"], sum(summary["windows"].values())) == (0, len(events))
 
 
-def test_a_summary_and_a_page(audit: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_summary_and_a_page(audit: Path, tmp_path: Path, ran: Ran) -> None:
     html = tmp_path / "page.html"
-    assert main(["audit", f"--html={html}", str(audit), "--prompt=2", "--pairs", "3"]) == 0
-    shown = capsys.readouterr().out
+    shown = ran("audit", f"--html={html}", str(audit), "--prompt=2", "--pairs", "3").out
     rescues = sum(line["event"] == "rescue" for line in lines(audit))
-    assert f"rule margin: 3 prompts, 60 tokens, {rescues} rescues" in shown
-    assert "of 3 texts" in shown
-    assert "by budget" in shown
-    assert main(["audit", str(audit), "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
+    whole = f"rule margin: 3 prompts, 60 tokens, {rescues} rescues"
+    assert all(words in shown for words in (whole, "of 3 texts", "by budget"))
+    summary = json.loads(ran("audit", str(audit), "--json").out)
     assert summary["rescues"] == rescues == sum(pair["count"] for pair in summary["pairs"])
     assert summary["windows"] == {"none": rescues}
     text = html.read_text(encoding="utf-8")
-    assert "&lt;script&gt;Boris" in text
-    assert "<script" not in text
+    assert ("&lt;script&gt;Boris" in text, "<script" in text) == (True, False)
 
 
-def test_a_stopped_run_is_summed_up(audit: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_a_stopped_run_is_summed_up(audit: Path, tmp_path: Path, ran: Ran) -> None:
     path = tmp_path / "cut.jsonl"
     path.write_bytes(audit.read_bytes()[:-30])
-    assert main(["audit", str(path)]) == 0
-    said, warning = capsys.readouterr()
-    assert "2 prompts" in said
-    assert warning.count("\n") == 1
-    assert "breaks off" in warning
+    said, warning = ran("audit", str(path))
+    assert ("2 prompts" in said, "breaks off" in warning, warning.count("\n")) == (True, True, 1)
 
 
 def test_bad_input(audit: Path, refused: Refused) -> None:
@@ -152,7 +129,6 @@ REFUSED = dataclasses.replace(
     KEPT, position=2, draft_text="'", regret=None, window="failed", refused_by="window"
 )
 AUDIT = Audit(Run("fly | <csd>", "top_3", {}), [KEPT, REFUSED], {0: ONE})
-VOID = ("meta", "br")
 
 
 class Page(HTMLParser):
@@ -160,10 +136,8 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.opened: list[tuple[str, dict[str, str | None]]] = []
-        self.path: list[str] = []
-        self.tokens: list[dict[str, str]] = []
-        self.shown = ""
+        self.opened, self.path = list[tuple[str, dict[str, str | None]]](), list[str]()
+        self.tokens, self.shown = list[dict[str, str]](), ""
         self.feed(text)
         self.close()
         assert self.path == []
@@ -171,9 +145,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.opened.append((tag, given))
-        if tag in VOID:
-            return
-        self.path.append(given.get("class") or tag)
+        if tag not in ("meta", "br"):
+            self.path.append(given.get("class") or tag)
         if "text" in self.path and self.path[-1].startswith("t "):
             shown = {"letter": self.path[-1].split()[1], "stop": given["tabindex"] or ""}
             self.tokens.append({**shown, "text": "", "tip": ""})
@@ -190,22 +163,19 @@ class Page(HTMLParser):
                 self.tokens[-1]["text"] += data
 
 
-@pytest.fixture(scope="module")
-def parsed() -> Page:
-    return Page(page(AUDIT, 0))
-
-
-def test_the_text_is_all_there_and_nothing_of_it_is_markup(parsed: Page) -> None:
+def test_the_text_is_all_there_and_every_token_tells_why() -> None:
+    """Nothing of it is markup, and the page loads and runs nothing."""
+    parsed = Page(text := page(AUDIT, 0))
     shown = EVIL.replace("\x1b", "\ufffd")
     assert parsed.shown == f"{shown}\nBoris has<b>\n\t</s>"
     assert [token["text"] for token in parsed.tokens] == [" has", "<b>", "\n\t", "", "</s>"]
     tags = [tag for tag, _ in parsed.opened]
     assert not {"script", "i", "s"} & set(tags)
     assert tags.count("b") == 4 + 5  # the page's own: in the legend, and for each token
-    assert "\x1b" not in page(AUDIT, 0)
-
-
-def test_every_token_is_of_its_colour_and_tells_why(parsed: Page) -> None:
+    names = {name for _, given in parsed.opened for name in given}
+    assert not names & {"src", "href", "srcset", "onclick", "onload"}
+    assert not re.search(r"\x1b|url\(|@import|https?:", text)
+    assert any("default-src 'none'" in (given.get("content") or "") for _, given in parsed.opened)
     assert "".join(token["letter"] for token in parsed.tokens) == ONE.why
     assert [token["stop"] for token in parsed.tokens] == ["-1", "0", "0", "-1", "-1"]
     matched, rescued, corrected, *_ = (token["tip"] for token in parsed.tokens)
@@ -217,18 +187,9 @@ def test_every_token_is_of_its_colour_and_tells_why(parsed: Page) -> None:
         assert part in corrected
 
 
-def test_it_loads_and_runs_nothing(parsed: Page) -> None:
-    names = {name for _, given in parsed.opened for name in given}
-    assert not names & {"src", "href", "srcset", "onclick", "onload"}
-    assert not re.search(r"url\(|@import|https?:", page(AUDIT, 0))
-    policies = [given.get("content") or "" for _, given in parsed.opened]
-    assert any("default-src 'none'" in policy for policy in policies)
-
-
-def test_what_the_target_alone_writes(parsed: Page) -> None:
-    text = page(AUDIT, 0)
-    assert "instead of" in text
+def test_what_the_target_alone_writes() -> None:
     for words, changed in (
+        ("instead of", {}),
         ("the same text", {"exact_text": ONE.text}),
         ("not decoded", {"exact_text": None, "exact_answer": None}),
         ("writes another text.</p>", {"answer": None}),
@@ -238,24 +199,23 @@ def test_what_the_target_alone_writes(parsed: Page) -> None:
 
 
 def luminance(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    total = 0.0
+    for at, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
+        part = int(colour[at : at + 2], 16) / 255
+        total += weight * (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4)
+    return total
 
 
 def test_colours_can_be_told_from_their_background() -> None:
     """At least 4.5 to 1, as the Web Content Accessibility Guidelines ask; by day and by night."""
     text = page(AUDIT, 0)
-    themes = [dict(re.findall(r"--([\w-]+): (#\w{6})", block)) for block in
-              re.findall(r":root \{(.*?)\}", text, re.DOTALL)]  # fmt: skip
+    themes = re.findall(r":root \{(.*?)\}", text, re.DOTALL)
     assert len(themes) == 2
     for theme in themes:
-        for front, back in (("ink", "page"), ("dim", "page"), ("m", "page"), ("b", "page"),
-                            ("r", "r-back"), ("c", "c-back"), ("ink", "panel"),
-                            ("dim", "panel")):  # fmt: skip
-            light, dark = sorted((luminance(theme[front]), luminance(theme[back])), reverse=True)
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, (front, back)
+        colours = dict(re.findall(r"--([\w-]+): (#\w{6})", theme))
+        pairs = re.findall(r"(\S+)/(\S+)", "ink/page dim/page m/page b/page ink/panel dim/panel")
+        for pair in [*pairs, ("r", "r-back"), ("c", "c-back")]:
+            dark, light = sorted(luminance(colours[name]) for name in pair)
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, pair
     for letter in "rcb":  # and the colour is not all there is
         assert re.search(rf"\.{letter} \{{[^}}]*underline (double|wavy|dotted)", text)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Decoded, Interrupted, Patch, Refused
+from launch_types import Decoded, Interrupted, Patch, Ran, Refused
 
 from fly_jax.evaluation import calibration
 from fly_jax.launch import generate
@@ -22,17 +23,11 @@ LAXEST = [*PROMPTS, "--rule=margin", "--margin_gap=100"]
 @pytest.fixture(scope="session")
 def memory(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A memory of the tiny pair, filled by the command."""
-    folder = tmp_path_factory.mktemp("memory")
-    prompts = folder / "prompts.txt"
+    prompts = tmp_path_factory.mktemp("memory") / "prompts.txt"
     prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(6)))
-    path = folder / "corrections.npz"
+    path = prompts.with_name("corrections.npz")
     assert main(calibrate(models, prompts, path)) == 0
     return path
-
-
-@pytest.fixture
-def digest(tokenizer: Tokenizer) -> str:
-    return tokenizer.digest
 
 
 def calibrate(models: list[str], prompts: Path, path: Path, *more: str) -> list[str]:
@@ -43,10 +38,8 @@ def calibrate(models: list[str], prompts: Path, path: Path, *more: str) -> list[
 def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
     """One with a memory, and one with evidence of its own; what each means is tested elsewhere."""
     exact = [one["token_ids"] for one in of_pair(*PROMPTS, "--rule=exact")]
-    for rule, loose in (
-        ("csd", [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]),
-        ("fly & margin | typical", []),
-    ):
+    loosest = [f"--memory={memory}", "--csd_min_count=0", "--csd_consistency=0"]
+    for rule, loose in (("csd", loosest), ("fly & margin | typical", [])):
         found = of_pair(*PROMPTS, f"--rule={rule}", *loose, "--batch_size=2")
         assert [one["rule"] for one in found] == [rule] * 2
         assert sum(one["num_rescued_tokens"] for one in found) > 0, rule
@@ -57,76 +50,64 @@ def test_rules_by_name(memory: Path, of_pair: Decoded) -> None:
     assert [one["regret"] for one in lossless] == [0, 0]
 
 
-def test_a_budget_is_never_exceeded_and_reported(of_pair: Decoded) -> None:
-    found, free = of_pair(*LAXEST, "--risk_budget=3"), of_pair(*LAXEST)
+def test_a_budget_is_kept_and_tokens_are_protected(tokenizer: Tokenizer, of_pair: Decoded) -> None:
+    free, found = of_pair(*LAXEST), of_pair(*LAXEST, "--risk_budget=3")
     assert all(0 < one["regret"] <= 3 for one in found)
     rescued = [sum(one["num_rescued_tokens"] for one in some) for some in (found, free)]
     assert rescued[0] < rescued[1]
-
-
-def test_tokens_can_be_protected(tokenizer: Tokenizer, of_pair: Decoded) -> None:
-    pieces = []
-    for protect in ([], [r"--protect=[a-z]", r"--protect=[\x00-\x1f]"]):
-        rescued = [
-            token
-            for one in of_pair(*LAXEST, *protect)
+    protected = of_pair(*LAXEST, r"--protect=[a-z]", r"--protect=[\x00-\x1f]")
+    for some, expected in ((free, True), (protected, False)):
+        texts = [
+            tokenizer.vocabulary.token_bytes(token, False)
+            for one in some
             for token, why in zip(one["token_ids"], one["why"], strict=True)
             if why == "r"
         ]
-        texts = [tokenizer.vocabulary.token_bytes(token, False) for token in rescued]
-        pieces.append(sum(re.search(b"[a-z]", text) is not None for text in texts))
-    assert pieces[0] > 0
-    assert pieces[1] == 0
+        assert any(re.search(b"[a-z]", text) for text in texts) == expected
 
 
-def test_a_config_has_all_of_it(memory: Path, tmp_path: Path, of_pair: Decoded) -> None:
+def test_a_config_gives_way_to_flags(memory: Path, tmp_path: Path, of_pair: Decoded) -> None:
+    """And so does its memory, which the flag's rule does not use."""
     config = tmp_path / "loose.toml"
+    given = [*SIZES, "--prompt=Boris", f"--config={config}"]
     config.write_text(
         f'rule = "fly | csd"\nmemory = "{memory}"\ncsd_min_count = 0\ncsd_online = false\n'
         'risk_budget = 5.0\nprotect = ["\\\\d"]\n'
     )
-    (one,) = of_pair(*SIZES, "--prompt=Boris", f"--config={config}")
+    (one,) = of_pair(*given)
     assert one["rule"] == "fly | csd"
     assert 0 <= one["regret"] <= 5
+    config.write_text('rule = "csd"\nmemory = "nowhere.npz"\n')
+    (one,) = of_pair(*given, "--rule=exact")
+    assert one["rule"] == "exact"
 
 
 def test_what_is_learned_is_kept_if_asked_for(
-    models: list[str], digest: str, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+    models: list[str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: Patch, ran: Ran
 ) -> None:
     """In a file that is there or not, and when the decoding is interrupted; else nothing is."""
     path = tmp_path / "new" / "learned.npz"
     arguments = [*models, *PROMPTS, "--rule=csd", f"--memory={path}", "--csd_min_count=0"]
-    assert main([*arguments, "--update_memory"]) == 0
-    learned = load_memory(path, digest)
+
+    def counts(*more: str, status: int = 0) -> dict[tuple[int, int], int]:
+        ran(*arguments, *more, status=status)
+        return load_memory(path, tokenizer.digest)._counts
+
+    learned = counts("--update_memory")
     assert len(learned) > 5
-    assert main(arguments) == 0
-    assert load_memory(path, digest)._counts == learned._counts
-    assert main([*arguments, "--update_memory"]) == 0
-    again = load_memory(path, digest)
-    assert sum(again._counts.values()) > sum(learned._counts.values())
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "_record", interrupted)
-    assert main([*arguments, "--json", "--update_memory"]) == 130
-    assert sum(load_memory(path, digest)._counts.values()) > sum(again._counts.values())
-    capsys.readouterr()
-    assert main([*arguments, f"--memory={tmp_path}", "--update_memory"]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert counts() == learned
+    again = counts("--update_memory")
+    assert sum(again.values()) > sum(learned.values())
+    monkeypatch.setattr(generate, "_record", Mock(side_effect=KeyboardInterrupt))
+    more = counts("--json", "--update_memory", status=130)
+    assert sum(more.values()) > sum(again.values())
+    wrong = ran(*arguments, f"--memory={tmp_path}", "--update_memory", status=2)
+    assert "cannot be read" in wrong.err
 
 
-def test_a_flag_goes_before_the_config(tmp_path: Path, of_pair: Decoded) -> None:
-    """Whose memory the flag's rule does not use."""
-    config = tmp_path / "some.toml"
-    config.write_text('rule = "csd"\nmemory = "nowhere.npz"\n')
-    (one,) = of_pair(*SIZES, "--prompt=Boris", f"--config={config}", "--rule=exact")
-    assert one["rule"] == "exact"
-
-
-def test_a_comparison_has_the_rule_that_was_asked_for(models: list[str], capsys: Captured) -> None:
-    assert main([*models, "--prompt=Boris", "--rule=lossy", *SIZES, "--compare"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:]]
+def test_a_comparison_has_the_rule_that_was_asked_for(models: list[str], ran: Ran) -> None:
+    lines = ran(*models, "--prompt=Boris", "--rule=lossy", *SIZES, "--compare").out.splitlines()
+    names = [line.split()[0] for line in lines[-4:]]
     assert names == ["autoregressive", "exact", "fly", "lossy"]
 
 
@@ -140,31 +121,26 @@ def test_bad_memories(refused: Refused, models: list[str], memory: Path, tmp_pat
 
 
 def test_calibrating_goes_on_where_it_was(
-    models: list[str], memory: Path, digest: str, tmp_path: Path, capsys: Captured
+    models: list[str], memory: Path, tokenizer: Tokenizer, tmp_path: Path, ran: Ran
 ) -> None:
-    whole = load_memory(memory, digest)
+    whole = load_memory(memory, tokenizer.digest)
     assert len(whole) > 10
-    prompts, path = memory.with_name("prompts.txt"), tmp_path / "corrections.npz"
+    path = tmp_path / "corrections.npz"
+    arguments = calibrate(models, memory.with_name("prompts.txt"), path)
     with Patch.context() as patch:
         patch.setattr(calibration, "tqdm", Interrupted)
         patch.setattr(calibration, "_BATCHES", 1)
-        assert main(calibrate(models, prompts, path)) == 130
-    assert "Go on where it was with" in capsys.readouterr().err
-    part = load_memory(path, digest)
-    assert 0 < len(part) < len(whole)
-    assert main(calibrate(models, prompts, path)) == 0
-    found = load_memory(path, digest)
-    assert (found.keys() == whole.keys()).all()
-    assert found._counts == whole._counts
-    assert f"counts {len(whole)} pairs" in capsys.readouterr().err
-    # Once it is done, there is nothing left to count.
-    assert main(calibrate(models, prompts, path)) == 0
-    assert load_memory(path, digest)._counts == whole._counts
+        assert "Go on where it was with" in ran(*arguments, status=130).err
+    assert 0 < len(load_memory(path, tokenizer.digest)) < len(whole)
+    for said in (f"counts {len(whole)} pairs", ""):  # the second time nothing is left to count
+        assert said in ran(*arguments).err
+        found = load_memory(path, tokenizer.digest)
+        assert (found.keys() == whole.keys()).all()
+        assert found._counts == whole._counts
 
 
-def test_help_says_what_the_shipped_pair_is_decoded_with(capsys: Captured) -> None:
-    assert main(["--help"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+def test_help_says_what_the_shipped_pair_is_decoded_with(ran: Ran) -> None:
+    shown = " ".join(ran("--help").out.split())
     assert "; fly if not given, margin with the pair that ships with the package --num" in shown
     assert "; 0.3 if not given, 1.0 with the pair that ships with the package Limits" in shown
     assert r"; none if not given, \d with the pair that ships with the package;" in shown
@@ -185,6 +161,5 @@ def test_what_calibrate_refuses(
     long = tmp_path / "long.txt"
     long.write_text("Ada " * 200)
     refused(*calibrate(models, long, path), words=["context"])
-    deep = "--num_speculative_tokens=5000"
-    refused(*calibrate(models, prompts, path, deep), words=["5000"])
+    refused(*calibrate(models, prompts, path, "--num_speculative_tokens=5000"), words=["5000"])
     refused(*calibrate(models, prompts, prompts / "c.npz"), words=["written"])

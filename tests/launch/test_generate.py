@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_types import Captured, Decoded, Folders, Patch, Refused
+from launch_types import Decoded, Folders, Patch, Ran
 
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs
-from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
 from fly_jax.models.tokenizer import Tokenizer
 
@@ -24,6 +23,7 @@ KEYS = {
 }  # fmt: skip
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
+
 BORIS = ["--prompt=Boris", *SIZES]
 BOTH = ["--rule=fly", f"--prompt={PROMPTS[0]}", *BORIS]
 
@@ -39,40 +39,41 @@ def test_json_objects(tokenizer: Tokenizer, of_pair: Decoded) -> None:
     found = of_pair(*BOTH)
     assert [record["prompt"] for record in found] == PROMPTS
     for record in found:
-        assert record.keys() == KEYS
-        assert record["rule"] == "fly"
+        ids = record["token_ids"]
+        assert (record.keys(), record["rule"]) == (KEYS, "fly")
         assert record["prompt_token_ids"] == tokenizer.encode(record["prompt"])
-        assert record["text"] == tokenizer.decode(record["token_ids"])
-        ends = record["token_ids"][-1] in tokenizer.eos_token_ids
+        assert record["text"] == tokenizer.decode(ids)
+        ends = ids[-1] in tokenizer.eos_token_ids
         assert record["finish_reason"] == ("stop" if ends else "length")
-        assert len(record["token_ids"]) == 20 or ends
-        assert len(record["why"]) == len(record["token_ids"])
+        assert len(ids) == 20 or ends
+        assert len(record["why"]) == len(ids)
         assert set(record["why"]) <= set("mrcb")
         assert record["num_rescued_tokens"] >= record["why"].count("r")
         assert record["num_draft_tokens"] == 4 * record["num_rounds"]
-        mean = len(record["token_ids"]) / record["num_rounds"]
-        assert record["mean_accepted_tokens"] == pytest.approx(mean)
+        assert record["mean_accepted_tokens"] == pytest.approx(len(ids) / record["num_rounds"])
         assert record["tokens_per_second"] > 0
     assert "m" in "".join(record["why"] for record in found)
 
 
 def test_exact_gives_the_tokens_of_autoregressive(of_pair: Decoded) -> None:
-    plain, exact = of_pair(*BOTH, "--rule=autoregressive"), of_pair(*BOTH, "--rule=exact")
-    batched = of_pair(*BOTH, "--rule=exact", "--batch_size=2")
-    for one, other, third in zip(plain, exact, batched, strict=True):
-        assert one["token_ids"] == other["token_ids"] == third["token_ids"]
+    """Alone, in a batch, and with as many draft tokens as suit."""
+    plain = of_pair(*BOTH, "--rule=autoregressive")
+    exact, *others = (
+        of_pair(*BOTH, "--rule=exact", *more)
+        for more in ([], ["--batch_size=2"], ["--num_speculative_tokens=auto"])
+    )
+    for one, *found in zip(plain, exact, *others, strict=True):
+        assert all(other["token_ids"] == one["token_ids"] for other in found)
         assert set(one["why"]) == {"b"}
         assert one["num_rounds"] == len(one["token_ids"])
     assert sum(one["num_rounds"] for one in exact) < sum(one["num_rounds"] for one in plain)
 
 
-def test_text_is_what_json_says(models: list[str], of_pair: Decoded, capsys: Captured) -> None:
-    found = of_pair(*BOTH)
-    assert main([*models, *BOTH]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in found)
-    assert "[2/2]" in captured.err
-    assert "\x1b" not in captured.out + captured.err
+def test_text_is_what_json_says(models: list[str], of_pair: Decoded, ran: Ran) -> None:
+    out, said = ran(*models, *BOTH)
+    assert out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in of_pair(*BOTH))
+    assert "[2/2]" in said
+    assert "\x1b" not in out + said
 
 
 def test_sampling_is_the_seeds(of_pair: Decoded) -> None:
@@ -81,75 +82,59 @@ def test_sampling_is_the_seeds(of_pair: Decoded) -> None:
     assert first == again != other
 
 
-def test_comparison_leaves_stdout_to_json(models: list[str], capsys: Captured) -> None:
-    assert main([*models, *BORIS, "--compare", "--json"]) == 0
-    captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 1
-    assert json.loads(captured.out)["prompt"] == "Boris"
-    rules = [line.split()[0] for line in captured.err.splitlines()[-3:]]
-    assert rules == ["autoregressive", "exact", "fly"]
+def test_comparison_leaves_stdout_to_json(models: list[str], ran: Ran) -> None:
+    out, said = ran(*models, *BORIS, "--compare", "--json")
+    assert len(out.splitlines()) == 1
+    assert json.loads(out)["prompt"] == "Boris"
+    assert [line.split()[0] for line in said.splitlines()[-3:]] == [
+        "autoregressive",
+        "exact",
+        "fly",
+    ]
 
 
-def test_without_flags(tiny_pair: Folders, monkeypatch: Patch, capsys: Captured) -> None:
+def test_without_flags(tiny_pair: Folders, monkeypatch: Patch, ran: Ran) -> None:
     """The built-in pair continues built-in prompts, and the table says how many were right."""
     monkeypatch.setattr("fly_jax.decoding.pair.EMBEDDED_PAIR", tiny_pair)
     problem = Problem("Boris", " buys 3.\nAnswer: 3", "3")
     prompts = [Prompt(problem.prompt, "A built-in prompt", problem), Prompt("Ada", "Another")]
     monkeypatch.setattr(inputs, "built_in_prompts", lambda: prompts)
-    assert main(SIZES) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran(*SIZES).out.splitlines()
     assert lines[0].startswith("Boris")
     table = [line.split() for line in lines[-6:]]
     assert [row[0] for row in table[2:]] == ["autoregressive", "exact", "fly", "margin"]
     assert all("0/1" in row for row in table[2:])
 
 
-def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, capsys: Captured) -> None:
+def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, ran: Ran) -> None:
     long = json.dumps({"prompt": "Ada " * 200}).encode()
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(b'{"prompt": "Boris"}\n{"prompt": \n\xff\n' + long + b'\n{"prompt": "Ada"}\n')
-    arguments = [*models, f"--prompts_file={file}", *SIZES, "--json", "--skip_bad_prompts"]
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
-    found = [json.loads(line)["prompt"] for line in captured.out.splitlines()]
-    assert found == ["Boris", "Ada"]
-    for number in (2, 3, 4):
-        assert f"line {number}" in captured.err
+    out, said = ran(*models, f"--prompts_file={file}", *SIZES, "--json", "--skip_bad_prompts")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["Boris", "Ada"]
+    assert all(f"line {number}" in said for number in (2, 3, 4))
 
 
 def test_a_mesh_changes_no_token(models: list[str], of_pair: Decoded) -> None:
     """In a process of its own, where the devices have to be simulated."""
-    single = of_pair(*BOTH)
     command = [sys.executable, "-m", "fly_jax.launch", *models, *BOTH, "--json", "--mesh=8x8"]
     there = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=there
-    )
+    finished = subprocess.run(command, capture_output=True, text=True, input="", env=there)
     assert finished.returncode == 0, finished.stderr
     assert "64 simulated devices (CPU) as mesh 8x8" in finished.stderr.splitlines()[0]
-    sharded = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert [one["token_ids"] for one in sharded] == [one["token_ids"] for one in single]
-
-
-def test_auto_depth_is_a_word_for_k(of_pair: Decoded) -> None:
-    (found,) = of_pair(*BORIS, "--rule=exact", "--num_speculative_tokens=auto")
-    (expected,) = of_pair(*BORIS, "--rule=exact")
-    assert found["token_ids"] == expected["token_ids"]
+    sharded = [json.loads(line)["token_ids"] for line in finished.stdout.splitlines()]
+    assert sharded == [one["token_ids"] for one in of_pair(*BOTH)]
 
 
 LOOKED_UP = ["--prompt=Ada has 3 apples and Ada has 3", "--max_new_tokens=12"]
 EXACT = ["--rule=exact", "--num_speculative_tokens=4"]
 
 
-def test_lookup_or_nothing_drafts(tiny_pair: Folders, decoded: Decoded, capsys: Captured) -> None:
+def test_lookup_or_nothing_drafts(tiny_pair: Folders, decoded: Decoded, ran: Ran) -> None:
     target = [*LOOKED_UP, f"--target={tiny_pair[0]}", "--dtype=float32", "--json"]
-    records = []
-    for flags, count in (([], 1), (["--draft=ngram", *EXACT], 0)):
-        assert main([*target, *flags]) == 0
-        captured = capsys.readouterr()
-        records.append(json.loads(captured.out))
-        assert captured.err.count("one token at a time") == count
-    alone, named = records
+    said = [ran(*target), ran(*target, "--draft=ngram", *EXACT)]
+    assert [one.err.count("one token at a time") for one in said] == [1, 0]
+    alone, named = (json.loads(one.out) for one in said)
     assert alone["rule"] == "autoregressive"
     (implied,) = decoded(*target, "--prompt_lookup_max=4", "--num_speculative_tokens=4")
     assert implied["rule"] == "exact"  # where nobody says: copies are not loosened
@@ -162,7 +147,3 @@ def test_the_embedded_target_takes_the_lookup(decoded: Decoded) -> None:
     (expected,) = decoded(*LOOKED_UP, "--rule=autoregressive")
     assert found["token_ids"] == expected["token_ids"]
     assert found["num_draft_tokens"] > 0
-
-
-def test_what_proposes_alone_stands_alone(models: list[str], refused: Refused) -> None:
-    refused("--prompt=x", "--draft=ngram", *models, words=["proposes alone"])

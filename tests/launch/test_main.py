@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from typing import IO
+from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Patch, Refused
+from launch_types import Patch, Ran, Refused
 
 from fly_jax.launch import generate
-from fly_jax.launch.__main__ import COMMANDS, main
+from fly_jax.launch.__main__ import COMMANDS
 from fly_jax.launch.view import TextView, legend, wants_colour
 from fly_jax.verification.rules import Why
 
@@ -22,9 +23,8 @@ def test_an_unknown_command_is_told_which_exist(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_ours_alone(command: str, capsys: Captured) -> None:
-    assert main([command, "--help"]) == 0
-    text, said = capsys.readouterr()
+def test_help_is_ours_alone(command: str, ran: Ran) -> None:
+    text, said = ran(command, "--help")
     assert said == ""
     assert "Examples:" in text
     for foreign in ("--pdb", "--logtostderr", "--flagfile", "absl"):
@@ -32,30 +32,23 @@ def test_help_is_ours_alone(command: str, capsys: Captured) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_help_names_every_flag_of_generate(capsys: Captured) -> None:
-    main(["--help"])
-    text = capsys.readouterr().out
+def test_help_names_every_flag_of_generate(ran: Ran) -> None:
+    text = ran("--help").out
     for flag in ("target", "draft", "mesh", "rule", "num_speculative_tokens", "entropy_threshold",
                  "window_size", "prompt", "prompts_file", "max_new_tokens", "temperature", "seed",
                  "batch_size", "config", "compare", "json", "dtype"):  # fmt: skip
         assert f"  --{flag}" in text
 
 
-def test_interruption(monkeypatch: Patch, capsys: Captured) -> None:
-    def interrupted(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "main", interrupted)
-    assert main([]) == 130
-    assert capsys.readouterr().err == "\nInterrupted.\n"
+def test_interruption(monkeypatch: Patch, ran: Ran) -> None:
+    monkeypatch.setattr(generate, "main", Mock(side_effect=KeyboardInterrupt))
+    assert ran(status=130).err == "\nInterrupted.\n"
 
 
 def launched(flag: str, out: int | IO[str] = subprocess.PIPE) -> tuple[int, str | None, str]:
     """How the command ends as a process, and what it writes."""
-    command = [sys.executable, "-m", "fly_jax.launch", flag]
-    finished = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE, text=True
-    )
+    given = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.PIPE, "text": True}
+    finished = subprocess.run([sys.executable, "-m", "fly_jax.launch", flag], **given)
     return finished.returncode, finished.stdout, finished.stderr
 
 
@@ -75,9 +68,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_a_full_disk_is_said_in_one_sentence() -> None:
     with open("/dev/full", "w") as full:
         status, _, said = launched("--help", full)
-    assert status == 2
+    assert (status, said.count("\n")) == (2, 1)
     assert said.startswith("standard output could not be read or written (No space")
-    assert said.count("\n") == 1
 
 
 class Terminal(io.StringIO):
@@ -92,8 +84,7 @@ def _plain_environment(monkeypatch: Patch) -> None:
 
 
 def test_colours_tell_why() -> None:
-    out = Terminal()
-    view = TextView(out)
+    view = TextView(out := Terminal())
     assert out.getvalue() == f"{legend()}\n\n"
     out.seek(0)
     out.truncate()
@@ -109,43 +100,33 @@ def test_colours_tell_why() -> None:
 
 
 def test_no_colour_where_none_is_wanted(monkeypatch: Patch) -> None:
+    """And no control character of the models on a terminal."""
     assert wants_colour(Terminal())
     assert not wants_colour(io.StringIO())
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "dumb")
+        assert not wants_colour(Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colour(Terminal())
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not wants_colour(Terminal())
-
-
-def test_a_terminal_gets_no_control_characters_of_the_models(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    terminal, file = Terminal(), io.StringIO()
-    for out in (terminal, file):
+    texts = ("x\ufffd\ty\ufffd[2J\n\n", "x\x07\ty\x1b[2J\n\n")
+    for out, text in zip((Terminal(), io.StringIO()), texts, strict=True):
         view = TextView(out)
         view.begin(["x\x07\ty"])
         view.push(0, "\x1b[2J", [Why.BONUS] * 4, done=True)
-    assert terminal.getvalue() == "x\ufffd\ty\ufffd[2J\n\n"
-    assert file.getvalue() == "x\x07\ty\x1b[2J\n\n"
+        assert out.getvalue() == text
 
 
 def test_rows_come_one_after_the_other() -> None:
     """The first unfinished row is written as it grows; the others wait."""
-    out = io.StringIO()
-    view = TextView(out)
-
-    def push(row: int, text: str, *, done: bool = False) -> None:
-        view.push(row, text, [Why.BONUS], done=done)
-        for ended in view.ended():
-            out.write(f"<{ended}>")
-
+    view = TextView(out := io.StringIO())
     view.begin(["a", "b", "c"])
-    push(1, "2")
-    assert out.getvalue() == "a"
-    push(0, "1")
-    assert out.getvalue() == "a1"
-    push(2, "3", done=True)
-    push(0, "1", done=True)
-    assert out.getvalue() == "a11\n\n<0>b2"
-    push(1, "2", done=True)
-    assert out.getvalue() == "a11\n\n<0>b22\n\n<1>c3\n\n<2>"
+    for row, text, done, shown in (
+        (1, "2", False, "a"),
+        (0, "1", False, "a1"),
+        (2, "3", True, "a1"),
+        (0, "1", True, "a11\n\n<0>b2"),
+        (1, "2", True, "a11\n\n<0>b22\n\n<1>c3\n\n<2>"),
+    ):
+        view.push(row, text, [Why.BONUS], done=done)
+        out.writelines(f"<{ended}>" for ended in view.ended())
+        assert out.getvalue() == shown

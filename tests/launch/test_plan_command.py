@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Folders, Patch, Refused
+from launch_types import Patch, Ran, Refused
 
 from fly_jax.decoding.config import AUTO_DEPTHS
-from fly_jax.launch.__main__ import main
 from fly_jax.planning import planner
 from fly_jax.planning.plan_steps import STEPS
 from fly_jax.verification.sampling import Sampling
 
+Planned = Callable[..., dict[str, Any]]
 H200 = ("--chip=h200", "--mesh=8", "--target=llama-3.1-70b")
 STEP_KEYS = {
     "peak_bytes_per_chip", "argument_bytes_per_chip", "temporary_bytes_per_chip", "collectives",
@@ -28,13 +30,18 @@ def _environment(monkeypatch: Patch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the command sets for its process
 
 
-def planned(capsys: Captured, *arguments: str, status: int = 0) -> dict:
-    assert main(("plan", "--json", *arguments)) == status
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def planned(ran: Ran) -> Planned:
+    """Runs plan, and gives the object that it prints."""
+    return lambda *given, status=0: json.loads(ran("plan", "--json", *given, status=status).out)
 
 
-def test_json_of_a_gpu_is_counted_from_shapes(capsys: Captured) -> None:
-    plan = planned(capsys, *H200)
+def test_a_gpu_is_counted_from_shapes(planned: Planned, ran: Ran) -> None:
+    """In JSON, and in the table, which says where figures come from."""
+    out = ran("plan", *H200).out
+    for words in ("counted from shapes", "of 131.32", "all-reduce", "tokens/s", "largest batch"):
+        assert words in out
+    plan = planned(*H200)
     assert plan["fits"] is True
     assert tuple(plan["steps"]) == STEPS
     for name, step in plan["steps"].items():
@@ -44,65 +51,50 @@ def test_json_of_a_gpu_is_counted_from_shapes(capsys: Captured) -> None:
         kinds = {one["kind"] for one in step["collectives"]}
         assert kinds == (set() if name == "insert" else {"all-reduce"})
     a_round, draft, verify = (plan["steps"][name] for name in ("round", "draft", "verify"))
-    assert a_round["flops"] == pytest.approx(draft["flops"] + verify["flops"])
-    assert a_round["roofline_seconds"] == pytest.approx(
-        draft["roofline_seconds"] + verify["roofline_seconds"]
-    )
+    for name in ("flops", "roofline_seconds"):
+        assert a_round[name] == pytest.approx(draft[name] + verify[name])
     speed = plan["speed"]
-    assert speed["speed_up"] == pytest.approx(
-        speed["tokens_per_second"] / speed["autoregressive_tokens_per_second"], rel=1e-6
-    )
+    speed_up = speed["tokens_per_second"] / speed["autoregressive_tokens_per_second"]
+    assert speed["speed_up"] == pytest.approx(speed_up, rel=1e-6)
     assert speed["best_speed_up"] >= speed["speed_up"]
 
 
-def test_the_table_says_where_figures_come_from(capsys: Captured) -> None:
-    assert main(("plan", *H200)) == 0
-    out = capsys.readouterr().out
-    for words in ("counted from shapes", "of 131.32", "all-reduce", "tokens/s", "largest batch"):
-        assert words in out
-
-
-def test_largest_batch_and_context_fit_and_one_more_does_not(capsys: Captured) -> None:
+def test_largest_batch_and_context_fit_and_one_more_does_not(planned: Planned) -> None:
     sizes = ("--mesh=4", "--context=4096")
-    rows = planned(capsys, *H200, *sizes)["largest_batch_size"]
+    rows = planned(*H200, *sizes)["largest_batch_size"]
     assert rows > 1
-    assert planned(capsys, *H200, *sizes, f"--batch_size={rows}")["fits"]
-    assert not planned(capsys, *H200, *sizes, f"--batch_size={rows + 1}", status=2)["fits"]
+    assert planned(*H200, *sizes, f"--batch_size={rows}")["fits"]
+    assert not planned(*H200, *sizes, f"--batch_size={rows + 1}", status=2)["fits"]
 
 
-def test_a_folder_is_planned_for(tiny_pair: Folders, capsys: Captured) -> None:
-    target, draft = tiny_pair
-    models = (f"--target={target}", f"--draft={draft}", "--context=64", "--mesh=1")
-    assert planned(capsys, *models, "--chip=h100", "--num_speculative_tokens=5")["fits"]
+def test_a_folder_is_planned_for(models: list[str], planned: Planned) -> None:
+    given = (*models[:2], "--context=64", "--mesh=1", "--chip=h100", "--num_speculative_tokens=5")
+    assert planned(*given)["fits"]
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would(capsys: Captured) -> None:
+def test_what_does_not_fit_says_by_how_much(planned: Planned, ran: Ran) -> None:
     small = ("--chip=v5e", "--mesh=4x8", "--prompt_length=512", "--nocompile")
-    assert main(("plan", *small, "--json")) == 2
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)["fits"] is False
-    sentence = captured.err.splitlines()[-1]
-    assert "GiB a chip are missing on v5e 4x8" in sentence
-    assert "--dtype int8" in sentence
-    assert "--mesh 8x8" in sentence
-    more = planned(capsys, *small, "--dtype=int8")
-    assert more["fits"], "the remedy that was named does not help"
+    out, said = ran("plan", *small, "--json", status=2)
+    assert json.loads(out)["fits"] is False
+    for words in ("GiB a chip are missing on v5e 4x8", "--dtype int8", "--mesh 8x8"):
+        assert words in said.splitlines()[-1]
+    assert planned(*small, "--dtype=int8")["fits"], "the remedy that was named does not help"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
-        ["--prompt_lookup_max=4", "--num_speculative_tokens=auto"],
-        ["--boundary=defer", "--window_size=4"],
-        ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
-        ["--rule=csd", "--nocsd_online"],
-    ],
-)
-def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments: list[str]) -> None:
+ROUNDS = [
+    ["--rule=fly & margin", "--margin_gap=1", "--risk_budget=20", "--audits"],
+    ["--prompt_lookup_max=4", "--num_speculative_tokens=auto"],
+    ["--boundary=defer", "--window_size=4"],
+    ["--rule=sampled", "--temperature=0.7", "--top_k=40", "--top_p=0.9"],
+    ["--rule=csd", "--nocsd_online"],
+]
+
+
+@pytest.mark.parametrize("arguments", ROUNDS)
+def test_every_round_is_planned(planned: Planned, monkeypatch: Patch, arguments: list[str]) -> None:
     make = Mock(side_effect=planner.make_plan)
     monkeypatch.setattr(planner, "make_plan", make)
-    assert planned(capsys, *H200, "--nocompile", *arguments)["fits"]
+    assert planned(*H200, "--nocompile", *arguments)["fits"]
     spec = make.call_args.args[0].rounds
     given = dict(one.removeprefix("--").partition("=")[::2] for one in arguments)
     assert spec.static.audits == ("audits" in given)
@@ -115,11 +107,9 @@ def test_every_round_is_planned(capsys: Captured, monkeypatch: Patch, arguments:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_what_would_run_is_compiled(tiny_pair: Folders, capsys: Captured) -> None:
-    target, draft = tiny_pair
-    models = (f"--target={target}", f"--draft={draft}", "--chip=v5e", "--mesh=2x2")
+def test_what_would_run_is_compiled(models: list[str], planned: Planned) -> None:
     options = ("--prompt_lookup_max=4", "--num_speculative_tokens=2", "--rule=exact")
-    plan = planned(capsys, *models, "--context=64", *options)
+    plan = planned(*models[:2], "--chip=v5e", "--mesh=2x2", "--context=64", *options)
     assert {step["source"] for step in plan["steps"].values()} == {"compiled"}
     a_round = plan["steps"]["round"]
     # So small matrices are copied into another order; test_no_copies_on_slices has real ones.
@@ -134,11 +124,10 @@ def test_without_libtpu_the_extra_is_named(refused: Refused, monkeypatch: Patch)
     refused("plan", "--chip=v5e", words=["fly_jax[tpu]", "--nocompile"])
 
 
-def test_a_data_axis_halves_the_rows_of_a_chip(capsys: Captured) -> None:
+def test_a_data_axis_halves_the_rows_of_a_chip(planned: Planned) -> None:
     sizes = ("--nocompile", "--batch_size=16", "--prompt_length=512", "--dtype=int8")
-    one, two = (
-        planned(capsys, f"--mesh={mesh}", *sizes)["memory_per_chip"] for mesh in ("8x8", "2x8x8")
-    )
+    plans = [planned(f"--mesh={mesh}", *sizes) for mesh in ("8x8", "2x8x8")]
+    one, two = (plan["memory_per_chip"] for plan in plans)
     assert two["parameter_bytes"] == one["parameter_bytes"]
     assert two["cache_bytes"] == one["cache_bytes"] / 2
 
@@ -147,18 +136,17 @@ PARD = ("--draft=llama-3.1-8b", "--draft=pard-llama-3.2-1b")
 STACK = (*H200, *PARD, "--level_speculative_tokens=6", "--level_accepted_tokens=4")
 
 
-def test_a_stack_of_drafts_is_planned_with_the_passes_of_each(capsys: Captured) -> None:
+def test_a_stack_of_drafts_is_planned_with_its_passes(planned: Planned, ran: Ran) -> None:
     k25 = "--num_speculative_tokens=25"
-    alone = planned(capsys, *H200, k25, PARD[0])
-    stack = planned(capsys, *STACK, k25)
+    alone = planned(*H200, k25, PARD[0])
+    stack = planned(*STACK, k25)
     assert stack["draft_passes"] == [{"2": 1.0, "7": 6.0}, {"12": 6.0}]
     for name in ("draft_parameter_bytes", "draft_cache_bytes"):
         assert stack["memory_per_chip"][name] > alone["memory_per_chip"][name]
     drafts = [one["steps"]["draft"] for one in (alone, stack)]
     assert drafts[1]["roofline_seconds"] < 0.5 * drafts[0]["roofline_seconds"]
     assert stack["speed"]["speed_up"] > alone["speed"]["speed_up"]
-    assert main(("plan", *STACK)) == 0
-    assert "levels below the draft" in capsys.readouterr().out
+    assert "levels below the draft" in ran("plan", *STACK).out
 
 
 def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
@@ -170,11 +158,11 @@ def test_a_stack_that_cannot_be_is_refused(refused: Refused) -> None:
     refused("plan", *block, words=["level_speculative_tokens is 8", "at most 7 tokens"])
 
 
-def test_a_server_is_planned_with_its_chunks_rules_and_draws(capsys: Captured) -> None:
+def test_a_server_is_planned_with_its_chunks_rules_and_draws(planned: Planned) -> None:
     model = ("--target=llama-3.2-1b", "--draft=pard-llama-3.2-1b", "--chip=v5e", "--mesh=1")
     sizes = ("--context=1024", "--num_speculative_tokens=8", "--nocompile")
-    known, served = (planned(capsys, *model, *sizes, *one) for one in ((), ("--serve",)))
+    known, served = (planned(*model, *sizes, *one) for one in ((), ("--serve",)))
     prefills = [plan["steps"]["prefill"]["bytes_accessed"] for plan in (known, served)]
     assert prefills[0] < prefills[1], "weights are read once for each chunk of 256 tokens"
-    smaller = planned(capsys, *model, *sizes, "--serve", "--prefill_chunk=64")
+    smaller = planned(*model, *sizes, "--serve", "--prefill_chunk=64")
     assert prefills[1] < smaller["steps"]["prefill"]["bytes_accessed"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from launch_types import Captured, Decoded, Patch, Talk
+from launch_types import Decoded, Patch, Ran, Talk
 
 from fly_jax.decoding.pair import OpenPair
 from fly_jax.decoding.programs import Programs
@@ -18,47 +18,44 @@ from fly_jax.decoding.state import DecodeState
 from fly_jax.engine.engine import Engine
 from fly_jax.engine.request import Request, RequestState
 from fly_jax.launch import view
-from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import Tokenizer
 
 SIZES = ["--max_new_tokens=8", "--num_speculative_tokens=2", "--rule=exact"]
-Typed = str | type[BaseException]
 
 
 @pytest.fixture
-def talk(chatty: list[str], monkeypatch: Patch, capsys: Captured) -> Talk:
+def talk(chatty: list[str], monkeypatch: Patch, ran: Ran) -> Talk:
     """Types lines, then Ctrl-D; gives the answers, and what the program says."""
 
-    def run(*typed: Typed, flags: tuple[str, ...] = ()) -> tuple[list[str], str]:
+    def run(*typed: str | type[BaseException], flags: Sequence[str] = ()) -> tuple[list[str], str]:
         monkeypatch.setattr(builtins, "input", Mock(side_effect=[*typed, EOFError]))
-        assert main(["chat", *chatty, *SIZES, *flags]) == 0
-        captured = capsys.readouterr()
-        return captured.out.removesuffix("\n").split("\n\n")[:-1], captured.err
+        out, said = ran("chat", *chatty, *SIZES, *flags)
+        return out.removesuffix("\n").split("\n\n")[:-1], said
 
     return run
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_is_waited_for(is_terminal: bool, talk: Talk, monkeypatch: Patch) -> None:
+def test_on_a_terminal(is_terminal: bool, talk: Talk, monkeypatch: Patch) -> None:
+    """It says what is waited for, and tokens have the colours of their reasons."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    _, said = talk("Ada has 3")
+    monkeypatch.setattr(view, "wants_colour", lambda _: is_terminal)
+    answers, said = talk("Ada has 3")
     for why in ("Reading the weights", "Compiling"):
-        assert (f"{why} …\r\033[K" in said) == is_terminal
-        assert (why in said) == is_terminal
+        assert (f"{why} …\r\033[K" in said) == (why in said) == is_terminal
+    assert ("\x1b[" in answers[0]) == is_terminal
 
 
 def test_turns_are_one_conversation(
     talk: Talk, chatty: list[str], tmp_path: Path, decoded: Decoded
 ) -> None:
     """With the answers that generate gives."""
-    messages = [{"role": "system", "content": "Short."}]
-    expected = []
+    messages, expected = [{"role": "system", "content": "Short."}], []
     file = tmp_path / "prompts.jsonl"
     for line in ("Ada has 3", "Boris"):
         messages.append({"role": "user", "content": line})
         file.write_text(json.dumps({"messages": messages}))
-        (record,) = decoded(*chatty, *SIZES, f"--prompts_file={file}")
-        expected.append(record["text"])
+        expected += [one["text"] for one in decoded(*chatty, *SIZES, f"--prompts_file={file}")]
         messages.append({"role": "assistant", "content": expected[-1]})
     answers, said = talk("Ada has 3", "", "Boris", flags=("--system=Short.",))
     assert answers == expected
@@ -73,20 +70,16 @@ def test_the_rule_is_changed_on_the_way(talk: Talk) -> None:
     flags = ("--rule=fly", "--num_speculative_tokens=8", "--entropy_threshold=0")
     answers, said = talk("/exact", "Ada", "/clear", "/rule fly | margin", "Ada", flags=flags)
     assert len(answers) == 2
-    assert "The rule is exact." in said
-    assert "The rule is fly | margin." in said
+    assert all(f"The rule is {rule}." in said for rule in ("exact", "fly | margin"))
     _, said = talk("/rule lucky", "/dance", "/help", "/rule", "/clear all")
-    assert "/clear stands alone, without 'all'." in said
-    assert "lucky" in said
-    assert "There is no command /dance" in said
-    assert "/clear" in said
+    for words in ("/clear stands alone, without 'all'.", "lucky", "There is no command /dance"):
+        assert words in said
 
 
 @pytest.fixture
 def submitted(monkeypatch: Patch) -> list[RequestState]:
     """The requests that were handed in."""
-    states: list[RequestState] = []
-    submit = Engine.submit
+    states, submit = list[RequestState](), Engine.submit
 
     def submitting(self: Engine, request: Request) -> RequestState:
         states.append(submit(self, request))
@@ -129,37 +122,29 @@ def test_ctrl_c_stops_an_answer(
 def test_ctrl_c_while_an_answer_is_prepared(talk: Talk, monkeypatch: Patch) -> None:
     """As if nothing had been asked; the next line is answered, and compiles before it."""
     (whole,), _ = talk("Ada has 3")
-    run, interrupts = Programs.run, iter([KeyboardInterrupt])
-    unfinished: list[bool] = []
+    run, interrupts, finished = Programs.run, iter([KeyboardInterrupt]), list[bool]()
 
     def interrupted(self: Programs, state: DecodeState, *given: object) -> object:
         for error in interrupts:
             raise error
-        unfinished.append(not bool(state.finished[0]))
+        finished.append(bool(state.finished[0]))
         return run(self, state, *given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Programs, "run", interrupted)
     answers, said = talk("Boris", "Ada has 3")
     assert answers == ["", whole]
-    assert not unfinished[0], "what decodes was compiled before, with rows that are finished"
+    assert finished[0], "what decodes was compiled before, with rows that are finished"
     assert said.count("tokens/s") == 1
 
 
 def test_ctrl_c_while_a_question_is_encoded(talk: Talk, monkeypatch: Patch) -> None:
     encode, interrupts = OpenPair.encode, iter([False, True])  # the first is before weights load
 
-    def interrupted(self: OpenPair, *given: object, **named: object) -> object:
+    def interrupted(*given: object, **named: object) -> object:
         if next(interrupts, False):
             raise KeyboardInterrupt
-        return encode(self, *given, **named)  # type: ignore[arg-type]
+        return encode(*given, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OpenPair, "encode", interrupted)
     answers, said = talk("Boris", "Ada has 3")
-    assert len(answers) == 1
-    assert said.count("tokens/s") == 1
-
-
-def test_tokens_have_the_colours_of_their_reasons(talk: Talk, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(view, "wants_colour", lambda _: True)  # as on a terminal
-    answers, _ = talk("Ada has 3")
-    assert "\x1b[" in answers[0]
+    assert len(answers) == said.count("tokens/s") == 1

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launch_types import Captured, Folders, Patch, Refused
+from launch_types import Captured, Folders, Patch, Ran, Refused
 
 from fly_jax.evaluation.problems import is_correct
-from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import built_in_prompts, read_prompts
 from fly_jax.models.tokenizer import Tokenizer
 
@@ -31,21 +30,18 @@ FILES = {
 
 @pytest.mark.parametrize("content", FILES)
 def test_files(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "prompts"
-    file.write_bytes(content)
-    prompts = read_prompts(str(file), skip_bad=False)
+    (tmp_path / "prompts").write_bytes(content)
+    prompts = read_prompts(str(tmp_path / "prompts"), skip_bad=False)
     assert [prompt.text for prompt in prompts] == FILES[content]
 
 
-def test_the_name_tells_that_lines_are_json(tmp_path: Path, capsys: Captured) -> None:
+def test_lines_are_named(tmp_path: Path, monkeypatch: Patch, capsys: Captured) -> None:
+    """Of a file whose name tells that they are JSON, and of standard input."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('plain\n{"prompt": "x"}\n')
     prompts = read_prompts(str(file), skip_bad=True)
     assert [prompt.source for prompt in prompts] == [f"{file}, line 2"]
     assert "line 1" in capsys.readouterr().err
-
-
-def test_standard_input(monkeypatch: Patch, capsys: Captured) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"one\n\xff\n")))
     assert [prompt.text for prompt in read_prompts("-", skip_bad=True)] == ["one"]
     assert "Standard input, line 2" in capsys.readouterr().err
@@ -62,13 +58,12 @@ def test_built_in_prompts_are_held_out_and_the_same_every_time() -> None:
 
 
 @pytest.fixture
-def answered(chatty: list[str], capsys: Captured) -> Answered:
+def answered(chatty: list[str], ran: Ran) -> Answered:
     """Runs the command; gives the objects that it prints, and what it says."""
 
     def run(*arguments: str) -> tuple[list[dict], str]:
-        assert main([*chatty, *SIZES, *arguments]) == 0
-        captured = capsys.readouterr()
-        return [json.loads(line) for line in captured.out.splitlines()], captured.err
+        out, said = ran(*chatty, *SIZES, *arguments)
+        return [json.loads(line) for line in out.splitlines()], said
 
     return run
 
@@ -79,8 +74,13 @@ def read(tokenizer: Tokenizer) -> Read:
     return lambda one: tokenizer.decode(one["prompt_token_ids"], skip_special_tokens=False)
 
 
-def test_a_text_is_a_users_message(answered: Answered, read: Read) -> None:
-    """Where there is a template."""
+def test_a_text_is_a_users_message(
+    answered: Answered, read: Read, chatty: list[str], ran: Ran
+) -> None:
+    """Where there is a template; and the answer stands apart from it."""
+    given = [*chatty, "--prompt=Ada has 3", *SIZES[:-1]]
+    assert ran(*given).out.startswith("Ada has 3\n\n")
+    assert not ran(*given, "--nochat").out.startswith("Ada has 3\n")
     (record,), said = answered("--prompt=Ada has 3")
     assert read(record) == "user:Ada has 3</s>assistant:"
     assert record["prompt"] == "Ada has 3"
@@ -90,26 +90,16 @@ def test_a_text_is_a_users_message(answered: Answered, read: Read) -> None:
     assert "--nochat" not in said
 
 
-def test_an_answer_stands_apart_from_what_was_asked(chatty: list[str], capsys: Captured) -> None:
-    arguments = [*chatty, "--prompt=Ada has 3", *SIZES[:-1]]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith("Ada has 3\n\n")
-    assert main([*arguments, "--nochat"]) == 0
-    assert not capsys.readouterr().out.startswith("Ada has 3\n")
-
-
 def test_lines_of_messages(answered: Answered, read: Read, tmp_path: Path) -> None:
     """And a system message before them."""
-    spoken = {"user": "Ada", "assistant": "has"}
-    turns = [{"role": role, "content": text} for role, text in spoken.items()]
-    turns.append({"role": "user", "content": "</s>3"})
+    spoken = [("user", "Ada"), ("assistant", "has"), ("user", "</s>3")]
+    turns = [{"role": role, "content": text} for role, text in spoken]
     file = tmp_path / "prompts.jsonl"
     lines = [{"messages": turns, "prompt": "</s>3"}, {"prompt": "Boris"}]  # as --json writes them
     file.write_text("\n".join(json.dumps(line) for line in lines))
     first, second = answered(f"--prompts_file={file}", "--system=Be short.")[0]
     begin = "system:Be short.</s>"
-    rendered = f"{begin}user:Ada</s>assistant:has</s>user:</s>3</s>assistant:"
-    assert read(first) == rendered
+    assert read(first) == f"{begin}user:Ada</s>assistant:has</s>user:</s>3</s>assistant:"
     assert first["messages"] == turns
     assert read(second) == f"{begin}user:Boris</s>assistant:"
     raw, said = answered(f"--prompts_file={file}", "--nochat")
@@ -120,12 +110,11 @@ def test_lines_of_messages(answered: Answered, read: Read, tmp_path: Path) -> No
 def test_messages_that_are_refused(refused: Refused, chatty: list[str], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     arguments = [*chatty, *SIZES, f"--prompts_file={file}", "--system=Be short."]
-    for role, words in (
-        ("tool", ["line 1: The chat template refuses these messages (No tools.)"]),
-        ("system", ["--system was given as well"]),
+    for roles, words in (
+        (["tool", "user"], ["line 1: The chat template refuses these messages (No tools.)"]),
+        (["system", "user"], ["--system was given as well"]),
     ):
-        turns = [{"role": role, "content": "x"}, {"role": "user", "content": "Ada"}]
-        file.write_text(json.dumps({"messages": turns}))
+        file.write_text(json.dumps({"messages": [{"role": one, "content": "x"} for one in roles]}))
         refused(*arguments, words=words)
 
 
@@ -150,9 +139,8 @@ def test_a_template_that_fails(
     file, words = TEMPLATES[content]
     folder = shutil.copytree(tiny_pair[0], tmp_path / "target")
     (folder / file).write_bytes(content)
-    models = [f"--target={folder}", f"--draft={tiny_pair[1]}"]
-    for arguments in (["chat", *models], ["generate", *models, "--prompt=Ada", "--chat"]):
-        refused(*arguments, words=[words])
+    for command in (["chat"], ["generate", "--prompt=Ada", "--chat"]):
+        refused(*command, f"--target={folder}", f"--draft={tiny_pair[1]}", words=[words])
 
 
 def test_flags_without_a_template(refused: Refused, models: list[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from launch_types import Captured, Decoded, Folders, Patch, Ran, Refused
@@ -41,11 +42,8 @@ def chatty(tiny_pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> list
 @pytest.fixture
 def no_weights(monkeypatch: Patch) -> None:
     """Reading weights fails."""
-
-    def load(*_: object, **__: object) -> None:
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr(pair_module, "load_llama", load)
+    failing = Mock(side_effect=AssertionError("weights were read"))
+    monkeypatch.setattr(pair_module, "load_llama", failing)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import jax
 import pytest
 from gguf_files import CONFIG, byte_level_writer, tensors_of, write_sized
-from launch_types import Captured, Decoded, Folders, Patch, Refused
+from launch_types import Decoded, Folders, Patch, Ran, Refused
 from tokenizer_makers import llama3_json
 
 from fly_jax.launch.__main__ import main
@@ -29,21 +29,21 @@ def tokens(decoded: Decoded) -> Tokens:
 
 
 def test_the_sources_tokens_on_meshes(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
-    target, output = tiny_pair[0], tmp_path / "output"
-    assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=bf16"]) == 0
+    target, output = f"--target={tiny_pair[0]}", tmp_path / "output"
+    assert main(["convert", target, f"--output={output}", "--dtype=bf16"]) == 0
     flags = ("--rule=autoregressive", "--dtype=float32")
-    expected = tokens(ADA, f"--target={target}", *flags)
-    assert tokens(ADA, f"--target={output}", *flags) == expected
-    assert tokens(ADA, f"--target={output}", *flags, "--mesh=2x4") == expected
+    expected = tokens(ADA, target, *flags)
+    for mesh in ([], ["--mesh=2x4"]):
+        assert tokens(ADA, f"--target={output}", *flags, *mesh) == expected
 
 
-def test_int8_decodes_alike(tiny_pair: Folders, tmp_path: Path, tokens: Tokens) -> None:
+def test_int8_decodes_alike(models: list[str], tmp_path: Path, tokens: Tokens) -> None:
     """Quantised while it loads, or converted before."""
-    for name, source in zip(("target", "draft"), tiny_pair, strict=True):
-        folder = f"--output={tmp_path / name}"
-        assert main(["convert", f"--target={source}", folder, "--dtype=int8"]) == 0
-    loaded = tokens(ADA, f"--target={tiny_pair[0]}", f"--draft={tiny_pair[1]}", "--dtype=int8")
-    folders = (f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}")
+    folders = [f"--target={tmp_path / 'target'}", f"--draft={tmp_path / 'draft'}"]
+    for flag, folder in zip(models, folders, strict=False):
+        source, output = (one.partition("=")[2] for one in (flag, folder))
+        assert main(["convert", f"--target={source}", f"--output={output}", "--dtype=int8"]) == 0
+    loaded = tokens(ADA, *models[:2], "--dtype=int8")
     assert tokens(ADA, *folders, "--dtype=float32") == loaded
 
 
@@ -57,17 +57,14 @@ def test_what_is_wrong(refused: Refused, tiny_pair: Folders, tmp_path: Path) -> 
 
 
 def test_an_interrupted_conversion_says_how_to_go_on(
-    tiny_pair: Folders, tmp_path: Path, monkeypatch: Patch, capsys: Captured
+    tiny_pair: Folders, tmp_path: Path, monkeypatch: Patch, ran: Ran
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(converted, "write_group", interrupted)
     arguments = ["convert", f"--target={tiny_pair[0]}", f"--output={tmp_path / 'output'}"]
-    assert main(arguments) == 130
-    assert "python -m fly_jax.launch " + " ".join(arguments) in capsys.readouterr().err
-    monkeypatch.undo()
-    assert main(arguments) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(converted, "write_group", Mock(side_effect=KeyboardInterrupt))
+        said = ran(*arguments, status=130).err
+    assert "python -m fly_jax.launch " + " ".join(arguments) in said
+    ran(*arguments)
 
 
 TEMPLATE = "{% for one in messages %}{{ one.content }}<|eot|>{% endfor %}"
@@ -88,36 +85,28 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write(0), write(1)
 
 
-def test_target_and_drafts(files: Folders, tokens: Tokens, tmp_path: Path) -> None:
-    target, draft = files
-    alone = tokens("the fox", f"--target={target}")
+def test_target_and_drafts(files: Folders, tokens: Tokens, tmp_path: Path, ran: Ran) -> None:
+    target, output = f"--target={files[0]}", tmp_path / "folder"
+    alone = tokens("the fox", target)
     assert len(alone) > 4
-    for given in (f"--draft={draft}", "--draft=self:int4"):
-        assert tokens("the fox", f"--target={target}", given, *EXACT) == alone
-    output = tmp_path / "folder"
-    assert main(["convert", f"--target={target}", f"--output={output}", "--dtype=float32"]) == 0
+    sizes = ["--mesh=1x1", "--context=64", "--nocompile", "--json"]
+    for draft in (str(files[1]), "self:int4"):
+        assert tokens("the fox", target, f"--draft={draft}", *EXACT) == alone
+        plan = json.loads(ran("plan", target, f"--draft={draft}", *sizes).out)
+        kinds = {one["matrices"] for one in plan["drafters"]["passes"]}
+        assert ("int4" in kinds) == (draft == "self:int4")
+    assert main(["convert", target, f"--output={output}", "--dtype=float32"]) == 0
     assert tokens("the fox", f"--target={output}") == alone
 
 
-def test_a_chat(files: Folders, tokens: Tokens, capsys: Captured, monkeypatch: Patch) -> None:
+def test_a_chat(files: Folders, tokens: Tokens, ran: Ran, monkeypatch: Patch) -> None:
     """The README's command, which a file alone is enough for."""
     given = [f"--target={files[0]}", "--dtype=int8"]
     expected = tokens("the fox", *given)
     monkeypatch.setattr(builtins, "input", Mock(side_effect=["the fox", EOFError]))
-    arguments = [*given, "--draft=self:int4", *EXACT, "--max_new_tokens=12"]
-    assert main(["chat", *arguments]) == 0
-    said = capsys.readouterr().err
-    assert f"[{len(expected)} tokens, " in said
-    assert "mean accepted tokens" in said
+    said = ran("chat", *given, "--draft=self:int4", *EXACT, "--max_new_tokens=12").err
+    assert all(words in said for words in (f"[{len(expected)} tokens, ", "mean accepted tokens"))
     assert said.count("On a CPU a pass of self:int4 takes as long as an int8 target's") == 1
-
-
-def test_a_plan(files: Folders, capsys: Captured) -> None:
-    sizes = ["--mesh=1x1", "--context=64", "--nocompile", "--json"]
-    for draft in (str(files[1]), "self:int4"):
-        assert main(["plan", f"--target={files[0]}", f"--draft={draft}", *sizes]) == 0
-        passes = json.loads(capsys.readouterr().out)["drafters"]["passes"]
-        assert ("int4" in {one["matrices"] for one in passes}) == (draft == "self:int4")
 
 
 def test_a_file_that_was_cut_off(refused: Refused, files: Folders, tmp_path: Path) -> None:

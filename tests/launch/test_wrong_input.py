@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
-from launch_types import Refused
+from launch_types import Patch, Refused
 
-from fly_jax.launch.__main__ import main
+from fly_jax.launch import serve
 
 pytestmark = pytest.mark.usefixtures("no_weights")
 
@@ -85,6 +86,27 @@ REFUSED = {
         (["--prompt_length=8192"], ["8192", "context"]),
         (["--mean_accepted_tokens=30"], ["30", "1 to 26"]),
     ],
+    "evaluate": [
+        (["--decode=fly truncate=margin"], ["truncate", "autoregressive or sampled"]),
+        (["--decode=exact truncate=margin temperature=0"], ["truncate", "temperature"]),
+        (["--decode=sampled truncate=csd"], ["truncate", "memory"]),
+        (["--decode=sampled truncate=exact"], ["truncate", "loosened"]),
+        (["--tasks=humanevil"], ["humanevil", "humaneval"]),
+        (["--tasks=gsm8k"], ["gsm8k", "--data"]),
+        (["--tasks=mbpp"], ["--allow_code_execution"]),
+        (["--tasks=gsm8k", "--data=nowhere"], ["nowhere", "test.jsonl"]),
+        (["--margin=0"], ["margin", "above 0"]),
+        (["--decode=exakt:2"], ["exakt"]),
+    ],
+    "bench": [
+        (["--decode=exact:two"], ["exact:two", "whole numbers or auto"]),
+        (["--decode=exakt:2"], ["exakt"]),
+        (["--decode=fly:2"], ["window"]),
+        (["--decode=margin:2 margin_gab=1"], ["margin_gab"]),
+        (["--decode=margin:2 margin_gap=x"], ["margin_gap", "'x'"]),
+        (["--picture=speed.xyz"], ["speed.xyz", ".svg"]),
+        (["--picture=nowhere/speed.svg"], ["nowhere", "folder"]),
+    ],
     "serve": [
         (["--num_slots=0"], ["num_slots"]),
         (["--max_length=97"], ["at most 96, the target's context"]),
@@ -135,6 +157,8 @@ def begun(models: list[str], tmp_path: Path) -> dict[str, list[str]]:
         "generate": models,
         "generate x": [*models, "--prompt=x"],
         "plan": ["plan"],
+        "evaluate": ["evaluate", *models, f"--output={tmp_path / 'out'}"],
+        "bench": ["bench", *models],
         "serve": ["serve", *models, *serving, "--prefill_chunk=32"],
         "gate": ["calibrate", *models, *gate, "--num_speculative_tokens=6"],
     }
@@ -145,6 +169,7 @@ def test_flags(refused: Refused, begun: dict[str, list[str]], tmp_path: Path, ro
     kind, flags, words = row
     refused(*begun[kind], *(one.replace("FOLDER", str(tmp_path)) for one in flags), words=words)
     assert (tmp_path / "prompts.txt").read_text() == PROMPTS, "it was written over"
+    assert not (tmp_path / "out").exists()
 
 
 NO_LIST = ['"Hello"', "[]", '[{"role": "user"}]', '[{"role": "user", "content": 3}]']
@@ -174,10 +199,14 @@ def test_lines_of_a_prompts_file(
     refused(*models, f"--prompts_file={file}", words=[str(file), *LINES[content]])
 
 
-def test_nothing_left_after_skipping(models: list[str], tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("nonsense\n")
-    assert main([*models, f"--prompts_file={file}", "--skip_bad_prompts"]) == 2
+def test_serve(refused: Refused, models: list[str], monkeypatch: Patch) -> None:
+    """Where its port is taken, and without the extra."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [f"cannot listen on 127.0.0.1, port {port}"]
+        refused("serve", *models, "--rule=margin", f"--port={port}", words=words)
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    refused("serve", *models, words=["pip install 'fly_jax[serve]'"])
 
 
 def test_broken_or_missing_draft(refused: Refused, models: list[str], tmp_path: Path) -> None:
@@ -198,4 +227,4 @@ def test_broken_or_missing_draft(refused: Refused, models: list[str], tmp_path: 
     refused(*flags, "--level_speculative_tokens=0", words=["at least 1"])
     refused(*flags, "--boundary=sometimes", words=["defer"])
     refused(target, "--prompt=x", "--rule=exact", words=["--draft"])
-    refused(target, "--prompt=x", "--rule=autoregressive", "--compare", words=["--compare"])
+    refused("bench", target, "--decode=exact:2", words=["exact", "--draft"])

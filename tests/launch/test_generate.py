@@ -1,20 +1,32 @@
-"""The command as its users see it, on a tiny random pair."""
+"""The command as its users see it, on a tiny random pair; each thing is opened and read once."""
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch_types import Decoded, Folders, Patch, Ran
 
+from fly_jax.decoding import pair
+from fly_jax.decoding.pair import CheckedPrompt, load_pair, open_pair
+from fly_jax.engine import engine
+from fly_jax.engine.batch import generate
+from fly_jax.errors import FlyJaxError
 from fly_jax.evaluation.problems import Problem
 from fly_jax.launch import inputs
+from fly_jax.launch.__main__ import main
 from fly_jax.launch.inputs import Prompt
+from fly_jax.models import tokenizer
+from fly_jax.models.checkpoints import hugging_face, load
 from fly_jax.models.tokenizer import Tokenizer
+from fly_jax.verification.rules import Exact
 
 KEYS = {
     "prompt", "prompt_token_ids", "token_ids", "text", "finish_reason", "rule", "num_rounds",
@@ -23,20 +35,22 @@ KEYS = {
 }  # fmt: skip
 PROMPTS = ["Ada has 3 apples", "Boris"]
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2"]
-
 BORIS = ["--prompt=Boris", *SIZES]
 BOTH = ["--rule=fly", f"--prompt={PROMPTS[0]}", *BORIS]
 
 
-def test_several_drafts(tiny_pair: Folders, of_pair: Decoded) -> None:
-    """The target as a draft below the draft: the same text."""
-    found = of_pair(f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2", *BOTH)
-    for one, alone in zip(found, of_pair(*BOTH), strict=True):
-        assert all(one[key] == alone[key] for key in ("token_ids", "why", "num_rounds"))
-
-
-def test_json_objects(tokenizer: Tokenizer, of_pair: Decoded) -> None:
+def test_json_and_text(
+    models: list[str], tiny_pair: Folders, tokenizer: Tokenizer, of_pair: Decoded, ran: Ran
+) -> None:
+    """And the same text with the target as a draft below the draft."""
     found = of_pair(*BOTH)
+    out, said = ran(*models, *BOTH)
+    assert out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in found)
+    assert "[2/2]" in said
+    assert "\x1b" not in out + said
+    stack = of_pair(f"--draft={tiny_pair[0]}", "--level_speculative_tokens=2", *BOTH)
+    for key in ("token_ids", "why", "num_rounds"):
+        assert [one[key] for one in stack] == [one[key] for one in found]
     assert [record["prompt"] for record in found] == PROMPTS
     for record in found:
         ids = record["token_ids"]
@@ -67,13 +81,6 @@ def test_exact_gives_the_tokens_of_autoregressive(of_pair: Decoded) -> None:
         assert set(one["why"]) == {"b"}
         assert one["num_rounds"] == len(one["token_ids"])
     assert sum(one["num_rounds"] for one in exact) < sum(one["num_rounds"] for one in plain)
-
-
-def test_text_is_what_json_says(models: list[str], of_pair: Decoded, ran: Ran) -> None:
-    out, said = ran(*models, *BOTH)
-    assert out == "".join(f"{one['prompt']}{one['text']}\n\n" for one in of_pair(*BOTH))
-    assert "[2/2]" in said
-    assert "\x1b" not in out + said
 
 
 def test_sampling_is_the_seeds(of_pair: Decoded) -> None:
@@ -113,6 +120,8 @@ def test_bad_lines_are_skipped(models: list[str], tmp_path: Path, ran: Ran) -> N
     out, said = ran(*models, f"--prompts_file={file}", *SIZES, "--json", "--skip_bad_prompts")
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["Boris", "Ada"]
     assert all(f"line {number}" in said for number in (2, 3, 4))
+    file.write_text("nonsense\n")
+    ran(*models, f"--prompts_file={file}", "--skip_bad_prompts", status=2)  # nothing is left
 
 
 def test_a_mesh_changes_no_token(models: list[str], of_pair: Decoded) -> None:
@@ -140,10 +149,97 @@ def test_lookup_or_nothing_drafts(tiny_pair: Folders, decoded: Decoded, ran: Ran
     assert implied["rule"] == "exact"  # where nobody says: copies are not loosened
     assert named["token_ids"] == implied["token_ids"] == alone["token_ids"]
     assert named["num_draft_tokens"] == implied["num_draft_tokens"] > 0
-
-
-def test_the_embedded_target_takes_the_lookup(decoded: Decoded) -> None:
+    # And with the embedded target.
     (found,) = decoded(*LOOKED_UP, "--draft=ngram", *EXACT)
     (expected,) = decoded(*LOOKED_UP, "--rule=autoregressive")
     assert found["token_ids"] == expected["token_ids"]
     assert found["num_draft_tokens"] > 0
+
+
+FEW = ["--max_new_tokens=6", "--num_speculative_tokens=4", "--window_size=2", "--json"]
+Counts = collections.Counter[str]
+
+
+@pytest.fixture
+def counted(monkeypatch: Patch) -> Counts:
+    """How often what is opened, read, parsed or checked is: by its name and first argument."""
+    counts = Counts()
+
+    def count(owner: Any, name: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counts[f"{name} {args[0]}"] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for name in ("HuggingFaceSource", "load_tokenizer"):
+        count(load, name)
+    count(tokenizer, "_sentence_piece_vocabulary")
+    count(hugging_face, "read_config")
+    for owner in (inputs, pair):
+        count(owner, "parse_mesh")
+        count(owner, "create_mesh")
+    return counts
+
+
+@pytest.mark.parametrize("command", ["generate", "calibrate"])
+def test_everything_is_opened_once(
+    counted: Counts, models: list[str], tiny_pair: Folders, tmp_path: Path, command: str
+) -> None:
+    (prompts := tmp_path / "prompts.txt").write_text("Ada has 3 apples\n")
+    memory = [f"--memory={tmp_path / 'memory.npz'}", *FEW[:2]]
+    own = ["--compare", *FEW] if command == "generate" else memory
+    assert main([command, *models, "--mesh=2x2", f"--prompts_file={prompts}", *own]) == 0
+    expected = ["parse_mesh 2x2", "create_mesh 2x2"]
+    for folder in tiny_pair:
+        opening = ("HuggingFaceSource", "read_config", "load_tokenizer")
+        expected += [f"{name} {folder}" for name in opening]
+        expected += [f"_sentence_piece_vocabulary {folder / 'tokenizer.model'}"]
+    assert dict(counted) == dict.fromkeys(expected, 1)
+
+
+def test_each_prompt_is_encoded_and_checked_once(of_pair: Decoded, monkeypatch: Patch) -> None:
+    """The command says which prompt it was, and its decoders believe it, in a comparison too."""
+    encoded, checked = list[str](), list[str]()
+    encode, check = tokenizer.Tokenizer.encode, pair.check_prompt
+
+    def encoding(self: tokenizer.Tokenizer, text: str, add_bos: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_bos)
+
+    def checking(*args: Any, name: str = "") -> CheckedPrompt:
+        if not isinstance(args[0], CheckedPrompt):
+            checked.append(name)
+        return check(*args, name=name)
+
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", encoding)
+    for owner in (pair, engine):
+        monkeypatch.setattr(owner, "check_prompt", checking)
+    found = of_pair("--prompt=Ada", "--prompt=Boris", "--rule=exact", "--compare", *FEW)
+    assert [one["prompt"] for one in found] == encoded == ["Ada", "Boris"]
+    assert checked == ["Prompt 1", "Prompt 2"]
+
+
+def test_the_library_and_the_command_decode_alike(decoded: Decoded) -> None:
+    """With the embedded pair and nothing else said, and with a rule alone."""
+    embedded = load_pair()
+    prompt = "Problem: Mia has 12 shells and finds 9 more. How many has she?\nSolution:"
+    for flags, given in (([], {}), (["--rule=exact"], {"rule": Exact()})):
+        (record,) = decoded(f"--prompt={prompt}", "--max_new_tokens=24", *flags)
+        (one,) = generate(embedded, [prompt], max_new_tokens=24, **given)
+        assert record["token_ids"] == one.token_ids
+        assert record["why"] == "".join(why.letter for why in one.why)
+        assert record["num_draft_tokens"] == one.num_draft_tokens
+
+
+def test_what_is_open_decodes_as_its_folders_do(tiny_pair: Folders, monkeypatch: Patch) -> None:
+    expected = generate(load_pair(*tiny_pair, dtype="float32"), ["Ada"], max_new_tokens=8)
+    opened = open_pair(*tiny_pair)
+    for name in ("HuggingFaceSource", "load_tokenizer"):
+        monkeypatch.delattr(load, name)  # nothing is opened twice
+    found = generate(load_pair(opened, dtype="float32"), ["Ada"], max_new_tokens=8)
+    assert found[0].token_ids == expected[0].token_ids
+    with pytest.raises(FlyJaxError, match="drafts of its own"):
+        load_pair(opened, tiny_pair[1])

@@ -1,15 +1,18 @@
-"""Every loosened rule from the command line, its limits, its memory, and what is refused."""
+"""Every loosened rule from the command line, its limits, its memory and its gate."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from launch_types import Decoded, Interrupted, Patch, Ran, Refused
 
-from fly_jax.evaluation import calibration
+from fly_jax.decoding.config import load_config
+from fly_jax.evaluation import calibration, gate
 from fly_jax.launch import generate
 from fly_jax.launch.__main__ import main
 from fly_jax.models.tokenizer import Tokenizer
@@ -111,15 +114,6 @@ def test_a_comparison_has_the_rule_that_was_asked_for(models: list[str], ran: Ra
     assert names == ["autoregressive", "exact", "fly", "lossy"]
 
 
-def test_bad_memories(refused: Refused, models: list[str], memory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "memory.npz"
-    arguments = [*models, "--prompt=x", "--rule=fly | csd", f"--memory={path}"]
-    path.write_bytes(memory.read_bytes()[:-50])
-    refused(*arguments, words=["damaged"])
-    CorrectionMemory("another").save(path)
-    refused(*arguments, words=["another vocabulary"])
-
-
 def test_calibrating_goes_on_where_it_was(
     models: list[str], memory: Path, tokenizer: Tokenizer, tmp_path: Path, ran: Ran
 ) -> None:
@@ -139,16 +133,8 @@ def test_calibrating_goes_on_where_it_was(
         assert found._counts == whole._counts
 
 
-def test_help_says_what_the_shipped_pair_is_decoded_with(ran: Ran) -> None:
-    shown = " ".join(ran("--help").out.split())
-    assert "; fly if not given, margin with the pair that ships with the package --num" in shown
-    assert "; 0.3 if not given, 1.0 with the pair that ships with the package Limits" in shown
-    assert r"; none if not given, \d with the pair that ships with the package;" in shown
-
-
-def test_what_calibrate_refuses(
-    refused: Refused, models: list[str], memory: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused(refused: Refused, models: list[str], memory: Path, tmp_path: Path) -> None:
+    """By calibrate, and memories by generate."""
     prompts, path = memory.with_name("prompts.txt"), tmp_path / "a.npz"
     given, target = f"--prompts_file={prompts}", models[0]
     refused("calibrate", "--memory=x", words=["--prompts_file"])
@@ -163,3 +149,98 @@ def test_what_calibrate_refuses(
     refused(*calibrate(models, long, path), words=["context"])
     refused(*calibrate(models, prompts, path, "--num_speculative_tokens=5000"), words=["5000"])
     refused(*calibrate(models, prompts, prompts / "c.npz"), words=["written"])
+    arguments = [*models, "--prompt=x", "--rule=fly | csd", f"--memory={path}"]
+    path.write_bytes(memory.read_bytes()[:-50])
+    refused(*arguments, words=["damaged"])
+    CorrectionMemory("another").save(path)
+    refused(*arguments, words=["another vocabulary"])
+
+
+LEARN = [f"{name} {number} apples" for name in ("Ada has", "Boris buys") for number in range(6)]
+SHORT = ["--max_new_tokens=20", "--batch_size=3"]
+Calibrate = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n".join(LEARN))
+    return path
+
+
+@pytest.fixture
+def begun(models: list[str], prompts: Path) -> Calibrate:
+    """The command line that writes to a path."""
+    given = ["calibrate", *models, f"--prompts_file={prompts}", *SHORT]
+    return lambda path, *more: [*given, "--num_speculative_tokens=6", f"--gate={path}", *more]
+
+
+def test_what_is_written_meets_the_bound(
+    begun: Calibrate, tmp_path: Path, of_pair: Decoded, ran: Ran
+) -> None:
+    """And a laxer bound is worth no fewer tokens a pass."""
+    accepted = []
+    for limit in (0.4, 0.2):
+        path = tmp_path / f"found_{limit}.toml"
+        arguments = begun(path, "--rule=margin", f"--max_disagreement={limit}")
+        said, text = ran(*arguments).err, path.read_text()
+        command = shlex.split(text.splitlines()[0].removeprefix("# "))
+        assert command == ["python", "-m", "fly_jax.launch", *arguments]
+        accepted.append(float(re.findall(r"([0-9.]+) mean accepted tokens", text)[0]))
+    assert accepted[0] >= accepted[1]
+    config = load_config(path)
+    assert (config.rule, config.num_speculative_tokens) == ("margin", 6)
+    assert f"margin_gap = {config.to_dict()['margin_gap']}" in text
+    # On the prompts that the setting was checked with.
+    given = [f"--prompt={prompt}" for prompt in LEARN[1::2]]
+    found = of_pair(f"--config={path}", *given, *SHORT)
+    tokens = sum(len(one["token_ids"]) for one in found)
+    rescues = sum(one["num_rescued_tokens"] for one in found)
+    assert 0 < rescues / tokens <= limit
+    figure = f"{100 * rescues / tokens:.2f} rescues in 100 tokens"
+    assert f"({tokens} tokens): {figure}" in text
+    mean = tokens / sum(one["num_rounds"] for one in found)
+    assert f"{mean:.2f} mean accepted tokens" in text
+    assert figure in said
+
+
+def test_windows_are_tried_and_other_values_kept(begun: Calibrate, tmp_path: Path) -> None:
+    base, path = tmp_path / "base.toml", tmp_path / "found.toml"
+    base.write_text('rule = "fly | margin"\nentropy_top_k = 2\nprotect = ["\\\\d"]\n')
+    assert main(begun(path, f"--config={base}", "--max_regret=0.2")) == 0
+    found = load_config(path)
+    assert (found.rule, found.limits.protect) == ("fly | margin", ("\\d",))
+    assert (found.fly.entropy_top_k, found.fly.window_size) == (2, 4), "no others fit K = 6"
+    regret = re.findall(r"tokens\): ([0-9.]+) nats a token", path.read_text())
+    assert 0 < float(regret[0]) <= 0.2
+
+
+def test_what_a_gate_refuses(
+    refused: Refused, begun: Calibrate, models: list[str], prompts: Path, tmp_path: Path
+) -> None:
+    """A gate where a memory is filled, configs that have none, and too few prompts."""
+    base = tmp_path / "base.toml"
+    for line in ('boundary = "defer"', "risk_budget = 3.0", "temperature = 0.5"):
+        base.write_text(line)
+        arguments = begun(tmp_path / "found.toml", f"--config={base}", "--max_regret=0.1")
+        refused(*arguments, words=[line.split()[0]])
+    arguments = ["calibrate", *models, f"--prompts_file={prompts}", "--memory=x.npz"]
+    refused(*arguments, "--max_regret=0.1", words=["--max_regret"])
+    refused(*arguments, "--rule=fly", words=["--rule"])
+    (few := tmp_path / "few.txt").write_text("Ada\nBoris\n")
+    arguments = begun(tmp_path / "found.toml", "--max_regret=0.1", f"--prompts_file={few}")
+    refused(*arguments, words=["2 prompts", "8"])
+
+
+def test_a_search_that_finds_nothing_writes_nothing(
+    begun: Calibrate, tmp_path: Path, monkeypatch: Patch, ran: Ran
+) -> None:
+    """Since nothing meets the bound, or since it is interrupted."""
+    path = tmp_path / "found.toml"
+    said = ran(*begun(path, "--rule=margin", "--max_disagreement=0.0001"), status=2).err
+    assert "0.01 rescues in 100 tokens" in said.splitlines()[-1]
+    assert not path.exists()
+    monkeypatch.setattr(gate, "tqdm", Interrupted)
+    said = ran(*begun(path, "--rule=margin", "--max_regret=0.1"), status=130).err
+    assert "Nothing was written; begin again with: python -m" in said
+    assert not path.exists()

@@ -20,30 +20,28 @@ ROWS = 3
 
 def results(pair: Pair) -> dict[str, list[list[object]]]:
     """What follows each prompt, why, and after how many rounds it is done; by rule."""
+    sizes = {"num_speculative_tokens": 4, "max_new_tokens": MAX_NEW_TOKENS, "batch_size": ROWS}
     return {
         name: [
             [row.token_ids, [why.name for why in row.why], row.num_rounds]
-            for row in generate(
-                pair, PROMPTS, rule=rule, num_speculative_tokens=4,
-                max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS,
-            )
+            for row in generate(pair, PROMPTS, rule=rule, **sizes)
         ]
         for name, rule in RULES.items()
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("target", "draft", "mesh", "coordinator_address"):
+    for name in ("target", "draft", "mesh", "coordinator_address", "folder"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--num_processes", type=int)
-    parser.add_argument("--process_id", type=int)
-    parser.add_argument("--folder", type=Path)
+    for name in ("num_processes", "process_id"):
+        parser.add_argument(f"--{name}", type=int)
     given = parser.parse_args()
     process = detect_process(given.coordinator_address, given.num_processes, given.process_id)
     initialize(process, timeout=240)
     pair = load_pair(given.target, given.draft, mesh=given.mesh, dtype="float32")
-    (given.folder / f"results_{process.process_id}.json").write_text(json.dumps(results(pair)))
+    path = Path(given.folder, f"results_{process.process_id}.json")
+    path.write_text(json.dumps(results(pair)))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,106 @@
-"""Several processes on this machine, over Gloo: the same tokens, and no end without a word."""
+"""Several processes over Gloo: the same tokens, and no end without a word; and that of a server."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
+import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import decode_together
 import httpx
 import jax
 import numpy as np
 import pytest
-from launch_types import Decoded, Folders, Patch, Refused
-from local_processes import PATIENCE, Job
+from launch_types import Captured, Decoded, Folders, Patch, Refused
 
 from fly_jax.decoding.pair import load_pair
-from fly_jax.launch import crash_handler
+from fly_jax.launch import crash_handler, serve
 from fly_jax.launch.__main__ import main
 from fly_jax.launch.crash_handler import lost_processes
 from fly_jax.models.tokenizer import Tokenizer
+from fly_jax.serving.http.run import ServerFailed
 from fly_jax.sharding import processes
 
+# Far more than it takes, for machines that do other things as well.
+PATIENCE = 300
+LAUNCH = ("-m", "fly_jax.launch")
 SIZES = ["--max_new_tokens=20", "--num_speculative_tokens=4", "--window_size=2", "--json"]
 HOST = socket.gethostname()
 Results = dict[str, list[list[object]]]
+
+
+class Job:
+    """Processes that run one command line in a folder, with files there for what they say.
+
+    Where they meet is added to their arguments. Process 0 reads `stdin`, the others nothing.
+    """
+
+    def __init__(
+        self, folder: Path, *arguments: str, program: Sequence[str] = LAUNCH, stdin: str = "",
+        number: int = 2,
+    ) -> None:  # fmt: skip
+        self.folder = folder
+        self.processes = []
+        # No proxy, of which JAX would warn.
+        kept = {name: value for name, value in os.environ.items() if "_proxy" not in name.lower()}
+        environment = kept | {"JAX_PLATFORMS": "cpu", "TMPDIR": str(folder)}
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        place = [f"--coordinator_address={address}", f"--num_processes={number}"]
+        for index in range(number):
+            (folder / f"in_{index}").write_text("" if index else stdin)
+            command = [sys.executable, *program, *arguments, *place, f"--process_id={index}"]
+            with contextlib.ExitStack() as files:
+                streams = {
+                    f"std{kind}": files.enter_context((folder / f"{kind}_{index}").open(mode))
+                    for kind, mode in (("in", "r"), ("out", "w"), ("err", "w"))
+                }
+                self.processes.append(subprocess.Popen(command, env=environment, **streams))
+
+    def out(self, index: int) -> str:
+        """What a process has written to standard output."""
+        return (self.folder / f"out_{index}").read_text()
+
+    def err(self, index: int) -> str:
+        """What a process has written to standard error."""
+        return (self.folder / f"err_{index}").read_text()
+
+    def wait_for(self, said: Callable[[int], str], words: str = "") -> None:
+        """Until process 0 has said these words and the rest of their line."""
+        for _ in range(PATIENCE * 10):
+            if re.search(f"{words}.*\n", said(0)):
+                return
+            assert self.processes[0].poll() is None, self.err(0)
+            time.sleep(0.1)
+        raise AssertionError(self.err(0))
+
+    def statuses(self) -> list[int]:
+        """How each process ended; whatever happens, none of them runs after this."""
+        try:
+            return [process.wait(PATIENCE) for process in self.processes]
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends what still runs."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +108,9 @@ def alone(tiny_pair: Folders) -> Results:
     return decode_together.results(load_pair(*tiny_pair, dtype="float32"))
 
 
-def test_tokens_are_those_of_one(tiny_pair: Folders, alone: Results, tmp_path: Path) -> None:
+def test_tokens_are_those_of_one(models: list[str], alone: Results, tmp_path: Path) -> None:
     """Of four processes with a device each, between which both axes of the mesh lie."""
-    target, draft = tiny_pair
-    arguments = [f"--target={target}", f"--draft={draft}", "--mesh=2x2", f"--folder={tmp_path}"]
+    arguments = [*models[:2], "--mesh=2x2", f"--folder={tmp_path}"]
     job = Job(tmp_path, *arguments, program=[decode_together.__file__], number=4)
     assert job.statuses() == [0] * 4, job.err(0)
     assert len({rounds for *_, rounds in alone["fly"]}) > 1, "all rows end at once"
@@ -50,29 +120,24 @@ def test_tokens_are_those_of_one(tiny_pair: Folders, alone: Results, tmp_path: P
 
 def test_process_0_reads_and_is_heard(models: list[str], tmp_path: Path, of_pair: Decoded) -> None:
     """Rows over two processes, each of which has two devices for them."""
-    prompts = ["Ada has 3 apples", "Boris", "Vera's"]
+    prompts, audit = ["Ada has 3 apples", "Boris", "Vera's"], tmp_path / "audit.jsonl"
     expected = of_pair(*SIZES, *(f"--prompt={prompt}" for prompt in prompts))
-    audit = tmp_path / "audit.jsonl"
-    mesh = ["--mesh=data=2,x=2", "--batch_size=2"]
-    arguments = [*models, *SIZES, "--prompts_file=-", *mesh, f"--audit={audit}"]
-    job = Job(tmp_path, *arguments, stdin="\n".join(prompts))
+    arguments = [*models, *SIZES, "--prompts_file=-", "--mesh=data=2,x=2", "--batch_size=2"]
+    job = Job(tmp_path, *arguments, f"--audit={audit}", stdin="\n".join(prompts))
     assert job.statuses() == [0, 0], job.err(0) + job.err(1)
-    found = [json.loads(line) for line in job.out(0).splitlines()]
-    for one, other in zip(expected, found, strict=True):
+    for one, line in zip(expected, job.out(0).splitlines(), strict=True):
+        other = json.loads(line)
         assert other.pop("tokens_per_second") > 0
         assert other == {name: one[name] for name in other}
     assert "4 simulated devices (CPU) as mesh data=2,x=2 over 2 processes" in job.err(0)
     assert job.out(1) == job.err(1) == ""
-    events = [json.loads(line) for line in audit.read_text().splitlines()]
-    texts = [one["prompt_text"] for one in events if one["event"] == "prompt"]
-    assert texts == prompts
+    events = map(json.loads, audit.read_text().splitlines())
+    assert [one["prompt_text"] for one in events if one["event"] == "prompt"] == prompts
 
 
 def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
-    models = [one for one in models if not one.startswith("--dtype")]  # which is then found out
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(8)))
-    arguments = ["calibrate", *models, f"--prompts_file={prompts}", *SIZES[:2], "--batch_size=4"]
+    arguments = ["calibrate", *models[:2], many_prompts(tmp_path, 8)]  # its dtype is found out
+    arguments += [*SIZES[:2], "--batch_size=4"]
     assert main([*arguments, f"--memory={tmp_path / 'alone.npz'}"]) == 0
     job = Job(tmp_path, *arguments, f"--memory={tmp_path / 'both.npz'}", "--mesh=1x2")
     assert job.statuses() == [0, 0], job.err(0) + job.err(1)
@@ -80,6 +145,13 @@ def test_they_fill_one_memory(models: list[str], tmp_path: Path) -> None:
     files = [np.load(tmp_path / name) for name in ("alone.npz", "both.npz")]
     for name in ("pairs", "counts"):
         assert files[0][name].tolist() == files[1][name].tolist()
+
+
+def many_prompts(folder: Path, number: int) -> str:
+    """The flag for a file of so many prompts."""
+    path = folder / "prompts.txt"
+    path.write_text("".join(f"Ada has {index} apples\n" for index in range(number)))
+    return f"--prompts_file={path}"
 
 
 def test_process_0_serves_for_all(
@@ -91,15 +163,20 @@ def test_process_0_serves_for_all(
     try:
         job.wait_for(job.err, "Ready on ")
         url = re.findall(r"http://[\d.]+:\d+", job.err(0))[-1] + "/v1/completions"
-        texts = decode_together.PROMPTS
+
+        def ask(given: dict[str, object]) -> str:
+            reply = httpx.post(url, json=given, timeout=PATIENCE)
+            assert reply.status_code == 200, reply.text
+            return str(reply.json()["choices"][0]["text"])
+
         asked = {"max_tokens": decode_together.MAX_NEW_TOKENS, "temperature": 0}
+        given = [asked | {"prompt": text} for text in decode_together.PROMPTS]
         with concurrent.futures.ThreadPoolExecutor() as clients:  # more than there are slots
-            fly = clients.map(lambda text: _reply(url, asked | {"prompt": text}), texts)
-            given = asked | {"fly": {"rule": "exact"}}
-            exact = clients.map(lambda text: _reply(url, given | {"prompt": text}), texts)
+            fly = clients.map(ask, given)
+            exact = clients.map(ask, [one | {"fly": {"rule": "exact"}} for one in given])
             own = asked | {"prompt": "Ada", "temperature": 0.7, "seed": 3, "top_k": 9}
             own |= {"stop": ["zzz"], "fly": {"rule": "margin", "risk_budget": 1.5}}
-            other = clients.submit(_reply, url, own)
+            other = clients.submit(ask, own)
             stream = {"prompt": "Ada", "max_tokens": 60, "stream": True}
             with httpx.stream("POST", url, json=stream, timeout=PATIENCE) as reply:
                 next(reply.iter_lines())  # and leaves: the request is cancelled
@@ -116,12 +193,6 @@ def test_process_0_serves_for_all(
         job.end()
 
 
-def _reply(url: str, asked: dict[str, object]) -> str:
-    reply = httpx.post(url, json=asked, timeout=PATIENCE)
-    assert reply.status_code == 200, reply.text
-    return str(reply.json()["choices"][0]["text"])
-
-
 @pytest.fixture(scope="module", autouse=True)
 def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
     """Two jobs, of which one process was killed in the middle of decoding.
@@ -134,10 +205,7 @@ def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
     jobs = []
     for victim in range(2):
         folder = tmp_path_factory.mktemp(f"victim_{victim}")
-        prompts = folder / "prompts.txt"
-        prompts.write_text("".join(f"Ada has {number} apples\n" for number in range(3_000)))
-        job = Job(folder, *arguments, f"--prompts_file={prompts}")
-        jobs.append(job)
+        jobs.append(job := Job(folder, *arguments, many_prompts(folder, 3_000)))
         job.wait_for(job.out)
         job.processes[victim].send_signal(signal.SIGKILL)
     yield jobs
@@ -146,10 +214,7 @@ def bereaved(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 class Service:
-    """The coordination service, as one of two processes sees it.
-
-    The other has said what is given, and all is well there where nothing is.
-    """
+    """What one of two processes sees of the service: what is heard of the other, or all is well."""
 
     def __init__(self, heard: Mapping[str, str]) -> None:
         self.heard, self.said = heard, dict[str, str]()
@@ -161,6 +226,11 @@ class Service:
         of_each_process = key.count("/") == 3
         other = [HOST, None] if of_each_process else {"max_new_tokens": 128}
         return self.said.get(key) or self.heard.get(key, json.dumps(other))
+
+
+def place(index: int) -> list[str]:
+    """The flags of one of two processes."""
+    return ["--coordinator_address=127.0.0.1:8476", "--num_processes=2", f"--process_id={index}"]
 
 
 WRONG = {
@@ -184,11 +254,8 @@ def test_what_is_wrong_on_one_of_them(
         state = SimpleNamespace(num_processes=2, process_id=process, client=service)
         monkeypatch.setattr(processes, "distributed", SimpleNamespace(global_state=state))
         monkeypatch.setattr(processes, "_turns", itertools.count())
-        place = [
-            "--coordinator_address=127.0.0.1:8476", "--num_processes=2", f"--process_id={process}",
-        ]  # fmt: skip
         given = [] if "--prompts_file" in flag else ["--prompt=x"]
-        return refused(models[0], *given, *place, "--mesh=1x2", *flags), service.said
+        return refused(models[0], *given, *place(process), "--mesh=1x2", *flags), service.said
 
     here, said = sentence(wrong, {}, flag)
     assert here.startswith(f"Process {wrong} ({HOST}): {words}")
@@ -197,77 +264,118 @@ def test_what_is_wrong_on_one_of_them(
     assert there == here
 
 
-@pytest.fixture(scope="module", autouse=True)
-def lonely(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Job]]:
-    """Two jobs of one process, which wait while the other tests of this file run.
-
-    Nobody comes to process 0, and nobody answers process 1.
-    """
-    arguments = [*models, "--prompt=x", "--mesh=1x2", "--coordinator_timeout=3"]
-    jobs = [Job(tmp_path_factory.mktemp("lonely"), *arguments, absent=one) for one in (1, 0)]
-    yield jobs
-    for job in jobs:
-        job.end()
-
-
 @pytest.mark.parametrize("index", [0, 1])
-def test_others_that_do_not_come(lonely: list[Job], index: int) -> None:
-    job = lonely[index]
-    assert job.statuses() == [2]
-    address = next(one for one in job.processes[0].args if "coordinator_address" in one)
-    assert f"have not all met at {address.partition('=')[2]} within 3 seconds" in job.err(index)
-    assert job.err(index).count("\n") == 1
-    assert job.out(index) == ""
+def test_others_that_do_not_come(
+    models: list[str], monkeypatch: Patch, capfd: Captured, index: int
+) -> None:
+    """JAX says so by SIGABRT, here without the end of the process after it."""
+    ends: list[int] = []
+
+    def initialize(**given: object) -> None:
+        assert given["initialization_timeout"] == 3
+        signal.raise_signal(signal.SIGABRT)
+        raise SystemExit(ends[0])
+
+    kept, handled = [os.dup(1), os.dup(2)], signal.getsignal(signal.SIGINT)
+    given = [*models, "--prompt=x", "--mesh=1x2", *place(index), "--coordinator_timeout=3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", initialize)
+        patch.setattr(os, "_exit", ends.append)
+        for module, name in ((crash_handler, "installed"), (sys, "stdout"), (sys, "stderr")):
+            patch.setattr(module, name, getattr(module, name))  # which the command changes
+        with pytest.raises(SystemExit):
+            main(given)
+        sys.stdout.close()
+        sys.stderr.close()
+    for stream, descriptor in enumerate(kept, 1):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, handled)
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    assert ends[0] == 2
+    out, said = capfd.readouterr()
+    assert (out, said.count("\n")) == ("", 1)
+    assert "have not all met at 127.0.0.1:8476 within 3 seconds" in said
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_that_is_killed_stops_the_other(bereaved: list[Job], victim: int) -> None:
     """Where the other one waits for it."""
-    job = bereaved[victim]
+    job, survivor = bereaved[victim], 1 - victim
     statuses = job.statuses()
-    survivor = 1 - victim
     assert (statuses[victim], statuses[survivor]) == (-signal.SIGKILL, 1)
-    sentence = job.err(survivor).splitlines()[-1]
+    said = job.err(survivor).splitlines()
+    (sentence,) = (line for line in said if "simulated devices" not in line)
+    assert sentence == said[-1]
     beginning = f"Process {survivor} of 2 stops, since process {victim} ({HOST}) is gone"
     assert sentence.startswith(beginning)
-    said = [line for line in job.err(survivor).splitlines() if "simulated devices" not in line]
-    assert said == [sentence]
     kept = Path(sentence.rpartition("(")[2].split()[0])
     assert kept.parent == job.folder
     assert "coordination" in kept.read_text()
 
 
+UNHEALTHY = "UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):"
+SERVICE_LOST = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the "
+BARRIER = "DEADLINE_EXCEEDED: Barrier timed out. Id: Shutdown::42::0.\n# of tasks that reached the "
+DEADLINE = "F1121 18:04:55 client.h:80] absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: "
+HEARTBEAT = "/xla.coordination.CoordinationService/Heartbeat\n*** Check failure stack trace: ***"
+TIMED_OUT = "barrier: 1/2.\nThe first task at the barrier: 3. Some timed out task names:\n1\n"
 MESSAGES = {
-    "killed": (
-        "E1121 17:05:29 coordination_service.cc:1549] UNAVAILABLE: The following tasks are "
-        "unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed. Check the task logs",
-        {1},
-    ),
-    "two killed": (
-        "absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending "
-        "heartbeats):\n2\n13\nThe tasks have crashed.",
-        {2, 13},
-    ),
-    "left alone": (
-        "DEADLINE_EXCEEDED: Barrier timed out. Id: Shutdown::42::0.\n# of tasks that reached the "
-        "barrier: 1/2.\nThe first task at the barrier: 3. Some timed out task names:\n1\n",
-        {3},
-    ),
-    "process 0 killed": (
-        "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the leader "
-        "task was preempted/died/restarted unexpectedly",
-        {0},
-    ),
-    "process 0 silent": (
-        "F1121 18:04:55 client.h:80] absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded\n\nRPC: "
-        "/xla.coordination.CoordinationService/Heartbeat\n*** Check failure stack trace: ***",
-        {0},
-    ),
-    "something else": ("F1121 18:04:55 client.h:80] Check failed: a == b", set()),
+    f"E1121 17:05:29 service.cc:1549] {UNHEALTHY}\n1\nThe tasks have crashed. Check the logs": {1},
+    f"absl::Status: {UNHEALTHY}\n2\n13\nThe tasks have crashed.": {2, 13},
+    BARRIER + TIMED_OUT: {3},  # left alone
+    SERVICE_LOST + "leader task was preempted/died/restarted unexpectedly": {0},
+    DEADLINE + HEARTBEAT: {0},  # process 0 is silent
+    "F1121 18:04:55 client.h:80] Check failed: a == b": set(),
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_lost_processes(name: str) -> None:
-    native, lost = MESSAGES[name]
-    assert lost_processes(native) == lost
+@pytest.mark.parametrize("native", MESSAGES)
+def test_lost_processes(native: str) -> None:
+    assert lost_processes(native) == MESSAGES[native]
+
+
+SERVED = ["--num_speculative_tokens=4", "--rule=margin", "--num_slots=2", "--prefill_chunk=32"]
+SERVED += ["--max_length=50", "--port=0"]  # so short that few programs are compiled
+
+
+def test_it_serves_and_drains(models: list[str]) -> None:
+    command = [sys.executable, "-m", "fly_jax.launch", "serve", *models, *SERVED]
+    environment = {**os.environ, "FLY_JAX_API_KEY": "from the environment"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as process:
+        watchdog = threading.Timer(120, process.kill)
+        watchdog.start()
+        ready = next(line for line in process.stderr if line.startswith("Ready on "))
+        url = re.findall(r"http://[\d.]+:\d+", ready)[0]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Ada"}).status_code == 401
+        headers = {"Authorization": "Bearer from the environment"}
+        asked = {"headers": headers, "timeout": 60}
+        asked["json"] = {"prompt": "Ada has", "max_tokens": 80, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as reply:
+            process.send_signal(signal.SIGTERM)
+            *events, end = [line[6:] for line in reply.iter_lines() if line]
+        assert end == "[DONE]"
+        choices = [json.loads(event)["choices"][0] for event in events]
+        assert choices[-1]["finish_reason"] in ("length", "stop")
+        assert process.wait() == 0
+        rest = process.stderr.read()
+        watchdog.cancel()
+    assert "may go on for 30 s" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_where_another_process_may_be_gone_the_session_says_which(
+    together: bool, monkeypatch: Patch, capsys: Captured
+) -> None:
+    failed = ServerFailed("The engine has failed")
+    cause = failed.__cause__ = jax.errors.JaxRuntimeError("Gloo all-reduce failed")
+    monkeypatch.setattr("fly_jax.serving.http.run.run", Mock(side_effect=failed))
+    monkeypatch.setattr(crash_handler, "installed", object() if together else None)
+    values: Any = SimpleNamespace(host="127.0.0.1", grace_period=1.0)
+    service: Any = SimpleNamespace(limits=SimpleNamespace(api_keys=("a",)), cancel=None)
+    with pytest.raises(jax.errors.JaxRuntimeError if together else SystemExit) as caught:
+        serve._answer(values, service, cast(Any, None))
+    assert (caught.value is cause) == together
+    assert ("The engine has failed" in capsys.readouterr().err) != together

@@ -24,6 +24,7 @@ from fly_jax.launch.inputs import built_in_prompts
 from fly_jax.verification.rules import Rule
 
 ROOT = Path(__file__).parents[2]
+Names = dict[str, Any]
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
 
 
@@ -32,9 +33,9 @@ def blocks(page: str, language: str = "python") -> list[str]:
     return [text for kind, text in found if kind == language]
 
 
-def executed(page: str, number: int) -> dict[str, Any]:
+def executed(page: str, number: int) -> Names:
     """The namespace in which all blocks of a page have run."""
-    names: dict[str, Any] = {}
+    names: Names = {}
     assert len(blocks(page)) == PAGES[page].count("```") / 2 == number, "a block is new: test it"
     for block in blocks(page):
         exec(compile(block, page, "exec"), names)
@@ -42,27 +43,20 @@ def executed(page: str, number: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def library() -> dict[str, Any]:
+def library() -> Names:
     return executed("library", 10)
 
 
-@pytest.fixture(scope="module")
-def engine() -> dict[str, Any]:
-    return executed("engine", 3)
-
-
-def test_the_rules_differ_as_the_page_says(library: dict[str, Any]) -> None:
+def test_the_rules_differ_as_the_page_says(library: Names) -> None:
     plain, exact, fast = library["plain"], library["exact"], library["fast"]
     assert exact.token_ids == plain.token_ids
     assert fast.num_rounds <= exact.num_rounds < plain.num_rounds == len(plain.token_ids)
     assert min(len(one.token_ids) for one in (plain, library["drawn"])) > 10
 
 
-def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
-    pair = library["pair"]
-    whole = fly_jax.generate(
-        pair, library["prompts"], rule=fly_jax.Fly(), max_new_tokens=64, batch_size=2
-    )
+def test_streamed_text_is_that_of_generate(library: Names) -> None:
+    pair, options = library["pair"], {"max_new_tokens": 64, "batch_size": 2}
+    whole = fly_jax.generate(pair, library["prompts"], rule=fly_jax.Fly(), **options)
     written = {one.generation.prompt_token_ids: text for one, text in library["written"].items()}
     assert written == {
         one.prompt_token_ids: pair.tokenizer.decode(one.token_ids, continues=True) for one in whole
@@ -70,13 +64,13 @@ def test_streamed_text_is_that_of_generate(library: dict[str, Any]) -> None:
     assert all(written.values())
 
 
-def generated(library: dict[str, Any], rule: Rule, k: int, number: int) -> fly_jax.Generation:
+def generated(library: Names, rule: Rule, k: int, number: int) -> fly_jax.Generation:
     """So many tokens after the first of the page's prompts, with K draft tokens."""
     options = {"num_speculative_tokens": k, "max_new_tokens": number, "protect": ()}
     return fly_jax.generate(library["pair"], library["ids"][:1], rule=rule, **options)[0]
 
 
-def test_a_foreign_loop_gives_the_tokens_of_generate(library: dict[str, Any]) -> None:
+def test_loops_and_steps_give_the_tokens_of_generate(library: Names) -> None:
     exact = generated(library, fly_jax.Exact(), 0, 48)
     loosened = generated(library, fly_jax.Fly(), library["K"], 48)
     assert (library["loop_exact"], library["loop_fly"]) == (exact.token_ids, loosened.token_ids)
@@ -85,9 +79,16 @@ def test_a_foreign_loop_gives_the_tokens_of_generate(library: dict[str, Any]) ->
     assert loosened.num_rescued_tokens > 0
     assert library["loop_doubt"] != library["loop_exact"], "a rule of one's own rescues"
     assert library["mixed"].num_accepted.shape == (3,), "each row has its own rule"
+    expected = generated(library, fly_jax.Fly(), library["K"], len(library["stepwise"]))
+    settled = len(expected.token_ids)  # the steps of the page go on after an end of text
+    assert settled >= 4, "each of the four rounds settles a token at least"
+    assert library["stepwise"][:settled] == expected.token_ids
 
 
-def test_the_foreign_loop_fits_on_the_page() -> None:
+def test_the_foreign_loop_fits_on_the_page_and_is_public() -> None:
+    code = "".join(blocks("library"))
+    assert not re.search(r"(from|import) fly_jax\.", code)
+    assert set() < set(re.findall(r"fly_jax\.(\w+)", code)) <= set(fly_jax.__all__)
     (loop,) = [block for block in blocks("library") if "def decode(" in block]
     body = loop.split("def decode(")[1]
     assert len(body.splitlines()) <= 12
@@ -96,45 +97,28 @@ def test_the_foreign_loop_fits_on_the_page() -> None:
     assert "pair" not in body, "a foreign engine has no pair"
 
 
-def test_steps_give_the_tokens_of_generate(library: dict[str, Any]) -> None:
-    expected = generated(library, fly_jax.Fly(), library["K"], len(library["stepwise"]))
-    settled = len(expected.token_ids)  # the steps of the page go on after an end of text
-    assert settled >= 4, "each of the four rounds settles a token at least"
-    assert library["stepwise"][:settled] == expected.token_ids
-
-
-def test_sharded_logits_give_the_same_evidence(library: dict[str, Any]) -> None:
+def test_sharded_logits_give_the_same_evidence(library: Names) -> None:
     shards = library["sharded"].sharding.shard_shape(library["sharded"].shape)
     assert shards[2] * jax.device_count() == library["vocab_size"] > shards[2]
     for name in ("argmax", "accepted", "replacement"):
         here, there = getattr(library["on_one"], name), getattr(library["on_mesh"], name)
         np.testing.assert_array_equal(here, there)
     np.testing.assert_allclose(library["on_one"].entropy, library["on_mesh"].entropy, rtol=1e-5)
-
-
-def test_a_call_that_cannot_work_says_why(library: dict[str, Any]) -> None:
-    for words in ("num_speculative_tokens=6", "window_size=6"):
+    for words in ("num_speculative_tokens=6", "window_size=6"):  # of a call that cannot work
         assert words in library["refusal"]
 
 
-def test_the_page_uses_the_public_api_only() -> None:
-    code = "".join(blocks("library"))
-    assert not re.search(r"(from|import) fly_jax\.", code)
-    assert set() < set(re.findall(r"fly_jax\.(\w+)", code)) <= set(fly_jax.__all__)
-
-
-def test_rules_and_draws_differ(engine: dict[str, Any]) -> None:
+def test_the_engine_gives_the_answers_of_generate() -> None:
+    """And each rule its own, on the page of the engine."""
+    engine = executed("engine", 3)
     found = {name: one.generation for name, one in engine["states"].items()}
     assert all(len(one.token_ids) > 4 for one in found.values())
     assert found["lossless"].num_rescued_tokens == 0
     assert found["drawn"].token_ids != found["lossless"].token_ids
     reused, length = engine["states"]["lossless"].num_reused, len(engine["prompt"])
     assert reused == length - 1 or length < 16
-
-
-def test_asyncio_gives_the_same_answers(engine: dict[str, Any]) -> None:
-    pair, config = engine["pair"], engine["pair"].config()
-    alone = fly_jax.generate(pair, engine["texts"], config, max_new_tokens=32, batch_size=5)
+    pair, given = engine["pair"], {"max_new_tokens": 32, "batch_size": 5}
+    alone = fly_jax.generate(pair, engine["texts"], pair.config(), **given)
     assert engine["answers"] == [pair.tokenizer.decode(one.token_ids) for one in alone]
     assert engine["engine"].is_idle
 
@@ -160,14 +144,13 @@ def test_the_commands_of_an_audit_run(
         printed.append(capsys.readouterr().out)
     assert printed[1] == printed[2]
     # What is shown on the page has the form of what is printed now.
-    form = re.compile(r"[\d.]+|\s+")
-    shown = [form.sub("", line) for line in audit_block("text").splitlines()]
-    now = [form.sub("", line) for line in printed[1].splitlines()]
-    assert shown[:3] == now[:3]
-    of_page, of_now = (
-        {line for line in lines if line.startswith(("classrescued", "draftkept"))}
-        for lines in (shown, now)
+    shown, now = (
+        [re.sub(r"[\d.]+|\s+", "", line) for line in text.splitlines()]
+        for text in (audit_block("text"), printed[1])
     )
+    assert shown[:3] == now[:3]
+    headings = ("classrescued", "draftkept")
+    of_page, of_now = ({one for one in some if one.startswith(headings)} for some in (shown, now))
     assert of_page == of_now
     assert "Prompt 2" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -187,11 +170,13 @@ def test_the_keys_and_classes_are_those_of_the_file() -> None:
         assert any(line.startswith(name) and line.endswith(CLASSES[name]) for name in CLASSES)
 
 
-def test_a_loop_of_ones_own_runs() -> None:
+def test_a_loop_of_ones_own_runs_and_files_are_there() -> None:
     (block,) = [text for text in blocks("integrations") if "fly_jax.verify" in text]
-    names: dict[str, object] = {}
+    names: Names = {}
     exec(block, names)
     assert names["emitted"]
+    for name in re.findall(r"\]\(((?:\.\./)?[\w/]+\.\w+)", PAGES["integrations"]):
+        assert (ROOT / "docs" / name).exists(), name
 
 
 def test_settings_are_those_that_there_are() -> None:
@@ -204,14 +189,8 @@ def test_settings_are_those_that_there_are() -> None:
 
 def test_what_the_commands_ask_for_can_be_had() -> None:
     (server,) = blocks("integrations", "bash")
-    texts = dict(re.findall(r"--(\S+)-config '(.*)'", server))
-    speculative, additional = json.loads(texts["speculative"]), json.loads(texts["additional"])
-    asked = asked_for(additional["fly_jax"], {}) or {}
-    assert decoding_config(asked, speculative["num_speculative_tokens"]).rule == "fly"
+    given = {name: json.loads(text) for name, text in re.findall(r"--(\S+)-config '(.*)'", server)}
+    asked = asked_for(given["additional"]["fly_jax"], {}) or {}
+    assert decoding_config(asked, given["speculative"]["num_speculative_tokens"]).rule == "fly"
     (offline,) = [text for text in blocks("integrations") if "vllm" in text]
     ast.parse(offline)
-
-
-def test_files_that_are_named_are_there() -> None:
-    for name in re.findall(r"\]\(((?:\.\./)?[\w/]+\.\w+)", PAGES["integrations"]):
-        assert (ROOT / "docs" / name).exists(), name

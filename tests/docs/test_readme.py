@@ -24,10 +24,8 @@ COMMANDS = [
     command.strip()
     for language, block in BLOCKS
     if language == "bash"
-    for line in block.splitlines()
-    # CI itself installs the package and runs the tests.
-    for command in line.split("&&")
-    if not command.strip().startswith(("pip install", "pytest"))
+    for command in re.split("\n|&&", block.strip())
+    if not command.strip().startswith(("pip install", "pytest"))  # which CI itself does
 ]
 LAUNCH = "python -m fly_jax.launch"
 PROMPTS = ["import os\n", "def main():\n", "class Path:\n"]
@@ -46,13 +44,15 @@ def run(
         (tmp_path / "prompts.jsonl").write_text("".join(lines))
         for name in ("configs", "recipes"):
             (tmp_path / name).symlink_to(ROOT / name)
-        target, draft = EMBEDDED_PAIR  # in place of weights and devices that cannot be had here
-        command = command.replace("meta-llama/Llama-3.1-405B-Instruct", str(target))
-        command = command.replace("meta-llama/Llama-3.1-8B-Instruct", str(draft))
-        command = command.replace("--mesh 8x8", "--mesh 2x4")
-        # In a process: what a shell has a part in, and the README's first command.
+        for size, folder in zip(("405B", "8B"), EMBEDDED_PAIR, strict=True):
+            command = command.replace(f"meta-llama/Llama-3.1-{size}-Instruct", str(folder))
+        command = command.replace("--mesh 8x8", "--mesh 2x4")  # what can be had here
+        # In a process, as a reader would: what a shell has a part in, and the first command.
         if not command.startswith(f"{LAUNCH} ") or ">" in shlex.split(command):
-            done = in_a_process(command, tmp_path)
+            command = re.sub(r"^python ", f"{sys.executable} ", command)
+            there = {**os.environ, "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
+            given = {"cwd": tmp_path, "env": there, "capture_output": True, "text": True}
+            done = subprocess.run(command, shell=True, **given)
             status, out, err = done.returncode, done.stdout, done.stderr
         else:
             monkeypatch.chdir(tmp_path)
@@ -66,40 +66,25 @@ def run(
     return ran
 
 
-def in_a_process(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a shell command as a reader would."""
-    command = re.sub(r"^python ", f"{sys.executable} ", command)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"}
-    return subprocess.run(
-        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
-    )
-
-
 def test_the_readme_has_the_commands_that_are_run_below() -> None:
     assert LAUNCH in COMMANDS
     assert len(COMMANDS) >= 8
-    assert len([one for one in COMMANDS if " plan " in one]) == 1
+    for word in ("plan", "recipes/embedded_pair/train.py"):
+        assert len([one for one in COMMANDS if f" {word} " in one]) == 1
 
 
 # tests/planning/test_compiled_plans.py makes the README's plan, which takes the TPU compiler long.
-ELSEWHERE = ("/train.py ", " plan ")
-
-
-@pytest.mark.parametrize(
-    "command", [one for one in COMMANDS if not any(word in one for word in ELSEWHERE)]
-)
+@pytest.mark.parametrize("command", [one for one in COMMANDS if " plan " not in one])
 def test_command_runs(command: str, run: Callable[[str], str], tmp_path: Path) -> None:
-    printed = run(command)
-    if "answers.jsonl" in command:
+    trains = "/train.py " in command
+    printed = run(f"{command} --model tokenizer" if trains else command)
+    if trains:
+        assert list(tmp_path.rglob("tokenizer.model"))
+    elif "answers.jsonl" in command:
         lines = (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
         assert [json.loads(line)["prompt"] for line in lines] == PROMPTS
     else:
         assert printed.strip()
-
-
-def test_the_training_command_trains(run: Callable[[str], str], tmp_path: Path) -> None:
-    run(next(one for one in COMMANDS if "/train.py " in one) + " --model tokenizer")
-    assert list(tmp_path.rglob("tokenizer.model"))
 
 
 def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:

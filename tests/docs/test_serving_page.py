@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fly_jax.decoding.config import RoundSpec, RoundStatic
 from fly_jax.engine.depth_costs import DepthCosts
-from fly_jax.engine.engine import Engine
 from fly_jax.engine.slots import Slots
 from fly_jax.launch import serve
 from fly_jax.serving.http.app import HEADERS, page
@@ -26,26 +25,24 @@ _PAGE = (_ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 _NAME = re.compile(r"fly_jax:\w+")
 
 
-@pytest.fixture(scope="module")
-def metrics() -> set[str]:
+def samples() -> set[str]:
     """The names of all samples, and of histograms without their endings."""
     spec = RoundSpec(Exact(), RoundStatic(2, depths=(0, 2)))
-    costs = DepthCosts((0, 2))
-    engine = types.SimpleNamespace(spec=spec, slots=Slots((1,)), num_waiting=0, costs=costs)
-    text = ServerMetrics(cast(Engine, engine)).text().decode()
+    engine: Any = SimpleNamespace(spec=spec, slots=Slots((1,)), num_waiting=0)
+    engine.costs = DepthCosts((0, 2))
+    text = ServerMetrics(engine).text().decode()
     families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.MULTILINE)
     assert len(families) > 20
     endings = {"counter": ("",), "gauge": ("",), "histogram": ("", "_bucket", "_sum", "_count")}
     return {name + ending for name, kind in families for ending in endings[kind]}
 
 
-def test_the_page_has_every_metric(metrics: set[str]) -> None:
+def test_the_page_and_the_dashboard_have_every_metric() -> None:
+    """And no others."""
+    metrics = samples()
     listed = set(re.findall(r"^\| `(fly_jax:\w+)`", _PAGE, re.MULTILINE))
-    own = {name for name in metrics if not name.endswith(("_created", "_bucket", "_sum", "_count"))}
-    assert listed == own
-
-
-def test_the_dashboard_asks_for_metrics_that_exist(metrics: set[str]) -> None:
+    endings = ("_created", "_bucket", "_sum", "_count")
+    assert listed == {name for name in metrics if not name.endswith(endings)}
     board = json.loads((_ROOT / "configs" / "grafana_dashboard.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(queries) > 20

@@ -91,10 +91,7 @@ def test_a_summary_and_a_page(audit: Path, tmp_path: Path, ran: Ran) -> None:
     assert summary["windows"] == {"none": rescues}
     text = html.read_text(encoding="utf-8")
     assert ("&lt;script&gt;Boris" in text, "<script" in text) == (True, False)
-
-
-def test_a_stopped_run_is_summed_up(audit: Path, tmp_path: Path, ran: Ran) -> None:
-    path = tmp_path / "cut.jsonl"
+    path = tmp_path / "cut.jsonl"  # of a run that was stopped
     path.write_bytes(audit.read_bytes()[:-30])
     said, warning = ran("audit", str(path))
     assert ("2 prompts" in said, "breaks off" in warning, warning.count("\n")) == (True, True, 1)
